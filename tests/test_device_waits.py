@@ -15,12 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.utils import torch_utils
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.worker import gpu_input_batch
 
 import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.upstream import cpu_expand
+from rollout_spec.vllm.mrv1.model_drafter import SharedNoise
+from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.mrv2 import host_drafts, model_drafter
+from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
+from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+from rollout_spec.vllm.mrv2.sampler import coupled_verify
+from rollout_spec.vllm.mrv2.versions import gumbel
+from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from rollout_spec_lab.bench.waits import WAITS
 from tests.accelerator import DEVICE, Accelerator
 from tests.test_proposer import K, vllm_config
@@ -56,14 +75,6 @@ class Engine:
         is_cut: bool = False,
         allowed: tuple[int, ...] | None = None,
     ) -> None:
-        from vllm.v1.sample.logits_processor import LogitsProcessors
-        from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-        from vllm.v1.sample.metadata import SamplingMetadata
-        from vllm.v1.sample.rejection_sampler import RejectionSampler
-        from vllm.v1.sample.sampler import Sampler
-
-        from rollout_spec.vllm.mrv1.sampler import RowSampling
-
         self.accelerator, num = Accelerator(), len(DRAFTS)
         put = self.accelerator.put
         # Its constructor would pin memory.
@@ -108,8 +119,6 @@ class Engine:
         return self._verified()[1].sampled_token_ids.value.tolist()
 
     def _verified(self) -> tuple[Accelerator, Any]:
-        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
         behind = ends + np.arange(len(DRAFTS))
         logits = torch.randn(sum(DRAFTS) + len(DRAFTS), VOCAB_SIZE) * 5
@@ -125,8 +134,6 @@ class Engine:
 
     def with_model(self, num_passes: int = 2) -> tuple[Accelerator, list[list[int]]]:
         """A model of MRV1 drafts so many tokens for each row, of flat logits; and the tokens."""
-        from rollout_spec.vllm.mrv1.model_drafter import SharedNoise
-
         self.plain()  # which tells the rows their keys
         logits, runner = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous()), self.runner
         runner.drafter = types.SimpleNamespace(model=types.SimpleNamespace(compute_logits=lambda x: x))
@@ -149,12 +156,6 @@ class Engine:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's kernels."""
-    from vllm.utils import torch_utils
-    from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    import rollout_spec.vllm.mrv2.sampler  # noqa: F401 (whose imports copy what is replaced here)
-
     platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", True)
@@ -170,11 +171,6 @@ def mended_batch(accelerator: Accelerator, allowed: tuple[int, ...]) -> tuple[An
     Returns:
         The batch and the sampling metadata of the one request that is left, in row 0.
     """
-    from vllm import SamplingParams
-    from vllm.v1.worker import gpu_input_batch
-
-    from rollout_spec.vllm.upstream import allowed_tokens
-
     allowed_tokens.mend(gpu_input_batch)
     with accelerator:
         batch = gpu_input_batch.InputBatch(
@@ -202,8 +198,6 @@ def mrv2_step(counts: list[int] = DRAFTS) -> Accelerator:
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
     """
-    from rollout_spec.vllm.mrv2.sampler import coupled_verify
-
     accelerator, nums = Accelerator(), torch.tensor(counts) + 1
     put, total, rows = accelerator.put, sum(counts) + len(counts), torch.arange(len(counts)).int()
     ends = torch.nn.functional.pad(nums.cumsum(0), (1, 0)).int()
@@ -317,8 +311,6 @@ TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
 
 def mrv2_host(accelerator: Accelerator, rows: dict[str, int], **methods: Any) -> tuple[Any, Any]:
     """`HostDrafts` and the runner of MRV2 to which it is bound, with these requests in these rows."""
-    from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-
     config = vllm_config({"min_survival": 0.0})
     config.scheduler_config = types.SimpleNamespace(max_num_seqs=4)
     names = ("add_requests", "update_requests", "execute_model", "postprocess_sampled")
@@ -374,11 +366,6 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     vllm: None, streams: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
-    from vllm.v1.outputs import ModelRunnerOutput
-
-    from rollout_spec.vllm.mrv2 import host_drafts
-    from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
-
     group = types.SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
     names, run = ["b", "a", "new", "grammar"], []
@@ -422,9 +409,6 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
 def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
     vllm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollout_spec.vllm.mrv2 import model_drafter
-    from rollout_spec.vllm.mrv2.versions import gumbel
-
     accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
     put = accelerator.put
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's

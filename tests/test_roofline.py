@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_spec.predict.model import Model, RooflineError
 from rollout_spec.predict.roofline import DEVICES, Device, Host, Roofline
+from rollout_spec_lab.studies import roofline as benchmark
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
@@ -261,8 +262,6 @@ def test_a_layout_that_cannot_be(name, layout, message):
 
 
 def test_published_step_times_are_met_as_the_record_says():
-    from rollout_spec_lab.studies import roofline as benchmark
-
     def mean_error(pairs):
         return np.mean([abs(error) for pair in pairs for _, _, error in benchmark.errors(pair)])
 
@@ -275,8 +274,6 @@ def test_published_step_times_are_met_as_the_record_says():
 
 
 def test_published_steps_with_drafts_are_met_however_many_tokens_they_verify():
-    from rollout_spec_lab.studies import roofline as benchmark
-
     for device in ("a100", "h100"):
         found = [one for pair in benchmark.VERIFIED if pair.gpu == device for one in benchmark.errors(pair)]
         for low, high in ((1, 65), (65, 257), (257, 1025)):

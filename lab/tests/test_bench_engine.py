@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from vllm import EngineArgs
 
 from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli.inputs import device_arguments
@@ -24,6 +26,7 @@ from rollout_spec_lab.bench.engine import (
     predict,
     recorded_load,
 )
+from rollout_spec_lab.bench.engine_worker import _method_arguments
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
@@ -145,11 +148,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     has_accelerator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """CUDA graphs and asynchronous scheduling are its defaults; a CPU gets a small engine without graphs."""
-    import torch
-    from vllm import EngineArgs
-
-    from rollout_spec_lab.bench.engine_worker import _method_arguments
-
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     default = EngineArgs(model=str(tmp_path))
     assert not default.enforce_eager and default.async_scheduling is not False
@@ -160,8 +158,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
 
 
 def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
-    from rollout_spec_lab.bench.engine_worker import _method_arguments
-
     head = tmp_path / "to:head"
     head.mkdir()
     (head / "config.json").write_text("{}")

