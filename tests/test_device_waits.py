@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,14 +95,14 @@ class Engine:
             self.sampling.allowed_token_ids_mask = put(forbidden_but(allowed, num))
         self.sampler = Sampler("processed_logprobs")  # verl's mode
         self.verifier = RejectionSampler(self.sampler)
-        requests = {str(row): types.SimpleNamespace(sampling_params=None) for row in range(num)}
-        batch = types.SimpleNamespace(
+        requests = {str(row): SimpleNamespace(sampling_params=None) for row in range(num)}
+        batch = SimpleNamespace(
             num_reqs=len(requests), req_ids=list(requests), num_tokens_no_spec=np.arange(9, 12), generators={}
         )
-        self.runner: Any = types.SimpleNamespace(
+        self.runner: Any = SimpleNamespace(
             sampler=self.sampler, rejection_sampler=self.verifier, device=DEVICE, requests=requests,
-            model_config=types.SimpleNamespace(seed=0), input_batch=batch,
-            parallel_config=types.SimpleNamespace(data_parallel_index=0),
+            model_config=SimpleNamespace(seed=0), input_batch=batch,
+            parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
         self.rows = RowSampling(self.runner, is_coupled=True)
         with self.accelerator:
@@ -136,7 +136,7 @@ class Engine:
         """A model of MRV1 drafts so many tokens for each row, of flat logits; and the tokens."""
         self.plain()  # which tells the rows their keys
         logits, runner = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous()), self.runner
-        runner.drafter = types.SimpleNamespace(model=types.SimpleNamespace(compute_logits=lambda x: x))
+        runner.drafter = SimpleNamespace(model=SimpleNamespace(compute_logits=lambda x: x))
         runner.propose_draft_token_ids = lambda *_: torch.stack(
             [runner.drafter._sample_draft_tokens(logits, self.sampling)[0] for _ in range(num_passes)], 1
         )
@@ -156,7 +156,7 @@ class Engine:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's kernels."""
-    platform = types.SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
+    platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", True)
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", cpu_expand.expand_batch_to_tokens)
@@ -205,8 +205,8 @@ def mrv2_step(counts: list[int] = DRAFTS) -> Accelerator:
     logits, drawn = put(flat(total)), put(torch.arange(total))
     inputs = torch.arange(total).int() - 1
     inputs[-1] = 0
-    sampler = types.SimpleNamespace(sample=lambda **_: (drawn, logits))
-    verifier: Any = types.SimpleNamespace(sampler=sampler, num_speculative_steps=max(counts))
+    sampler = SimpleNamespace(sample=lambda **_: (drawn, logits))
+    verifier: Any = SimpleNamespace(sampler=sampler, num_speculative_steps=max(counts))
     given = {
         "logits": logits, "draft_sampled": put(inputs), "verify_draft_sampled": put(inputs),
         "pos": put(torch.arange(total)), "cu_num_logits": put(ends), "idx_mapping": put(rows),
@@ -298,9 +298,7 @@ def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = types.SimpleNamespace(
-        wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None
-    )
+    nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
@@ -312,13 +310,13 @@ TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
 def mrv2_host(accelerator: Accelerator, rows: dict[str, int], **methods: Any) -> tuple[Any, Any]:
     """`HostDrafts` and the runner of MRV2 to which it is bound, with these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
-    config.scheduler_config = types.SimpleNamespace(max_num_seqs=4)
+    config.scheduler_config = SimpleNamespace(max_num_seqs=4)
     names = ("add_requests", "update_requests", "execute_model", "postprocess_sampled")
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
-    runner = types.SimpleNamespace(
+    runner = SimpleNamespace(
         **{**dict.fromkeys(names, lambda *_: None), "sample_tokens": lambda: None, **methods},
         parallel_config=config.parallel_config, max_num_reqs=4, max_model_len=64,
-        req_states=types.SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
+        req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
     )  # fmt: skip
     host = HostDrafts(config, DEVICE)
     host.bind(runner)
@@ -328,12 +326,12 @@ def mrv2_host(accelerator: Accelerator, rows: dict[str, int], **methods: Any) ->
 def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = None, **asked: Any) -> Any:
     """A step of vLLM's scheduler, in which these requests are new and have these parameters."""
     requests = [
-        types.SimpleNamespace(
+        SimpleNamespace(
             req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=asked.get(name)
         )
         for name in new
     ]
-    return types.SimpleNamespace(
+    return SimpleNamespace(
         finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
         scheduled_spec_decode_tokens=drafts or {},
     )  # fmt: skip
@@ -342,7 +340,7 @@ def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = N
 def after_sampling(host: Any, runner: Any, put: Any, names: list[str], sampled: list[int]) -> torch.Tensor:
     """Each request has got one token; the drafts that the device gets for them, which are none."""
     runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
-    batch = types.SimpleNamespace(req_ids=names, num_reqs=len(names))
+    batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
     return host.draft(batch, put(torch.ones(len(names)).int()))
 
 
@@ -366,7 +364,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     vllm: None, streams: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
-    group = types.SimpleNamespace(broadcast_object=lambda drafts: drafts)
+    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
     names, run = ["b", "a", "new", "grammar"], []
 
@@ -387,7 +385,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
             accelerator, {name: row for row, name in enumerate(names)}, execute_model=execute_model,
             sample_tokens=lambda: ModelRunnerOutput(names, {}),
         )  # fmt: skip
-        asked = types.SimpleNamespace(structured_outputs=object(), extra_args=None)
+        asked = SimpleNamespace(structured_outputs=object(), extra_args=None)
         runner.execute_model(step(scheduled((*names,), grammar=asked), Ahead(0, 0)))
         accelerator.start()
         after_sampling(host, runner, accelerator.put, names, [6, 6, 40, 6])
@@ -413,8 +411,8 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
     put = accelerator.put
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
     monkeypatch.setattr(model_drafter, "check_speculator", lambda: None)
-    speculator: Any = types.SimpleNamespace(
-        model=types.SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
+    speculator: Any = SimpleNamespace(
+        model=SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
     )
     log_odds = put(torch.zeros(4, 2))
     with accelerator:
@@ -521,7 +519,7 @@ def coupled_step(temperature: float) -> Accelerator:
     put, count = accelerator.put, len(counts)
     logits, behind = put(flat(sum(counts))), put(flat(count))
     drafts, bonus = put(torch.zeros(sum(counts), dtype=torch.int32)), put(torch.zeros(count, 1))
-    sampling = types.SimpleNamespace(all_greedy=not temperature, all_random=bool(temperature))
+    sampling = SimpleNamespace(all_greedy=not temperature, all_random=bool(temperature))
     with accelerator:
         accelerator.start()
         step = coupled.CoupledStep(range(count), range(count), counts)

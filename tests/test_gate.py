@@ -110,22 +110,6 @@ def test_drafts_end_where_the_gain_equals_the_cost(survivals, cost, most_drafted
         assert machine.counters.num_steps_off_cost > 300
 
 
-def test_one_slow_step_does_not_shut_the_gate_for_long():
-    """The first with drafts, of which nothing else is known."""
-    slow = {"left": 1}
-
-    def seconds(drafted):
-        if drafted and slow["left"]:
-            slow["left"] = 0
-            return 0.6
-        return 0.1 + 0.002 * drafted
-
-    machine = Machine([0.9, 0.6], seconds)
-    machine.steps(100)  # fewer than after a loss that many steps have shown
-    assert not slow["left"]
-    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(80)]) > 0.85
-
-
 @pytest.mark.parametrize("times_as_long", [1, 6])
 def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_slow(times_as_long):
     """An engine makes its kernels for a number of tokens when it first meets it."""

@@ -26,11 +26,6 @@ def write_trace(path, *lines):
     return path
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "trace.jsonl.gz"
-
-
 class Copier:
     """A drafter to count by hand with: what came after the last token where the row had it last."""
 
@@ -50,27 +45,27 @@ class Copier:
     def finish(self): ...
 
 
-def count(path):
-    """What a replay of the trace counts with the Copier."""
+def count(folder, *lines):
+    """What a replay of a trace with these lines counts with the Copier."""
     result = ReplayResult()
-    for line in read_trace(path):
+    for line in read_trace(write_trace(folder / "trace.jsonl.gz", *lines)):
         replay_line(Copier(), line, (), 4, result)
     return result
 
 
-def test_without_repetition_every_step_yields_one_token(path):
-    result = count(write_trace(path, ([1, 2, 3], [[4, 5, 6, 7]])))
+def test_without_repetition_every_step_yields_one_token(tmp_path):
+    result = count(tmp_path, ([1, 2, 3], [[4, 5, 6, 7]]))
     # The prefill yields 4; three steps yield 5, 6 and 7.
     assert (result.num_tokens, result.num_steps, result.num_draft_tokens) == (4, 3, 0)
     assert result.tokens_per_step == 1.0
     assert result.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
-    result = count(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))  # a single token needs no step
+    result = count(tmp_path, ([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
     assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
 
 
-def test_hand_counted_drafts(path):
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]])))
+def test_hand_counted_drafts(tmp_path):
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
     # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
     # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
     assert result.num_steps == 2
@@ -79,30 +74,29 @@ def test_hand_counted_drafts(path):
     assert result.mean_acceptance_length == 1 + 4 / 2
     assert result.acceptance_rate == 4 / 8
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]]))
     assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
 
 
-def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
+def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):
     # Without drafts every step yields each row one token. Of 8 siblings 8, 7, 5, 4, 3, 2, 1, 1 run in steps 1
     # to 8: a quarter is 2, so the last three steps are the tail.
     lengths = (2, 3, 3, 4, 5, 6, 7, 9)
     texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
-    result = count(write_trace(path, ([1], texts)))
+    result = count(tmp_path, ([1], texts))
     assert result.num_draft_tokens == 0
     assert result.num_steps == sum(lengths) - len(lengths)
     assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
     assert result.tail_tokens_per_step == 1.0
     # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
     texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], texts))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
     assert result.tail_tokens_per_step == 3.0
 
 
-def test_lines_can_be_limited(path, capsys):
-    line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
-    write_trace(path, line, line, line)
+def test_lines_can_be_limited(tmp_path, capsys):
+    path = write_trace(tmp_path / "trace.jsonl", *[([1, 2], [[3, 4, 5, 6], [7, 8]])] * 3)
     assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
     limited = json.loads(capsys.readouterr().out)
     assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
