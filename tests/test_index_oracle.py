@@ -64,10 +64,6 @@ class Waiting:
     num_indexed: int = 0
 
 
-def goes_on(self):
-    return not self.is_over
-
-
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
@@ -127,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.forget(group)
         self.gone = []
 
-    @precondition(goes_on)
+    @precondition(lambda self: not self.is_over)
     @rule(prompt=texts(40), data=st.data())
     def open_group(self, prompt, data):
         num = len(prompt) if self.max_bytes else data.draw(st.sampled_from([0, 5, 40, 40]))

@@ -62,18 +62,11 @@ class Server:
 class Balancer:
     """As verl's, over one server. It can be pickled, as an actor's handle can; its server stays behind."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
     require_acquire_fields = require_release_fields = Remote(list)
+    release_server = SimpleNamespace(remote=lambda **_: None)
 
-    @property
-    def acquire_server(self) -> Remote:
-        return Remote(lambda request_id: ("server", self._server))
-
-    @property
-    def release_server(self) -> Any:
-        return SimpleNamespace(remote=lambda **_: None)
+    def __init__(self, server: Server) -> None:
+        self.acquire_server = Remote(lambda request_id: ("server", server))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _balancer_here, ()
