@@ -110,6 +110,23 @@ def test_drafts_end_where_the_gain_equals_the_cost(survivals, cost, most_drafted
         assert machine.counters.num_steps_off_cost > 300
 
 
+def test_drafting_stops_where_it_has_become_slow_and_comes_back():
+    cost = {"drafts": 0.01}
+    machine = Machine([0.9, 0.6], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
+
+    def share_drafted(num_steps):
+        return np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(num_steps)])
+
+    machine.steps(200)
+    assert share_drafted(200) > 0.9
+    cost["drafts"] = 1.0
+    machine.steps(200)
+    assert share_drafted(200) < 0.1
+    cost["drafts"] = 0.01
+    machine.steps(1200)
+    assert share_drafted(200) > 0.9
+
+
 @pytest.mark.parametrize("times_as_long", [1, 6])
 def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_slow(times_as_long):
     """An engine makes its kernels for a number of tokens when it first meets it."""

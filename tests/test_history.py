@@ -7,14 +7,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.history import (
-    History,
-    HistoryError,
-    group_key,
-    prompt_key,
-    read_file,
-    write_file,
-)
+from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file, write_file
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
 from tests.text import int32, merged

@@ -280,6 +280,7 @@ def test_the_summary_has_the_documented_keys(runs, tmp_path, capsys):
     assert summary["measures"]["step_seconds"]["ratio"]["ci95"][1] < 1
     for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
         assert len(summary["off"][name]) == len(summary["on"][name]) == 3
+    assert {"tokens_per_step", "acceptance_rate", "num_drafts", "looping_share"} <= set(summary["off"])
     assert summary["on"]["num_drafts"] == 30 and summary["off"]["acceptance_rate"] is None
 
 
@@ -287,6 +288,7 @@ def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path
     paths = write_report(comparison, tmp_path, {"Model": "a <small> one"})
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     page = paths["html"].read_text()
+    assert {row[0]: row[1] for row in table_rows(comparison)}["Acceptance rate (%)"] == "–"
     assert all(text in html.unescape(page) for row in table_rows(comparison) for text in row)
     assert headline(comparison) in page and "a &lt;small&gt; one" in page
     assert "http://" not in page and "https://" not in page
@@ -301,15 +303,9 @@ def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path
         ("[1, 2]\n", "metrics.jsonl:1: not a line"),
         ('{"step": 1e400, "data": {}}\n', "metrics.jsonl:1: not a line"),
         ("", "no step has rollout/spec_rollout_seconds"),
-        (
-            LOGGED + '1.0, "rollout/spec_num_drafts": null}}\n',
-            "step 3: rollout/spec_num_drafts is no finite number",
-        ),
+        (LOGGED + '1.0, "rollout/spec_num_drafts": null}}\n', "rollout/spec_num_drafts is no finite number"),
         (LOGGED + '"soon"}}\n', "step 3: rollout/spec_rollout_seconds is no number: 'soon'"),
-        (
-            LOGGED + '1.0, "critic/rewards/mean": "good"}}\n',
-            "step 3: critic/rewards/mean is no number: 'good'",
-        ),
+        (LOGGED + '1.0, "critic/rewards/mean": "good"}}\n', "critic/rewards/mean is no number: 'good'"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, text, message):

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -180,12 +181,13 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     assert both["additional_config"]["rollout_spec"] == options
 
 
-def test_suffix_is_left_out_where_it_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    assert checked_methods("bench engine", METHODS, None, {}) == ["off", "ngram", "sam"]
-    assert "rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err
+@pytest.mark.parametrize("has_arctic", [True, False])
+def test_suffix_is_compared_where_it_is_installed(has_arctic, monkeypatch, capsys):
+    for name in ("arctic_inference", "arctic_inference.suffix_decoding"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
+    methods = checked_methods("bench engine", METHODS, None, {})
+    assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
+    assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
 
 
 def test_the_folder_that_a_worker_starts_in_hides_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -103,7 +103,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
+def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)  # before any process starts
     arguments = shlex.split(line.format(**FILES))
     assert main(arguments) == 2
     error = capsys.readouterr().err
