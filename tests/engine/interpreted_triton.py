@@ -6,6 +6,8 @@ What the interpreter lacks is replaced, and what takes it longest, by what gives
 # ruff: noqa: F401, I001 (what is imported depends on what comes before)
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import os
 from types import SimpleNamespace
@@ -36,6 +38,12 @@ def patch_lang_once(function: Any) -> Any:
         _patched.add(has_all)
         _patch_lang(function)
     return SimpleNamespace(restore=lambda: None)
+
+
+def numpy_type(of: Any) -> np.dtype[Any]:
+    """Triton's own makes a table in each call."""
+    scalar = of.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type(scalar)
 
 
 def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -83,7 +91,12 @@ def _rotated(words: Any, shift: int) -> Any:
 
 
 _tensor, torch.tensor = torch.tensor, unpinned
+_numpy_type = functools.cache(interpreter._get_np_dtype)
 interpreter._patch_lang = patch_lang_once
+interpreter._get_np_dtype = numpy_type
+# Half of the time went into sums that only a debug build checks.
+builder = interpreter.interpreter_builder
+builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 libdevice.log1p = log1p
 random.philox_impl = philox
 
