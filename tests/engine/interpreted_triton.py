@@ -46,6 +46,21 @@ def numpy_type(of: Any) -> np.dtype[Any]:
     return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type(scalar)
 
 
+class LazyType:
+    """The type of Triton's tuples. Every tensor has one, its shape, and hardly any is asked for its type."""
+
+    def __get__(self, values: Any, owner: Any = None) -> Any:
+        return values.__dict__.get("type") or tl.core._type_for_tuple_values(values.values)
+
+    def __set__(self, values: Any, given: Any) -> None:
+        values.__dict__["type"] = given
+
+
+def make_tuple(self: Any, args: Any, type: Any = None) -> None:
+    self.values = [*args]
+    self.type = type if type is None or isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+
 def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
     """`torch.tensor`: vLLM 0.24 pins the rows of a grammar also where there is no GPU."""
     return _tensor(*args, **kwargs)
@@ -94,6 +109,7 @@ _tensor, torch.tensor = torch.tensor, unpinned
 _numpy_type = functools.cache(interpreter._get_np_dtype)
 interpreter._patch_lang = patch_lang_once
 interpreter._get_np_dtype = numpy_type
+tl.core.tuple.type, tl.core.tuple.__init__ = LazyType(), make_tuple
 # Half of the time went into sums that only a debug build checks.
 builder = interpreter.interpreter_builder
 builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
