@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 Text = tuple[int, ...]
+single = np.float32
 
 COUNTED_STATES = 8
 MAX_BRANCHES = 64
@@ -188,14 +189,9 @@ class Experience:
     def add_match(
         self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
     ) -> None:
+        share = count * 8 // total
         prediction.tokens[expert] = token
-        prediction.cells[expert] = (
-            "match",
-            expert,
-            length_bucket(length),
-            total_bucket(total),
-            count * 8 // total,
-        )
+        prediction.cells[expert] = "match", expert, length_bucket(length), total_bucket(total), share
 
     def probability(self, cell: tuple) -> float:
         return float(self.cells[cell][0] if cell in self.cells else single(prior(*cell)))
@@ -240,10 +236,6 @@ class Experience:
         return single(max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight)))
 
 
-def single(x: float) -> np.float32:
-    return np.float32(x)
-
-
 def prior(kind: str, expert: int, *circumstance: int) -> float:
     """What is believed of a cell of which nothing was learned."""
     if kind == "context":
@@ -282,7 +274,15 @@ def total_bucket(total: int) -> int:
     return sum(total > limit for limit in (1, 2, 4, 8, 16))
 
 
-class CorpusOracle:
+class Matching:
+    continuations: dict[Text, list[int]]
+
+    def match(self, text: Text) -> Text:
+        """The longest suffix of the text that has a continuation."""
+        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
+
+
+class CorpusOracle(Matching):
     """A static corpus: how often every string occurs in its texts, and its continuations, the first first."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
@@ -296,17 +296,13 @@ class CorpusOracle:
                 for suffix in suffixes(tuple(text[: end + 1])):
                     self.counts[suffix] += 1
 
-    def match(self, text: Text) -> Text:
-        """The longest suffix of the text that has a continuation."""
-        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
-
     def most_frequent(self, context: Text) -> tuple[int, int, int]:
         """The most frequent continuation, its count, and that of the context."""
         token = max(self.continuations[context], key=lambda token: self.counts[(*context, token)])
         return token, self.counts[(*context, token)], self.counts[context]
 
 
-class GroupOracle:
+class GroupOracle(Matching):
     """Everything that was indexed in one group; max_tokens: of the prompt, at first."""
 
     def __init__(self, prompt: Sequence[int], options: Options, max_tokens: int | None = None) -> None:
@@ -343,10 +339,6 @@ class GroupOracle:
             if num_classes <= COUNTED_STATES:
                 self.counts[suffix] += 1
         return text
-
-    def match(self, text: Text) -> Text:
-        """The longest suffix of the text that has a continuation."""
-        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
 
     def corpus_match(self, text: Text) -> Text:
         """The corpus's, where it is longer; empty where it is not."""

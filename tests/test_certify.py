@@ -17,11 +17,7 @@ from rollout_spec.certify.counts import (
     untested,
     verdict,
 )
-from rollout_spec.certify.numerics import (
-    _chi_square,
-    explain,
-    rounding,
-)
+from rollout_spec.certify.numerics import _chi_square, explain, rounding
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.certificate import render_html
 from rollout_spec.report.responses import Agreement

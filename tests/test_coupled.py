@@ -7,7 +7,7 @@ other keys, is 1e-6 each.
 from __future__ import annotations
 
 import math
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,10 @@ def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def sampling(temperature: list[float], generators: dict | None = None) -> types.SimpleNamespace:
+def sampling(temperature: torch.Tensor) -> SimpleNamespace:
     """As far as verification reads vLLM's metadata."""
-    values = torch.tensor(temperature)
-    return types.SimpleNamespace(
-        temperature=values, all_greedy=bool((values == 0).all()), all_random=bool((values != 0).all()),
-        generators=generators or {},
-    )  # fmt: skip
+    greedy, hot = bool((temperature == 0).all()), bool((temperature != 0).all())
+    return SimpleNamespace(temperature=temperature, all_greedy=greedy, all_random=hot, generators={})
 
 
 # The noise.
@@ -134,19 +131,11 @@ def one_peak(vocab_size: int, blocks_of_peak: float) -> torch.Tensor:
     return logits
 
 
-def near_ties(vocab_size: int) -> torch.Tensor:
-    return torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 1e-5
-
-
 def only(vocab_size: int, *token_ids: int) -> torch.Tensor:
     """A vocabulary that is masked but for these tokens, equally likely; often as in a grammar."""
     logits = torch.full((vocab_size,), -torch.inf)
     logits[list(token_ids)] = -3.0
     return logits
-
-
-def slope(vocab_size: int, nats: float) -> torch.Tensor:
-    return torch.linspace(nats, 0.0, vocab_size)
 
 
 # What a softmax can look like to blocks of 128 tokens; most have a last block that is not whole.
@@ -160,13 +149,13 @@ STRUCTURED = {
     "a peak of 0.127": one_peak(1024, 8 / 6.9),
     "a higher peak": one_peak(1100, 4.0),
     "large logits": one_peak(1000, 1.0) + 45.0,
-    "near ties": near_ties(1000),
+    "near ties": torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-5,
     "all but one token a block masked": only(1000, 0, 127, 128, 500, 998, 999),
     "whole blocks masked": target(1000).index_fill(0, torch.arange(100, 900), -torch.inf),
     "only the remainder is left": only(900, 896, 898, 899),
     "only whole blocks are left": only(900, 3, 200, 895),
-    "a slope": slope(1000, 3.0),
-    "a steep slope": slope(1000, 200.0),
+    "a slope": torch.linspace(3.0, 0.0, 1000),
+    "a steep slope": torch.linspace(200.0, 0.0, 1000),
 }
 
 
@@ -269,7 +258,8 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature: 
     def rows(draft: list[int]) -> list[list[int]]:
         step = coupled.CoupledStep(keys, positions, counts)
         given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
-        output = coupled.coupled_sample(tensor(draft), 3, logits, given, sampling(temperature), step)
+        asked = sampling(torch.tensor(temperature))
+        output = coupled.coupled_sample(tensor(draft), 3, logits, given, asked, step)
         assert output.dtype == torch.int32
         return output.tolist()
 
@@ -371,8 +361,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> Non
     """verl's full_determinism asks torch for them; an operation that has none would raise."""
     counts, keys = [2, 0, 3, 1], torch.arange(4)
     logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
-    asked = sampling([1.0, 0.0, 0.7, 1.0])
-    asked.temperature = asked.temperature.to(torch_device)
+    asked = sampling(torch.tensor([1.0, 0.0, 0.7, 1.0], device=torch_device))
     outputs = []
     try:
         for deterministic in (False, True):
@@ -389,8 +378,6 @@ def test_of_equal_logits_ties_go_to_the_lowest_token_id() -> None:
     """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]
-    ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero()
-    assert len(
-        set(map(tuple, torch.stack([ties[:, 0], ties[:, 1] // blocks.BLOCK_SIZE], dim=-1).tolist()))
-    ) > 3 * len(logits)
+    ties = (logits == logits.amax(dim=-1, keepdim=True)).nonzero().tolist()
+    assert len({(row, token // blocks.BLOCK_SIZE) for row, token in ties}) > 3 * len(logits)
     assert blocks.argmax(logits).tolist() == logits.argmax(dim=-1).tolist() == lowest

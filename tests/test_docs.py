@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -23,10 +22,12 @@ from rollout_spec.metrics import (
 )
 from rollout_spec.verl.model_drafter import OPTION
 from rollout_spec_lab import cli as lab
+from tests.test_cli import parsers
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [ROOT / "README.md", *PAGES, *sorted(ROOT.glob("recipes/*/README.md"))]
+PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser()}
 OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
 
 
@@ -48,17 +49,12 @@ def test_what_comes_from_the_code_is_up_to_date():
     assert not stale, "run: python -m docs.generate"
 
 
-def leaves(parser: argparse.ArgumentParser, name: str = "") -> set[str]:
-    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
-        return {name}
-    return {leaf for key, sub in below[0].choices.items() for leaf in leaves(sub, f"{name} {key}".strip())}
-
-
 def test_every_command_has_its_arguments_on_a_page():
     parts = {part[1] for page in PAGES for part in PART.findall(page.read_text())}
     shown = {part.removeprefix("arguments ") for part in parts if part.startswith("arguments ")}
-    assert shown == leaves(build_parser()) | leaves(lab.build_parser())
+    commands = {name for parser in PARSERS.values() for name, _ in parsers(parser)}
+    leaves = {name for name in commands if not any(other.startswith(f"{name} ") for other in commands)}
+    assert shown == {name.partition(" ")[2] for name in leaves}
 
 
 def test_every_metric_that_is_logged_is_explained_once():
@@ -78,9 +74,6 @@ def test_the_metrics_and_options_that_are_named_exist(page):
 def test_the_menu_has_every_page():
     menu = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
     assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
-
-
-PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser()}
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())

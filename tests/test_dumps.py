@@ -43,6 +43,12 @@ def found(paths, tokenizer=None, columns=None):
     return [(one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses]) for one in rollouts]
 
 
+def read_back(folder, rows, tokenizer=None, columns=None):
+    """What is found in a folder with a file of these rows or bytes."""
+    (folder / "x.jsonl").write_bytes(rows if isinstance(rows, bytes) else lines(rows))
+    return found([folder], tokenizer, columns)
+
+
 GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]
 FORMS = {
     "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],
@@ -58,21 +64,36 @@ FORMS = {
 VERL_ROW = FORMS["verl"][0]
 VERL = lines(FORMS["verl"])
 NAMED = [{"ask": p, "k": len(p), "said": r} for p, r in ROWS]
+BESIDE = [FORMS["verl"][1] | {"said": ["q", "b"]}]
+STEPS = [{"prompt": "p", "response": "a", "step": number} for number in range(2)]
+CHAT = [{"prompt": [{"role": "user", "content": "p"}], "responses": ["a", "b"]}]  # as verl's data has them
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_rollouts(tmp_path, tokenizer, form):
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(lines(FORMS[form]))
-    assert found([file], tokenizer) == WANTED
+    assert read_back(tmp_path, FORMS[form], tokenizer) == WANTED
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "wanted"),
+    [
+        (CHAT, None, [([1, P], [[A], [B]])]),
+        (NAMED, {"prompt": "ask", "response": "said"}, WANTED),
+        (BESIDE, {"response": "said"}, [([Q], [[Q], [B]])]),  # which wins against every form
+        (BESIDE, {"prompt": "output"}, [([C], [[C]])]),
+        (STEPS, None, [([P], [[A]])] * 2),
+        (STEPS, {"step": ""}, [([P], [[A], [A]])]),  # which is none of the training
+    ],
+)
+def test_which_columns_are_read(tmp_path, tokenizer, rows, columns, wanted):
+    assert read_back(tmp_path, rows, tokenizer, columns) == wanted
 
 
 @pytest.mark.parametrize("value", ["a", ["b", "b"], [1]], ids=["text", "list", "ids"])
 def test_a_reward_function_may_add_any_field_to_verls_rows(tmp_path, tokenizer, value):
     usual = {name for kinds in NAMES.values() for names in kinds for name in names}
     for name in usual - set(VERL_ROW):
-        (tmp_path / "x.jsonl").write_bytes(lines(row | {name: value} for row in FORMS["verl"]))
-        assert found([tmp_path], tokenizer) == WANTED, name
+        assert read_back(tmp_path, [row | {name: value} for row in FORMS["verl"]], tokenizer) == WANTED, name
 
 
 @pytest.mark.parametrize(
@@ -86,38 +107,21 @@ def test_a_reward_function_may_add_any_field_to_verls_rows(tmp_path, tokenizer, 
     ],
 )  # fmt: skip
 def test_what_is_ambiguous_is_refused_until_a_column_is_named(tmp_path, tokenizer, row, role, fields):
-    (tmp_path / "x.jsonl").write_bytes(lines([row]))
-    with pytest.raises(
-        TraceError, match=rf"x\.jsonl:1: the {role} may be in {fields}: --columns {role}=NAME"
-    ):
-        read_rollouts([tmp_path], tokenizer)
+    refusal = rf"x\.jsonl:1: the {role} may be in {fields}: --columns {role}=NAME"
+    with pytest.raises(TraceError, match=refusal):
+        read_back(tmp_path, [row], tokenizer)
     for name in fields.replace(" or ", ", ").split(", "):
-        assert list(read_rollouts([tmp_path], tokenizer, {role: name}))
-
-
-def test_a_named_column_wins_against_every_form(tmp_path, tokenizer):
-    (tmp_path / "x.jsonl").write_bytes(lines([FORMS["verl"][1] | {"said": ["q", "b"]}]))
-    assert found([tmp_path], tokenizer, {"response": "said"}) == [([Q], [[Q], [B]])], "verl's prompt"
-    assert found([tmp_path], tokenizer, {"prompt": "output"}) == [([C], [[C]])]
-
-
-def test_prompts_may_be_chats_as_verls_data_has_them(tmp_path, tokenizer):
-    rows = [{"prompt": [{"role": "user", "content": "p"}], "responses": ["a", "b"]}]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert found([tmp_path], tokenizer) == [([1, P], [[A], [B]])]
+        assert read_back(tmp_path, [row], tokenizer, {role: name})
 
 
 def test_rows_without_a_response_are_counted(tmp_path, tokenizer, caplog):
-    (tmp_path / "x.jsonl").write_bytes(lines([*FORMS["verl"], {"prompt": "p"}]))
-    assert found([tmp_path], tokenizer) == WANTED
+    assert read_back(tmp_path, [*FORMS["verl"], {"prompt": "p"}], tokenizer) == WANTED
     assert "x.jsonl: 1 of 4 rows have no response" in caplog.text
 
 
 def test_gzipped_files_with_a_mark_at_their_begin(tmp_path, tokenizer):
-    file = tmp_path / "x"
     for content in (VERL, lines(FORMS["a recording"])):
-        file.write_bytes(gzip.compress(b"\xef\xbb\xbf" + content))
-        assert found([file], tokenizer) == WANTED
+        assert read_back(tmp_path, gzip.compress(b"\xef\xbb\xbf" + content), tokenizer) == WANTED
 
 
 def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
@@ -138,19 +142,11 @@ def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
 def test_columns_are_named(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
     columns = {"prompt": "ask", "response": "said"}
-    assert found([tmp_path], tokenizer, columns) == WANTED
     everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "k", "group": "k"}))
     assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
     (tmp_path / "y.jsonl").write_text('{"said": "a"}')
     with pytest.raises(UserError, match=r"--columns prompt=ask: a row has the fields said"):
         read_rollouts([tmp_path], tokenizer, columns)
-
-
-def test_a_step_may_be_none_of_the_training(tmp_path, tokenizer):
-    rows = [{"prompt": "p", "response": "a", "step": number} for number in range(2)]
-    (tmp_path / "x.jsonl").write_bytes(lines(rows))
-    assert found([tmp_path], tokenizer) == [([P], [[A]])] * 2
-    assert found([tmp_path], tokenizer, {"step": ""}) == [([P], [[A], [A]])]
 
 
 @pytest.mark.parametrize(
@@ -160,31 +156,14 @@ def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted
     rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
     (tmp_path / "x.jsonl").write_bytes(lines(rows))
     rollouts = list(read_rollouts([tmp_path], columns={"group": "gid"}))
-    assert [(one.group, one.step, len(one.responses)) for one in rollouts] == [
-        ("0", wanted, 2),
-        ("1", wanted, 1),
-    ]
+    expected = [("0", wanted, 2), ("1", wanted, 1)]
+    assert [(one.group, one.step, len(one.responses)) for one in rollouts] == expected
 
 
-def test_steps_and_prompts_of_a_verl_run(tmp_path, tokenizer):
-    """A file a step; verl 0.9.1 says in `uid` whose samples they are, which images may need."""
-    for step in (10, 2):
-        uids = [f"{name}_{number}_0" for name in "uv" for number in range(2)]
-        rows = [{"input": "p", "output": "a", "score": 1, "step": step, "uid": uid} for uid in uids]
-        (tmp_path / f"{step}.jsonl").write_bytes(lines(rows))
-    rollouts = list(read_rollouts([tmp_path], tokenizer))
-    assert [(one.step, len(one.responses)) for one in rollouts] == [(2, 2), (2, 2), (10, 2), (10, 2)]
-    assert len({one.group for one in rollouts}) == 1, "the prompt comes back"
+HIDDEN = [["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"], ["1.jsonl", ".1.jsonl"]]
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        ["data.parquet/part-0.jsonl"],
-        ["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"],
-        ["1.jsonl", ".1.jsonl"],
-    ],
-)
+@pytest.mark.parametrize("files", [["data.parquet/part-0.jsonl"], *HIDDEN])
 def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, files):
     folder = tmp_path / ".cache"  # what is named may be hidden
     for name in files:
@@ -211,10 +190,8 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
 
 
 def test_what_a_killed_run_has_cut_is_left_out(tmp_path, tokenizer, caplog):
-    file = tmp_path / "x.jsonl"
-    file.write_bytes(lines(FORMS["verl"])[:-9])
-    assert found([file], tokenizer) == [([P, Q], [[A, B]]), ([Q], [[C]])]
-    assert caplog.messages == [f"{file}:3: the last line is cut off, it is left out"]
+    assert read_back(tmp_path, VERL[:-9], tokenizer) == [([P, Q], [[A, B]]), ([Q], [[C]])]
+    assert caplog.messages == [f"{tmp_path}/x.jsonl:3: the last line is cut off, it is left out"]
 
 
 texts = st.lists(st.sampled_from(WORDS[1:]), min_size=1, max_size=4).map(" ".join)
@@ -255,11 +232,7 @@ MISTAKES = [
     (VERL, f"--tokenizer {__file__}", f"--tokenizer {__file__}: no tokenizer.json: "),
     (VERL + b"{\n{}\n", "", "x.jsonl:4: not JSON: "),
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among ask, k, said; want"),
-    (
-        lines(NAMED),
-        "--columns response=said,prompt=q",
-        "--columns prompt=q: a row has the fields ask, k, said",
-    ),
+    (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),
     (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
     (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
     (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
@@ -284,16 +257,6 @@ def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):
     assert result["runs"][0]["makespan_s"] == pytest.approx(0.2), "the longest response has two tokens"
     assert main(["corpus", "build", *dump, "-o", str(tmp_path / "c.sam"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 5
-
-
-def test_a_stranger_needs_one_command(tmp_path, tokenizer, capsys):
-    dump, output = tmp_path / "dump", tmp_path / "output"
-    dump.mkdir()
-    rows = [{"input": "p q", "output": text, "score": 1.0, "step": 1} for text in ("a b c", "a b c")]
-    (dump / "1.jsonl").write_bytes(lines(rows))
-    assert main(["replay", str(dump), "--tokenizer", str(tokenizer), "--output", str(output)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("Drafts would change nothing: ") and f"page: {output / 'replay.html'}" in out
 
 
 def test_a_folder_without_rollouts(tmp_path):

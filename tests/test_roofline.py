@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_spec.predict.model import Model, RooflineError
 from rollout_spec.predict.roofline import DEVICES, Device, Host, Roofline
+from rollout_spec_lab.studies import roofline as benchmark
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
@@ -26,11 +27,7 @@ SPARSE = dataclasses.replace(DENSE, num_experts=16, num_experts_per_token=2)
 
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
-    [
-        ("qwen3_8b", 8.2, 8.2),
-        ("qwen3_32b", 32.8, 32.8),
-        ("qwen3_235b", 235.0, 22.2),
-    ],
+    [("qwen3_8b", 8.2, 8.2), ("qwen3_32b", 32.8, 32.8), ("qwen3_235b", 235.0, 22.2)],
 )
 def test_recipes_have_the_published_sizes(name, billions, active):
     model = Model.read(RECIPES[name])
@@ -77,28 +74,38 @@ def test_a_model_has_the_parameters_that_transformers_builds(kind, changes, num_
     assert model.num_expert_layers == num_expert_layers
 
 
+def read(folder, fields):
+    """What is read of a config.json with these fields."""
+    (folder / "config.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return Model.read(folder / "config.json")
+
+
+def of_context(roofline):
+    """Seconds for 1000 tokens of context."""
+    return roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
+
+
+def of_drafts(roofline):
+    """Seconds that 3 rows take longer where 4 of 7 tokens are draft tokens."""
+    return roofline.seconds(7, True, num_rows=3) - roofline.seconds(7, False, num_rows=3)
+
+
 def test_context_costs_the_bytes_of_its_keys_and_values():
-    roofline = Roofline(DENSE, BARE)
-    more = roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
+    more = of_context(Roofline(DENSE, BARE))
     assert more == pytest.approx(1000 * 2 * 2 * 2 * 16 * 2 / BYTES_PER_S)
     # Two devices have a head each, four have the same two twice.
-    two, four = (Roofline(DENSE, BARE, tensor_parallel=tp) for tp in (2, 4))
-    costs = [one.seconds(7, False, 1000) - one.seconds(7, False) for one in (two, four)]
+    costs = [of_context(Roofline(DENSE, BARE, tensor_parallel=tp)) for tp in (2, 4)]
     assert costs == pytest.approx([more / 2, more / 2])
 
 
 def test_recurrent_layers_cost_their_states_and_no_keys_and_values(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(SHAPE | LINEAR | {"mamba_ssm_dtype": "float32"}))
-    model = Model.read(file)
+    model = read(tmp_path, SHAPE | LINEAR | {"mamba_ssm_dtype": "float32"})
     roofline, size = Roofline(model, BARE), 4 * 8 * 64 * 32 * 4
     plain = dataclasses.replace(roofline, model=dataclasses.replace(model, states=None))
     for one, of in ((roofline, 2), (plain, 6)):
-        more = one.seconds(7, False, num_context=1000) - one.seconds(7, False)
-        assert more == pytest.approx(1000 * 2 * of * 2 * 64 * 2 / BYTES_PER_S)
+        assert of_context(one) == pytest.approx(1000 * 2 * of * 2 * 64 * 2 / BYTES_PER_S)
     # A plain step of 3 rows reads and writes 3 states; with 4 draft tokens it writes 7.
-    both = roofline.seconds(7, True, num_rows=3) - roofline.seconds(7, False, num_rows=3)
-    assert both == pytest.approx(4 * size / BYTES_PER_S)
+    assert of_drafts(roofline) == pytest.approx(4 * size / BYTES_PER_S)
     prompt = roofline.seconds(500, False, num_rows=3) - roofline.seconds(500, False, num_rows=2)
     assert prompt == pytest.approx(2 * size / BYTES_PER_S)
     # 2 + K states of 4 layers, in tokens of 2 layers' keys and values.
@@ -119,20 +126,15 @@ NEMOTRON_H = {
 
 def test_layers_of_mamba_2_cost_their_states_too(tmp_path):
     """24 of them in 52 layers, and four of attention."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(NEMOTRON_H))
-    model = Model.read(file)
+    model = read(tmp_path, NEMOTRON_H)
     assert model.num_params == pytest.approx(8.1e9, rel=0.01), "as its name says"
     roofline, size = Roofline(model, BARE), 24 * 128 * 64 * 128 * 4
-    both = roofline.seconds(7, True, num_rows=3) - roofline.seconds(7, False, num_rows=3)
-    assert both == pytest.approx(4 * size / BYTES_PER_S)
-    more = roofline.seconds(7, False, num_context=1000) - roofline.seconds(7, False)
-    assert more == pytest.approx(1000 * 2 * 4 * 8 * 128 * 2 / BYTES_PER_S)
+    assert of_drafts(roofline) == pytest.approx(4 * size / BYTES_PER_S)
+    assert of_context(roofline) == pytest.approx(1000 * 2 * 4 * 8 * 128 * 2 / BYTES_PER_S)
     window = 24 * (128 * 64 + 2 * 8 * 128) * 2
     assert roofline.row_tokens(3) == 5 * (size + window * 6) / (2 * 4 * 8 * 128 * 2)
-    file.write_text(json.dumps(NEMOTRON_H | {"hybrid_override_pattern": "ME*"}))
     with pytest.raises(RooflineError, match="ssm_state_size: such models are not modelled"):
-        Model.read(file)
+        read(tmp_path, NEMOTRON_H | {"hybrid_override_pattern": "ME*"})
 
 
 def test_tensor_parallel_devices_share_the_weights_and_pay_for_two_all_reduces_a_layer():
@@ -208,42 +210,32 @@ def config(**changes):
     ],
 )
 def test_a_config_that_cannot_be_read(changes, message, tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config(**changes)))
     with pytest.raises(RooflineError, match=message) as error:
-        Model.read(file)
-    assert str(error.value).startswith(f"{file}: ") and "\n" not in str(error.value)
+        read(tmp_path, config(**changes))
+    assert str(error.value).startswith(f"{tmp_path}/config.json: ") and "\n" not in str(error.value)
 
 
 def test_a_config_that_nests_its_text_model_is_read_as_hugging_face_does(tmp_path):
     nested = AutoConfig.for_model("qwen3_vl", text_config=SHAPE, tie_word_embeddings=True)
     nested.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    text_config = json.loads(file.read_text())["text_config"]
-    (tmp_path / "flat.json").write_text(json.dumps(text_config))
-    flat = Model.read(tmp_path / "flat.json")
-    assert Model.read(file) == dataclasses.replace(flat, ties_embeddings=True), "said beside text_config"
+    whole = json.loads((tmp_path / "config.json").read_text())
+    text_config, found = whole["text_config"], Model.read(tmp_path / "config.json")
+    flat = read(tmp_path, text_config)
+    assert found == dataclasses.replace(flat, ties_embeddings=True), "said beside text_config"
     for broken, message in (
         ({"model_type": "x", "text_config": {}}, "text_config: hidden_size: is missing"),
         ({"text_config": text_config}, "text_config: .*model_type"),
-        (
-            json.loads(file.read_text()) | {"quantization_config": {"bits": 8}},
-            "quantization_config: quantized",
-        ),
+        (whole | {"quantization_config": {"bits": 8}}, "quantization_config: quantized"),
     ):
-        file.write_text(json.dumps(broken))
         with pytest.raises(RooflineError, match=message):
-            Model.read(file)
+            read(tmp_path, broken)
 
 
 def test_a_config_that_is_none_and_what_older_ones_leave_out(tmp_path):
-    file = tmp_path / "config.json"
     for text in ("", "{", "[]", '"config"'):
-        file.write_text(text)
         with pytest.raises(RooflineError, match="JSON"):
-            Model.read(file)
-    file.write_text(json.dumps(config(num_key_value_heads=None, head_dim=None, torch_dtype=None)))
-    model = Model.read(file)
+            read(tmp_path, text)
+    model = read(tmp_path, config(num_key_value_heads=None, head_dim=None, torch_dtype=None))
     assert (model.num_kv_heads, model.head_dim, model.bytes_per_value) == (64, 64, 2)
 
 
@@ -261,8 +253,6 @@ def test_a_layout_that_cannot_be(name, layout, message):
 
 
 def test_published_step_times_are_met_as_the_record_says():
-    from rollout_spec_lab.studies import roofline as benchmark
-
     def mean_error(pairs):
         return np.mean([abs(error) for pair in pairs for _, _, error in benchmark.errors(pair)])
 
@@ -275,8 +265,6 @@ def test_published_step_times_are_met_as_the_record_says():
 
 
 def test_published_steps_with_drafts_are_met_however_many_tokens_they_verify():
-    from rollout_spec_lab.studies import roofline as benchmark
-
     for device in ("a100", "h100"):
         found = [one for pair in benchmark.VERIFIED if pair.gpu == device for one in benchmark.errors(pair)]
         for low, high in ((1, 65), (65, 257), (257, 1025)):

@@ -6,22 +6,20 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
+from rollout_spec.vllm.mrv2.ahead import AheadScheduler, Filled
+from rollout_spec.vllm.scheduler import Counting, CountingScheduler
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("asked", [None, SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler"])
 def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monkeypatch):
-    from vllm.config import SchedulerConfig, VllmConfig
-    from vllm.platforms import current_platform
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    from rollout_spec.vllm.mrv2.ahead import AheadScheduler
-    from rollout_spec.vllm.scheduler import Counting, CountingScheduler
-
     # That of CPUs switches asynchronous scheduling off.
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda *_: None))
     enable.decide_scheduling()
@@ -41,8 +39,6 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
     [(False, 1, 0), (True, 1, 15), (True, 64, 15), (True, 256, 4), (True, 1025, 0)],
 )
 def test_room_for_drafts_leaves_half_of_a_step_for_prompts(is_open: bool, num_rows: int, room: int) -> None:
-    from rollout_spec.vllm.mrv2.ahead import AheadScheduler
-
     scheduler = AheadScheduler.__new__(AheadScheduler)
     scheduler._is_open, scheduler.num_spec_tokens, scheduler.max_num_scheduled_tokens = is_open, 15, 2048
     scheduler.running = [None] * num_rows
@@ -50,8 +46,6 @@ def test_room_for_drafts_leaves_half_of_a_step_for_prompts(is_open: bool, num_ro
 
 
 def test_room_that_stays_empty_is_no_draft() -> None:
-    from rollout_spec.vllm.mrv2.ahead import AheadScheduler, Filled
-
     scheduler, request = AheadScheduler.__new__(AheadScheduler), SimpleNamespace()
     scheduler._request_counters, scheduler.log_stats = defaultdict(RequestCounters), False
     scheduler.requests = {"a": request, "b": request, "stale": SimpleNamespace(async_tokens_to_discard=1)}

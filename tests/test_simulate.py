@@ -48,37 +48,33 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
-def serve(engine, requests):
+def served(requests, config, times, max_num_seqs, tail_rows=0, **more):
+    """What an engine has counted when it has served them all."""
+    engine = Engine(config, times, max_num_seqs, tail_rows, **more)
     rollout([[engine]], [requests])
-
-
-def simulate_engine(requests, config, times, max_num_seqs, tail_rows):
-    engine = Engine(config, times, max_num_seqs, tail_rows)
-    serve(engine, requests)
+    assert engine.num_waiting == 0
     return engine.total
+
+
+def of_group(prompt, *lengths):
+    return requests_of([line("0", prompt, *lengths)], None)
 
 
 def seconds(lines, cluster, config, times):
     return simulate(lines, cluster, config, times)["makespan_s"]
 
 
-def started(requests, times, max_num_seqs, model=None):
-    """An engine with the automatic gate, at work."""
-    engine = Engine(SpecConfig(batch_threshold="auto"), times, max_num_seqs, max_num_seqs, model=model)
-    engine.enqueue(requests)
-    return engine
+BY_HAND = StepTimes.parse("1:1,2:2,10:10")
 
 
 def test_a_rollout_without_drafts_by_hand():
-    times = StepTimes.parse("1:1,2:2,10:10")
-    run = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=1, tail_rows=0)
+    run = served(of_group(5, 3, 2), OFF, BY_HAND, 1)
     # 5 prompt tokens with the first row, then 2 more steps of it; the sibling's prompt is there already.
     assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
     assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, 0.0)
-    both = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, times, max_num_seqs=2, tail_rows=1)
+    both = served(of_group(5, 3, 2), OFF, BY_HAND, 2, tail_rows=1)
     assert (both.seconds, both.tail_seconds) == ((5 + 2) + 2 + 1, 1.0)
-    by_context = simulate_engine(requests_of([line("0", 5, 3, 2)], None), OFF, ContextTimes(), 2, tail_rows=0)
-    assert by_context.seconds == (5 + 5) + (6 + 6) + 7
+    assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
 class ContextTimes(StepTimes):
@@ -107,57 +103,48 @@ def modelled(num_tokens=2, length=6):
 
 
 PER_TOKEN = StepTimes.parse("1:1,10:10")
-PASS = StepTimes.parse("1:0.125")
+MODEL = ModelDrafter(2, StepTimes.parse("1:0.125"))
 
 
 def test_a_model_alone_drafts_in_every_step_by_hand():
-    engine = Engine(OFF, PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    serve(engine, modelled())
+    run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
-    assert engine.total.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
-    total = engine.total
-    assert (total.num_steps, total.num_draft_tokens, total.num_accepted_tokens) == (3, 3, 3)
+    assert run.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
+    assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
 
 
 def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
-    closed = Engine(SpecConfig(batch_threshold=0), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    serve(closed, modelled())
-    assert closed.total.seconds == (5 + 6) + 6 * 0.125
-    assert (closed.total.num_steps, closed.total.num_draft_tokens) == (6, 0)
-    opened = Engine(SpecConfig(batch_threshold=1), PER_TOKEN, 1, 0, model=ModelDrafter(2, PASS))
-    serve(opened, modelled())
+    closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
+    assert closed.seconds == (5 + 6) + 6 * 0.125
+    assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
+    opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
     # The gate says in a step that it is open, and the model drafts in the next.
-    assert (opened.total.num_steps, opened.total.num_draft_tokens) == (4, 2)
-    assert opened.total.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
+    assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
+    assert opened.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
 
 
 def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
-    requests = requests_of([line("0", 5, 4, 3)], None)
-    engine = Engine(OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0, kv_tokens=14)
-    serve(engine, requests)
+    run = served(of_group(5, 4, 3), OFF, BY_HAND, 2, kv_tokens=14)
     # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
-    assert engine.total.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
-    assert (engine.total.num_tokens, engine.total.num_preemptions, engine.num_waiting) == (7, 1, 0)
-    tiny = Engine(OFF, FLAT, 4, 0, kv_tokens=3)  # one row has more tokens: it runs alone
-    serve(tiny, requests)
-    assert (tiny.total.num_tokens, tiny.total.num_steps) == (7, 7)
-    roomy = simulate_engine(requests, OFF, StepTimes.parse("1:1,2:2,10:10"), 2, 0)
+    assert run.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
+    assert (run.num_tokens, run.num_preemptions) == (7, 1)
+    tiny = served(of_group(5, 4, 3), OFF, FLAT, 4, kv_tokens=3)  # one row has more tokens: it runs alone
+    assert (tiny.num_tokens, tiny.num_steps) == (7, 7)
+    roomy = served(of_group(5, 4, 3), OFF, BY_HAND, 2)
     assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
 
 
-def test_fewer_requests_run_where_each_keeps_states():
+@pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
+def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps):
     """Beside its tokens each row takes some of the cache: both run, the second goes back, or waits."""
-    requests = requests_of([line("0", 5, 4, 3)], None)
-    for row_tokens, num_steps in ((3, 4), (4, 5), (9, 7)):
-        engine = Engine(OFF, FLAT, 2, 0, kv_tokens=22, row_tokens=row_tokens)
-        serve(engine, requests)
-        assert (engine.total.num_tokens, engine.total.num_steps) == (7, num_steps)
+    run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22, row_tokens=row_tokens)
+    assert (run.num_tokens, run.num_steps) == (7, num_steps)
 
 
 def test_the_newest_request_goes_back_wherever_its_row_is():
     """The first ends at once, and the last row takes its place."""
-    requests = requests_of([line("0", 5, 1, 6, 9)], None)
+    requests = of_group(5, 1, 6, 9)
     engine = Engine(OFF, FLAT, 3, 0, kv_tokens=18)
     engine.enqueue(requests)
     while engine.total.num_preemptions == 0:
@@ -166,34 +153,22 @@ def test_the_newest_request_goes_back_wherever_its_row_is():
     assert engine.total.num_tokens == 1 + 4 + 4 + 1
 
 
-def test_requests_that_come_back_are_drafted_for_and_lose_nothing():
+@pytest.mark.parametrize("threshold", [64, "auto"])
+def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
     requests = requests_of(rollouts(), None)
-    num_tokens = sum(len(request.response) for request in requests)
-    for threshold in (64, "auto"):
-        engine = Engine(SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
-        serve(engine, requests)
-        assert engine.total.num_tokens == num_tokens
-        assert engine.total.num_preemptions > 10
-        assert engine.total.num_accepted_tokens > 0.2 * num_tokens
+    run = served(requests, SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
+    assert run.num_tokens == sum(len(request.response) for request in requests)
+    assert run.num_preemptions > 10
+    assert run.num_accepted_tokens > 0.2 * run.num_tokens
 
 
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
-    requests = requests_of([line("0", 5, 3, 1)], None)
+    requests = of_group(5, 3, 1)
     ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
-
-
-@pytest.mark.parametrize("threshold", ["off", "auto"])
-def test_a_cluster_of_ranks_is_as_slow_as_its_slowest(threshold):
-    config = OFF if threshold == "off" else SpecConfig(batch_threshold=threshold)
-    lines = rollouts(5)
-    apart = simulate(lines, Cluster(4, 16, None), config, STEPPED, 8)
-    together = simulate(lines, Cluster(2, 16, None, num_ranks=2), config, STEPPED, 8)
-    assert apart["makespan_s"] <= together["makespan_s"] < 1.6 * apart["makespan_s"]
-    assert simulate(lines[:1], Cluster(1, 16, 1, num_ranks=4), config, STEPPED, 8)["makespan_s"] > 0
 
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
@@ -207,48 +182,15 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
         assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
 
 
-class DelayedTimes(StepTimes):
-    """Steps with drafts take this much longer."""
-
-    delay = 0.0
-
-    def seconds(self, num_tokens, drafted, *others):
-        return super().seconds(num_tokens, drafted, *others) + self.delay * drafted
-
-
-def test_drafting_stops_within_300_steps_where_it_has_become_slow_and_comes_back():
-    times = DelayedTimes.parse("1:0.05,64:0.06")
-    engine = started(requests_of([line("0", 10, *[6000] * 4)], None), times, 4)
-
-    def drafts_of(num_steps):
-        before = engine.drafter.counters.num_drafts
-        for _ in range(num_steps):
-            engine.step()
-        return engine.drafter.counters.num_drafts - before
-
-    assert drafts_of(200) > 300
-    times.delay = 1.0
-    drafts_of(200)
-    assert drafts_of(200) < 20
-    times.delay = 0.0
-    drafts_of(1200)
-    assert drafts_of(200) > 300
-
-
 def test_a_response_without_a_token_takes_no_step():
-    empty, full = line("0", 5, 0, 0), line("1", 5, 3, 0, 2)
-    cluster, on = Cluster(2, 4, None), SpecConfig(batch_threshold=8)
-    assert simulate([empty, full], cluster, on, STEPPED, 1) == simulate(
-        [line("1", 5, 3, 2)], cluster, on, STEPPED, 1
-    )
+    given = Cluster(2, 4, None), SpecConfig(batch_threshold=8), STEPPED, 1
+    with_empty = [line("0", 5, 0, 0), line("1", 5, 3, 0, 2)]
+    assert simulate(with_empty, *given) == simulate([line("1", 5, 3, 2)], *given)
 
 
 def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
-    engines = [Engine(config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True)]
-    for engine in engines:
-        serve(engine, lines)
-    plain, filled = (engine.total for engine in engines)
+    plain, filled = (served(lines, config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True))
     assert filled.num_tokens == plain.num_tokens
     assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
     assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens

@@ -11,23 +11,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
+import transfer_queue
+import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.workers.rollout.llm_server import LLMServerClient
 
 from rollout_spec.config import ConfigError
+from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
+from rollout_spec.verification.noise import make_key
+from rollout_spec.verl import hooks
+from rollout_spec.verl import server as verl_server
+from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
+from rollout_spec.verl.metrics import BusyClock, Windows, is_validation
+from rollout_spec.verl.recorder import Recorder
 from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm.keys import RequestKeys
 from tests.test_verl_check_config import composed
 
 
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):
     """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
-    import ray
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    from rollout_spec.metrics import EngineCounters, RequestCounters
-    from rollout_spec.verl import hooks
-    from rollout_spec.verl.metrics import Windows
 
     class Server:
         """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
@@ -94,38 +103,24 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
     assert metrics_of(5)["rollout/spec_generated_tokens"] == 15
 
 
-@pytest.fixture
-def pass_seconds(monkeypatch):
-    """Let so many seconds pass for what a server measures."""
-    now = 100.0
-
-    def pass_by(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    return pass_by
-
-
-def test_a_server_is_busy_while_its_engine_has_requests(pass_seconds):
+def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     """However many it has; not while one waits for a weight sync, or is turned away."""
-    from rollout_spec.metrics import RequestCounters
-    from rollout_spec.verl.metrics import BusyClock, Windows
-
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = BusyClock()
     begin, end = clock.begin, clock.end
     for seconds, act in ((0, begin), (0, begin), (1, end), (2, end), (4, begin)):
-        pass_seconds(seconds)
+        now[0] += seconds
         act()
-    pass_seconds(8)
+    now[0] += 8
     assert clock.take_seconds() == 1 + 2 + 8
     assert clock.take_seconds() == 0
     windows = Windows()
     with windows.request(is_training=True):
-        pass_seconds(1)
+        now[0] += 1
         assert windows.is_quiet and windows.is_untouched
         windows.admit()
-        pass_seconds(2)
+        now[0] += 2
         assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
         with windows.request(is_training=True) as rejected:
             pass
@@ -140,8 +135,6 @@ def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
 
 
 def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
-    from rollout_spec.verl.recorder import Recorder
-
     first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
     monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "traces"))
     writer = Recorder(replica_rank=1)
@@ -155,11 +148,8 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     writer.flush(step=3)
     writer.flush(step=4)
     lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
-    assert [(line.step, *tokens(line)) for line in lines] == [
-        (3, [1, 2], [[3], [4, 4, 5]]),
-        (3, [5], [[6, 7]]),
-        (3, [9], [[1]]),
-    ]
+    expected = [([1, 2], [[3], [4, 4, 5]]), ([5], [[6, 7]]), ([9], [[1]])]
+    assert [(line.step, *tokens(line)) for line in lines] == [(3, *line) for line in expected]
     assert [line.group for line in lines][:2] == ["first", "second"]
     assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
     monkeypatch.delenv(DIR_VARIABLE)
@@ -170,8 +160,6 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
 
 def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch):
     """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
-    from rollout_spec.verl.recorder import Recorder
-
     said: list[str] = []
     monkeypatch.setattr(
         "rollout_spec.verl.recorder.logger.warning", lambda text, *args: said.append(text % args)
@@ -191,7 +179,6 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
 @pytest.fixture
 def server_of(monkeypatch):
     """`server_of(method, scheduler)`: our server around upstream's, which would need an engine."""
-    from rollout_spec.verl import server as verl_server
 
     def init(self: Any, method: str, scheduler: str | None = None) -> None:
         engine = {"additional_config": {"rollout_spec": {"method": method}}, "scheduler_cls": scheduler}
@@ -263,9 +250,6 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
     ],
 )
 def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, server_of, monkeypatch):
-    from rollout_spec.verification.noise import make_key
-    from rollout_spec.vllm.keys import RequestKeys
-
     keys: list[int] = []
 
     async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
@@ -279,9 +263,6 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, s
 
 
 def test_a_samples_name_is_its_own_and_the_same_in_every_run():
-    from rollout_spec.verl.agent_loop import prompt_name, sample_name
-    from rollout_spec.verl.metrics import is_validation
-
     sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
     step = {"step": 3, "validate": False, "rollout_n": 0}
     name = sample_name(7, step, 0, sample)
@@ -291,14 +272,8 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run():
     assert sample_name(7, {"step": 3.0, "validate": True}, 2, sample) == [7, 3, "val", *name[3:5], 2, 0]
     others = [sample_name(8, step, 0, sample), sample_name(7, step, 1, sample)]
     others += [sample_name(7, step | change, 0, sample) for change in ({"step": 4}, {"validate": True})]
-    others += [
-        sample_name(7, step, 0, sample | change)
-        for change in (
-            {"session_id": 1},
-            {"index": 5},
-            {"raw_prompt": [{"role": "user", "content": "2 + 3"}]},
-        )
-    ]
+    changes = {"session_id": 1}, {"index": 5}, {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}
+    others += [sample_name(7, step, 0, sample | change) for change in changes]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
     assert is_validation(sample_name(7, step | {"validate": True}, 0, sample)) and not is_validation(name)
     assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
@@ -308,10 +283,6 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run():
 
 def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     """It has not joined verl's TransferQueue, whatever `trainer.use_v1` says."""
-    import transfer_queue
-
-    from rollout_spec.verl import server as verl_server
-
     config = composed("+rollout.spec=off").actor_rollout_ref.rollout
 
     def init(self: Any, replica_rank: int, config: Any) -> None:
@@ -329,11 +300,6 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
 
 def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
     """Ours around verl's own, whose next step is only looked at: it would need Ray."""
-    import verl.utils.tensordict_utils as tu
-    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
-
-    from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker
-
     prompt = [{"role": "user", "content": "2 + 2"}]
     sent: list[Any] = []
     monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
@@ -358,11 +324,6 @@ def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
 
 
 def test_the_worker_names_samples(monkeypatch):
-    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-    from verl.workers.rollout.llm_server import LLMServerClient
-
-    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
-
     async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
         worker._calls.named([1, 2], sampling_params)
         assert len(worker._calls._samples) == 1 and trajectory["step"] == 3
@@ -398,16 +359,14 @@ def test_the_worker_names_samples(monkeypatch):
 
 def test_what_verl_itself_dumps_is_read(tmp_path):
     """Its rollout_data_dir and validation_data_dir, with token ids instead of texts."""
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
     inputs, outputs = [[7], [7], [7], [8]], [[1], [2, 3], [4], [5]]
     scores = [np.float32(1), float("nan"), 0, 0]
     extra = {"uid": ["u_0_0", "u_1_0", "v_0_0", "w_0_0"], "acc": [np.bool_(True)] * 4}
     for step in (2, 10):
         PPOTrainer._write_generations(inputs, outputs, [None] * 4, scores, extra, str(tmp_path), step)
-    found = [
-        (one.step, one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses])
-        for one in read_rollouts([tmp_path])
-    ]
+    read = list(read_rollouts([tmp_path]))
     of_step = [([7], [[1], [2, 3]]), ([7], [[4]]), ([8], [[5]])]
-    assert found == [(step, *line) for step in (2, 10) for line in of_step]
+    assert [(one.step, *tokens(one)) for one in read] == [
+        (step, *line) for step in (2, 10) for line in of_step
+    ]
+    assert len({one.group for one in read}) == 2, "the prompts come back"

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, launch
 from rollout_spec.verl.check_config import CheckConfig, check_config, check_overrides
-from rollout_spec.vllm import speculative_config
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -43,15 +42,6 @@ def composed(*overrides: str) -> Any:
     return config
 
 
-def test_the_group_is_a_mapping_and_reaches_the_engine():
-    config = composed("+rollout.spec=sam", "rollout.spec.num_speculative_tokens=4")
-    assert OmegaConf.is_dict(config.rollout.spec)
-    engine = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
-    assert engine["speculative_config"] == speculative_config(4)
-    assert engine["additional_config"]["rollout_spec"]["num_speculative_tokens"] == 4
-    assert check_config(config) == SpecConfig(num_speculative_tokens=4)
-
-
 def test_the_yaml_holds_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
     plain = SpecConfig(method="off", verify="standard", routing="verl")
@@ -60,11 +50,10 @@ def test_the_yaml_holds_every_field_with_its_default():
         assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 
 
-def test_off_asks_for_no_drafter_and_takes_the_same_overrides():
-    overrides = ("rollout.spec.num_speculative_tokens=4", "rollout.spec.routing=group")
-    config = composed("+rollout.spec=off", *overrides)
-    assert check_config(config).routing == "group"
-    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config is None
+def test_off_takes_the_same_overrides():
+    options = {"num_speculative_tokens": 4, "routing": "group", "verify": "coupled"}
+    config = composed("+rollout.spec=off", *(f"rollout.spec.{name}={options[name]}" for name in options))
+    assert check_config(config) == SpecConfig(method="off", **options)
 
 
 DEVICES = "trainer.n_gpus_per_node"
@@ -162,11 +151,6 @@ OFF_TOO = [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in k
 def test_what_does_not_go_together_is_refused(method, override):
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(composed(f"+rollout.spec={method}", override))
-
-
-def test_the_reference_run_of_coupled_verification_composes():
-    config = composed("+rollout.spec=off", "rollout.spec.verify=coupled")
-    assert check_config(config) == SpecConfig(method="off", routing="verl")
 
 
 def test_a_manager_of_ones_own_goes_with_standard_verification():

@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict
+from ray.exceptions import ActorDiedError, RayTaskError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.verl import client as verl_client
+from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
 from rollout_spec.verl.client import Calls, name_calls
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
 
@@ -58,18 +62,11 @@ class Server:
 class Balancer:
     """As verl's, over one server. It can be pickled, as an actor's handle can; its server stays behind."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
     require_acquire_fields = require_release_fields = Remote(list)
+    release_server = SimpleNamespace(remote=lambda **_: None)
 
-    @property
-    def acquire_server(self) -> Remote:
-        return Remote(lambda request_id: ("server", self._server))
-
-    @property
-    def release_server(self) -> Any:
-        return SimpleNamespace(remote=lambda **_: None)
+    def __init__(self, server: Server) -> None:
+        self.acquire_server = Remote(lambda request_id: ("server", server))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _balancer_here, ()
@@ -190,8 +187,6 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
     "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
 )
 def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
-    from pydantic import BaseModel, ConfigDict
-
     class ChatModel(BaseModel):
         """As those of agent frameworks that hold the client."""
 
@@ -245,10 +240,6 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated()
 
 def test_a_dead_server_is_met_by_whoever_wants_more_of_it():
     """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
-    from ray.exceptions import ActorDiedError, RayTaskError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
 
     class Dead(Server):
         def __init__(self, error: Exception) -> None:

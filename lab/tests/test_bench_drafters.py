@@ -18,7 +18,7 @@ from lab.tests.conftest import DATA
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
-from rollout_spec.trace import Rollout, read_trace
+from rollout_spec.trace import Rollout, read_trace, to_line
 from rollout_spec_lab.bench.drafters import Suffix, all_runs, measure, over_baselines
 from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
 from rollout_spec_lab.cli import main
@@ -108,23 +108,20 @@ def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
     assert "arctic-inference==0.1.1" in line
 
 
-def test_a_trace_without_a_step_is_one_line(tmp_path, capsys):
-    trace = tmp_path / "short.jsonl"
-    trace.write_text(json.dumps({"group": "g", "prompt_token_ids": [1], "responses": [[1], [2]]}) + "\n")
-    assert main(["bench", "drafters", "--methods=off", str(trace)]) == 2
-    assert (
-        f"{trace}: no second token in any response, so there is no step to draft in"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_line_that_the_budget_does_not_hold_is_one_line(tmp_path, capsys):
-    response = np.random.default_rng(0).integers(0, 50_000, 30_000).tolist()
-    line = {"group": "g", "prompt_token_ids": [1], "responses": [response]}
-    (tmp_path / "long.jsonl").write_text(json.dumps(line) + "\n")
-    command = ["bench", "drafters", str(tmp_path / "long.jsonl"), "--methods", "sam", "--spec"]
-    assert main([*command, "max_index_mb=1"]) == 2
-    assert "max_index_mb=1: a line needs more" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "message"),
+    [
+        (1, ["--methods=off"], "{}: no second token in any response, so there is no step to draft in"),
+        (30_000, ["--methods=sam", "--spec", "max_index_mb=1"], "max_index_mb=1: a line needs more"),
+    ],
+)
+def test_a_trace_that_cannot_be_measured_is_one_line(num_tokens, options, message, tmp_path, capsys):
+    response = np.random.default_rng(0).integers(0, 50_000, num_tokens).tolist()
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(to_line("g", None, [1], [response, [2]]))
+    assert main(["bench", "drafters", str(trace), *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message.format(trace) in line
 
 
 def test_a_simulated_model_is_right_as_often_as_asked():

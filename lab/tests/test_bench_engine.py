@@ -10,6 +10,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+from vllm import EngineArgs
 
 from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli.inputs import device_arguments
@@ -25,6 +27,7 @@ from rollout_spec_lab.bench.engine import (
     predict,
     recorded_load,
 )
+from rollout_spec_lab.bench.engine_worker import _method_arguments
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
@@ -146,11 +149,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     has_accelerator: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """CUDA graphs and asynchronous scheduling are its defaults; a CPU gets a small engine without graphs."""
-    import torch
-    from vllm import EngineArgs
-
-    from rollout_spec_lab.bench.engine_worker import _method_arguments
-
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     default = EngineArgs(model=str(tmp_path))
     assert not default.enforce_eager and default.async_scheduling is not False
@@ -161,8 +159,6 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
 
 
 def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
-    from rollout_spec_lab.bench.engine_worker import _method_arguments
-
     head = tmp_path / "to:head"
     head.mkdir()
     (head / "config.json").write_text("{}")
@@ -186,12 +182,9 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize("has_arctic", [True, False])
-def test_suffix_is_compared_where_it_is_installed(
-    has_arctic: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    name = "arctic_inference.suffix_decoding"
-    monkeypatch.setitem(sys.modules, "arctic_inference", ModuleType("arctic_inference"))
-    monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
+def test_suffix_is_compared_where_it_is_installed(has_arctic, monkeypatch, capsys):
+    for name in ("arctic_inference", "arctic_inference.suffix_decoding"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name) if has_arctic else None)
     methods = checked_methods("bench engine", METHODS, None, {})
     assert methods == ["off", "ngram", *["suffix"] * has_arctic, "sam"]
     assert ("rollout-spec-lab bench engine: without suffix: " in capsys.readouterr().err) != has_arctic
@@ -221,12 +214,6 @@ def test_a_recording_is_served_as_it_was(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9}))
     with pytest.raises(UserError, match="has the token 9, the model's vocabulary is of 9"):
         recorded_load(LINES, 3, str(tmp_path))
-
-
-def test_the_first_responses_of_a_recording_are_as_many_as_rows():
-    found = [(each.group, len(each.responses)) for each in first_responses(LINES, 2)]
-    assert found == [("a", 2)]
-    assert [len(each.responses) for each in first_responses(LINES, 3)] == [2, 1]
     with pytest.raises(UserError, match="--rows 4: the recording has 3 responses"):
         first_responses(LINES, 4)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,21 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.outputs import SamplerOutput
 
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
 from rollout_spec_lab.bench.engine import rollout_of
-from rollout_spec_lab.bench.host import (
-    Cell,
-    Plan,
-    make_record,
-    requests_of,
-    split,
-)
+from rollout_spec_lab.bench.host import Cell, Plan, make_record, requests_of, split
 from rollout_spec_lab.bench.host_device import Clock, Event
-from rollout_spec_lab.bench.recorded import Recorded, Recording, verified
+from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.tables import host_table
 from rollout_spec_lab.cli import main
 
@@ -34,53 +26,35 @@ TRACE = str(DATA / "demo_trace.jsonl.gz")
 
 
 class Cpu:
-    def __init__(self) -> None:
-        self.seconds = 100.0
+    seconds = 100.0
 
     def __call__(self) -> float:
         return self.seconds
 
 
-@pytest.fixture
-def cpu() -> Cpu:
-    return Cpu()
-
-
-@pytest.fixture
-def clock(cpu: Cpu) -> Clock:
-    return Clock(cpu)
-
-
-def test_a_step_begins_when_the_device_is_free(cpu: Cpu, clock: Clock) -> None:
+def test_a_step_begins_when_the_device_is_free_and_it_is_asked_for() -> None:
+    cpu = Cpu()
+    clock = Clock(cpu)
     clock.submit(4.0)
+    event = Event(clock)  # of what was given before it
     cpu.seconds += 1
     clock.submit(2.0)  # scheduled ahead: after the first
     assert (clock.free, clock.num_steps, clock.num_ahead) == (106.0, 2, 1)
-    clock.wait(104.0)
+    event.synchronize()
     assert (clock.now(), clock.host_s()) == (104.0, 101.0)  # to wait is no work
-
-
-def test_a_device_that_waits_for_the_host_begins_when_it_is_asked(cpu: Cpu, clock: Clock) -> None:
-    clock.submit(4.0)
-    clock.wait(clock.free)
+    event.record()
+    event.synchronize()
+    assert clock.now() == 106.0
     cpu.seconds += 6
     clock.wait(clock.free)  # it is there already
     clock.submit(4.0)
-    assert clock.free == 114.0 and clock.now() == 110.0 and clock.num_ahead == 0
+    assert (clock.free, clock.now(), clock.num_ahead) == (116.0, 112.0, 1)
 
 
-def test_an_event_is_of_what_was_given_before_it(clock: Clock) -> None:
-    clock.submit(4.0)
-    event = Event(clock)
-    clock.submit(4.0)
-    event.synchronize()
-    assert clock.now() == 104.0
-    event.record()
-    event.synchronize()
-    assert clock.now() == 108.0
+def test_what_a_real_kernel_takes_is_no_work_of_the_host() -> None:
+    cpu = Cpu()
+    clock = Clock(cpu)
 
-
-def test_what_a_real_kernel_takes_is_no_work_of_the_host(cpu: Cpu, clock: Clock) -> None:
     def kernel(seconds: float) -> str:
         cpu.seconds += seconds
         return "logits"
@@ -106,41 +80,6 @@ def test_a_method_has_the_model_runner_that_it_has_on_a_gpu(label: str, found: t
     assert split(label) == found
 
 
-def test_drafts_are_accepted_as_far_as_they_are_the_recorded_tokens() -> None:
-    recorded = np.array([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]], np.int32)
-    drafts = np.array([1, 2, 3, 1, 7, 3, 9], np.int32)
-    found = verified(recorded, drafts, [3, 3, 0, 1])
-    assert found.tolist() == [[1, 2, 3, 4], [1, 2, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
-
-
-def test_a_row_goes_on_where_its_response_is() -> None:
-    recording = Recording([[1, 2, 3], [4, 5], [6, 7, 8, 9]], "2.")
-    rows = ["2.2-0123abcd", "2.0-4567abcd"]
-    assert recording.after(rows, np.array([1, 0]), 2).tolist() == [[7, 8], [1, 2]]
-    assert recording.after(rows, np.array([3, 2]), 1).tolist() == [[9], [3]]
-    assert recording.after(rows[:1], np.array([3]), 3).shape == (1, 3)  # beyond the end vLLM cuts
-
-
-class Runner:
-    """Of a model runner what `Recorded` touches; it samples 99 everywhere."""
-
-    device, num_speculative_steps = torch.device("cpu"), 3
-
-    def begin(self, scheduler_output: Any) -> None:
-        return None
-
-
-class RunnerV1(Runner):
-    execute_model = Runner.begin
-    input_batch = SimpleNamespace(
-        num_reqs=2, req_ids=["1-aaaaaaaa", "0-bbbbbbbb"], num_prompt_tokens=np.array([2, 2, 0]),
-        num_tokens_no_spec=np.array([3, 4, 0]),
-    )  # fmt: skip
-
-    def _sample(self, logits: Any, metadata: Any) -> SamplerOutput:
-        return SamplerOutput(torch.full((2, 1), 99), logprobs_tensors=None)
-
-
 @dataclasses.dataclass
 class OutputV2:
     sampled_token_ids: torch.Tensor
@@ -148,29 +87,24 @@ class OutputV2:
     num_rejected: torch.Tensor | None = None
 
 
-class RunnerV2(Runner):
-    update_requests = Runner.begin
+class RunnerV2:
+    """Of a model runner what `Recorded` touches; it samples 99 everywhere."""
+
+    device, num_speculative_steps = torch.device("cpu"), 3
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        return None
 
     def sample(self, hidden: Any, batch: Any, grammar: Any) -> Any:
         return OutputV2(torch.full((2, 1), 99)), None, None
 
 
 RESPONSES = [[10, 11, 12, 13, 14], [20, 21, 22, 23]]
-DRAFTS = SimpleNamespace(scheduled_spec_decode_tokens={"1-aaaaaaaa": [21, 7], "0-bbbbbbbb": [12]})
 PLAIN = SimpleNamespace(scheduled_spec_decode_tokens={})
 
 
-def test_on_mrv1_a_recording_comes_where_each_row_is() -> None:
-    runner: Any = RunnerV1()
-    recorded = Recorded(runner)
-    assert runner._sample(None, None).sampled_token_ids.tolist() == [[99], [99]]  # a warm-up
-    recorded.start(RESPONSES)
-    for step, tokens in ((PLAIN, [[21], [12]]), (DRAFTS, [[21, 22, -1], [12, 13, -1]])):
-        runner.execute_model(step)
-        assert runner._sample(None, None).sampled_token_ids.tolist() == tokens
-
-
 def test_on_mrv2_levels_go_by_what_rows_got_and_part_of_a_prompt_gets_nothing() -> None:
+    """On MRV1: lab/tests/engine/test_bench.py."""
     runner: Any = RunnerV2()
     recorded = Recorded(runner)
     batch = SimpleNamespace(
@@ -253,29 +187,6 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
     assert shown[1] == [
         "2", "20 ms", "sam", "40.0", "0.800", "200", "2.000", "3.00", "1.00", "6.0", "0.50"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--step-ms", "0"], "--step-ms: 0 must be above 0"),
-        (["--rows", "8", "0"], "--rows: 0 must be at least 1"),
-        (["--methods", "off,eagle"], "method 'eagle': must be"),
-        (["--methods", "off,off:coupled"], "method 'off:coupled': bench host times off:sync"),
-        (["--methods", "off/v2"], "method 'off/v2': must be METHOD or METHOD/v1"),
-        (["--methods", "off,off"], "--methods off,off: a method is named twice"),
-        (["--methods", "off,sam", "--spec", "histori=1"], "histori"),
-        (["--model-config", "recipes/models/qwen3_8b.json"], "--gpu: must be one of h100"),
-        (["--model-config", "none.json", "--gpu", "h100"], "none.json"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line_before_any_process_starts(
-    options: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
-    assert main(["bench", "host", TRACE, *options]) == 2
-    said = capsys.readouterr()
-    assert reason in said.err and said.err.count("\n") == 1 and not said.out
 
 
 def test_a_trace_that_says_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

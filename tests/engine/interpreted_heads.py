@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pathlib
-import sys
 from typing import Any
-
-if __name__ == "__main__":
-    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, engine_settings
@@ -22,9 +17,9 @@ NAMES = ("greedy", "sampled", "one")
 MTP = {"method": "mtp", "num_speculative_tokens": 8}
 
 
-def main(models: str, output: str) -> None:
+def main(models: str) -> dict[str, Any]:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
-    pathlib.Path(output).write_text(json.dumps(served_heads(pathlib.Path(models))))
+    return served_heads(pathlib.Path(models))
 
 
 def served_heads(models: pathlib.Path) -> dict[str, Any]:
@@ -73,7 +68,3 @@ def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
         found["kept"] = served()
     close([llm])
     return {"model_runner": type(runner).__module__, "heads": found}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,20 +1,15 @@
-"""A model drafts, alone and beside the suffix drafts; run as a program, as `interpreted_runner`, on V2."""
+"""A model drafts, alone and beside the suffix drafts; as `interpreted_runner`, on V2."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import pathlib
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-if __name__ == "__main__":
-    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import passes
@@ -32,10 +27,9 @@ REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long bef
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
-def main(models: str, output: str) -> None:
+def main(models: str) -> dict[str, Any]:
     with virtual_time():
-        found = served(pathlib.Path(models), async_scheduling=True)
-    pathlib.Path(output).write_text(json.dumps(found))
+        return served(pathlib.Path(models), async_scheduling=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +95,3 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
 def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:
     spec = {"model_tokens": NUM_MODEL_TOKENS} | spec
     return run(model, spec, *others, speculative_config=drafter | {"num_speculative_tokens": 8}, **more)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

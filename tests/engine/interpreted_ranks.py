@@ -1,17 +1,10 @@
-"""Run as a program: two data-parallel ranks of a mixture of experts on vLLM's model runner V2, on the CPU.
-
-What they gave is written as JSON to the file that the second argument names.
-"""
+"""Two data-parallel ranks of a mixture of experts on vLLM's model runner V2, on the CPU."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import pathlib
-import sys
 from typing import Any
 
-import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from rollout_spec.patches import when_imported
 from tests.engine.conftest import OFF, close, engine_settings
 from tests.engine.interpreted_runner import PROMPT
@@ -108,10 +101,5 @@ async def ranks(model: str) -> dict[str, Any]:
         engine.shutdown()
 
 
-def main(model: str, output: str) -> None:
-    result = {"plain": plain(model), "ranks": asyncio.run(ranks(model))}
-    pathlib.Path(output).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def main(model: str) -> dict[str, Any]:
+    return {"plain": plain(model), "ranks": asyncio.run(ranks(model))}

@@ -1,20 +1,12 @@
-"""Run as a program: vLLM's own model runner V2 on the CPU, with our drafter and without.
-
-What the engines gave is written as JSON to the file that the second argument names.
-"""
+"""What engines give on vLLM's own model runner V2 on the CPU, with our drafter and without."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import pathlib
-import sys
 import tempfile
 from typing import Any
-
-if __name__ == "__main__":
-    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.proposer import proposer_of
@@ -54,7 +46,7 @@ FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
-def main(model: str, output: str) -> None:
+def main(model: str) -> dict[str, Any]:
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
     plain = run(model, None, names=(*NAMES, *MORE), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
@@ -68,7 +60,7 @@ def main(model: str, output: str) -> None:
     }
     if v2_architectures() is None:  # else V1 is taken for it
         result["images"] = images()
-    pathlib.Path(output).write_text(json.dumps(result))
+    return result
 
 
 def images() -> dict[str, Any]:
@@ -308,7 +300,3 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
 def num_drafts(output: Any) -> int:
     """Of a step; beside drafts there is room for some, and a padded request's placeholders."""
     return sum(token >= 0 for draft in output.scheduled_spec_decode_tokens.values() for token in draft)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,16 +1,9 @@
-"""Run as a program: two tensor-parallel ranks on vLLM's model runner V2, on the CPU, with drafts and without.
-
-What they gave is written as JSON to the file that the second argument names.
-"""
+"""Two tensor-parallel ranks on vLLM's model runner V2, on the CPU, with drafts and without."""
 
 from __future__ import annotations
 
-import json
-import pathlib
-import sys
 from typing import Any
 
-import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from tests.engine.conftest import OFF, close, engine_settings
 from tests.engine.interpreted_runner import LATE, serve_named
 
@@ -56,10 +49,5 @@ def served(model: str, spec: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def main(model: str, output: str) -> None:
-    result = {name: served(model, spec) for name, spec in (("plain", None), ("drafted", {}))}
-    pathlib.Path(output).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def main(model: str) -> dict[str, Any]:
+    return {name: served(model, spec) for name, spec in (("plain", None), ("drafted", {}))}

@@ -1,14 +1,9 @@
-"""Run as a program, as `interpreted_runner`: what `bench engine` and `gpu-check` measure of V2."""
+"""What `bench engine` and `gpu-check` measure of V2; as `interpreted_runner`."""
 
 from __future__ import annotations
 
-import json
-import pathlib
-import sys
 from typing import Any
 
-if __name__ == "__main__":
-    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
 from tests.engine.conftest import engine_settings
 
 REQUESTS = [{"prompt": i // 2, "max_tokens": 24, "name": [0, i]} for i in range(4)]
@@ -36,7 +31,7 @@ def recorded_load() -> dict[str, Any]:
     return {"prompts": load.prompts, "requests": load.requests(0), "temperature": 1.0, "recorded": RECORDED}
 
 
-def main(model: str, output: str) -> None:
+def main(model: str) -> dict[str, Any]:
     from rollout_spec_lab.bench import engine_worker
     from rollout_spec_lab.gpu_check import steps as check_steps
 
@@ -50,8 +45,4 @@ def main(model: str, output: str) -> None:
     result["recorded"] = engine_worker.run(in_turn | recorded_load() | {"method": "sam:64"})
     steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
     *_, result["steps"] = check_steps.measure(job | steps | {"method": "sam:0"})
-    pathlib.Path(output).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return result

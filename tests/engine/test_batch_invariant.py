@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.engine.test_runner_v2 import interpreted
 
 
 @pytest.mark.long
@@ -17,10 +15,7 @@ def test_a_row_alone_has_the_bits_that_it_has_in_a_pass_over_a_draft(
     tmp_path: pathlib.Path, mode: str
 ) -> None:
     """Without the mode, attention splits the keys of a row with one query token: another order of sums."""
-    command = [sys.executable, "-m", "tests.engine.interpreted_invariant", str(tmp_path / "found.json")]
-    environment = {**os.environ, "VLLM_BATCH_INVARIANT": mode}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    file = tmp_path / "found.json"
+    found = interpreted("tests.engine.interpreted_invariant", file, VLLM_BATCH_INVARIANT=mode)
     assert [name for name, is_same in found.items() if not is_same] == ([] if mode == "1" else ["attention"])
     assert {"norm", "log_softmax", "product torch.bfloat16"} <= found.keys()

@@ -77,7 +77,7 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
     if runner == "V1":
         found = json.loads(json.dumps(serve(heads)))
     else:
-        found = interpreted(serve.__module__, str(heads), heads / "results.json")
+        found = interpreted(serve.__module__, heads / "results.json", str(heads))
     where = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}[runner]
     assert {engine["model_runner"] for engine in found.values()} == {where}
     return found

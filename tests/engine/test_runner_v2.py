@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -103,10 +104,11 @@ def test_which_models_have_v2() -> None:
         assert with_v2 is None
 
 
-def interpreted(module: str, model: str, path: pathlib.Path) -> dict[str, Any]:
-    """What a module writes, as a program whose Triton is interpreted from the start."""
-    command = [sys.executable, "-m", module, model, str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+def interpreted(module: str, path: pathlib.Path, *given: str, **environment: str) -> dict[str, Any]:
+    """What `main` of a module gives, in a process whose Triton is interpreted from the start."""
+    command = [sys.executable, "-m", "tests.engine.interpreted", str(path), module, *given]
+    env = {**os.environ, **environment}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(path.read_text())
 
@@ -119,7 +121,7 @@ def samples(found: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def results(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("runner_v2") / "results.json"
-    return interpreted("tests.engine.interpreted_runner", chat_model, path)
+    return interpreted("tests.engine.interpreted_runner", path, chat_model)
 
 
 def test_all_engines_have_v2(results: dict[str, Any]) -> None:
@@ -256,7 +258,7 @@ def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_the_tools_measure_it(tiny_model: str, tmp_path: pathlib.Path) -> None:
-    found = interpreted("tests.engine.interpreted_tools", tiny_model, tmp_path / "results.json")
+    found = interpreted("tests.engine.interpreted_tools", tmp_path / "results.json", tiny_model)
     steps = found.pop("steps")
     assert_recorded(found["recorded"])
     assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}

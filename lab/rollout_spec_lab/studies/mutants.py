@@ -97,7 +97,7 @@ def core_mutants() -> list[CoreMutant]:
     return found
 
 
-CORE_TESTS = ("tests/test_index.py", "tests/test_experience.py", "tests/test_index_state_machine.py")
+CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py")
 
 
 class Result(NamedTuple):
