@@ -1,9 +1,12 @@
 """Two collectives that vLLM's CPU engine lacks: a mixture of experts on data-parallel ranks needs them.
 
-It gathers and scatters rows, which vLLM 0.24 cannot do on the CPU.
+It gathers and scatters rows, which vLLM 0.24 cannot do on the CPU. Nor can vLLM 0.24 call the activation of
+experts where it has no kernel for them.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -39,3 +42,10 @@ def reduce_scatterv(
 
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+# vLLM before 0.29 makes a layer in every pass without AVX-512: "Current vLLM config is not set".
+with contextlib.suppress(ImportError):
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = SiluAndMul.forward_native
