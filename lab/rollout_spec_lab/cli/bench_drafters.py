@@ -85,14 +85,15 @@ def run(args: argparse.Namespace) -> int:
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
     config = SpecConfig.from_mapping(spec_options(args.spec, REFUSED))
-    record: dict[str, Any] = {"environment": environment(), "results": []}
     try:
-        for trace in args.traces:
-            record["results"] += [
-                {"trace": trace.name, **row} for row in _of_trace(args, trace, methods, config)
-            ]
+        results = [
+            {"trace": trace.name, **row}
+            for trace in args.traces
+            for row in _of_trace(args, trace, methods, config)
+        ]
     except BudgetExceeded as error:
         raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
+    record = {"environment": environment(), "results": results}
     if args.output:
         write(record, args.output / "drafters.json")
     return shown(record, args.json, drafters_tables)
