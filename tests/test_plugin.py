@@ -81,8 +81,8 @@ def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, chang
 
 def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):
     assert not [error for error in found["mends"] if "does not fit" in error]
-    assert found["left_out"] == ["allowed_tokens", "thinking_budget"]
-    assert ["is left out" in message for message in found["said"]] == [True, True]
+    assert found["left_out"] == ["allowed_tokens", "embedded_prompts", "thinking_budget"]
+    assert ["is left out" in message for message in found["said"]] == [True] * 3
 
 
 def test_all_that_engines_patch_can_be_listed_without_one(found):

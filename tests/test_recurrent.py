@@ -153,6 +153,17 @@ def test_the_driver_says_how_many_requests_fit(
     assert said_of_memory(run_of({}, tmp_path, SAM), spec) is None
 
 
+def test_the_driver_names_what_spares_the_states_for_drafts(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where vLLM has it beside drafts."""
+    for release, fields, named in (("0.32.0", NEMOTRON_H, True), ("0.29.0", NEMOTRON_H, False),
+                                   ("0.32.0", QWEN3_NEXT, False)):  # fmt: skip
+        monkeypatch.setattr("rollout_spec.verl.recurrent_policy.version", lambda release=release: release)
+        said = said_of_memory(run_of(fields, tmp_path, SAM, 3), SpecConfig(num_speculative_tokens=3))
+        assert ("use_replayssm" in str(said)) == named
+
+
 def test_its_own_head_drafts_beside_the_text(tmp_path: pathlib.Path) -> None:
     """verl's `model.mtp`: K stays what the recurrent layers allow."""
     config = run_of(QWEN3_NEXT | {"num_nextn_predict_layers": 1}, tmp_path, SAM)

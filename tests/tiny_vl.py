@@ -51,11 +51,12 @@ def make_tiny_vl(folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def make_processor() -> Any:
+def make_processor(stem: str = "Qwen2_5_VL", numbers: dict[str, int] = TOKENS) -> Any:
+    """That of transformers' class with this stem; `numbers` are the tokens'."""
     import tokenizers
     import transformers
 
-    characters = tokenizers.Tokenizer(tokenizers.models.BPE(TOKENS, []))
+    characters = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
     characters.decoder = tokenizers.decoders.Fuse()
     characters.add_special_tokens(list(SPECIAL))
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -63,9 +64,10 @@ def make_processor() -> Any:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     pixels = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
-    return transformers.Qwen2_5_VLProcessor(
+    of_video = transformers.Qwen3VLVideoProcessor if stem == "Qwen3VL" else transformers.Qwen2VLVideoProcessor
+    return getattr(transformers, f"{stem}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(patch_size=PATCH, **pixels),
-        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=PATCH, **pixels),
+        video_processor=of_video(patch_size=PATCH, **pixels),
         tokenizer=tokenizer,
         chat_template=CHAT_TEMPLATE,
     )

@@ -22,6 +22,10 @@ from rollout_spec.vllm import reasons
 from rollout_spec.vllm.versions import minor, version
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
+_REPLAY = (
+    "; vLLM's use_replayssm, with FlashInfer and without prefix caching, keeps no states for drafts, but was "
+    "never run with ours"
+)
 _SHARE = 10 << 30  # bytes, of which is spoken where the cache's size is not known
 
 
@@ -59,11 +63,13 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     num_bytes = _cache_bytes(config)
     where = f"the {num_bytes / 2**30:.0f} GiB" if num_bytes else "each 10 GiB"
     num_bytes = num_bytes or _SHARE
+    is_nemotron = policy_fields(config).get("architectures") == ["NemotronHForCausalLM"]
+    can_replay = is_nemotron and (minor(version() or "") or 99) >= 32
     return (
         f"{_NUM_TOKENS}={k}: the recurrent states of a request take {recurrent.mib(drafted)} MiB "
         f"({recurrent.mib(plain)} without drafts), so {where} of vLLM's cache hold at most "
         f"{int(num_bytes // drafted)} requests ({int(num_bytes // plain)} without drafts); more of "
-        f"max_num_seqs={value(config, f'{ROLLOUT}.max_num_seqs')} wait"
+        f"max_num_seqs={value(config, f'{ROLLOUT}.max_num_seqs')} wait{_REPLAY if can_replay else ''}"
     )
 
 

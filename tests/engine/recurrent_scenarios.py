@@ -18,12 +18,18 @@ if __name__ == "__main__":
 import torch
 
 from tests.engine.conftest import OFF, close, engine_settings, proposer_of
-from tests.engine.serving import sampling
+from tests.engine.serving import KEY, sampling
+from tests.engine.tiny_recurrent import SEEN
+from tests.tiny_vl import make_image
 
 Tokens = list[list[int]]
 # Four groups of three siblings.
 PROMPTS = [([5, 6, 7, 8 + i] * 6)[: 21 + i] for i in range(4) for _ in range(3)]
 LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8] * 4 for i in range(8)]
+# What is in a request's prompt, by its number, if the policy sees.
+IMAGES = ((), (0,), (1,), (0, 0))
+IMAGE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+SEES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
     {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8},
@@ -37,11 +43,25 @@ def asked(i: int, max_tokens: int = 40, **more: Any) -> Any:
     return sampling(kinds | more, key=[3, i])
 
 
+def seen(engine: Any, prompt: list[int], params: Any) -> dict[str, Any]:
+    """A prompt of tokens, with the request's images."""
+    sees = engine.model_config.is_multimodal_model
+    seeds = IMAGES[params.extra_args[KEY][1] % len(IMAGES)] if sees else ()
+    if not seeds:
+        return {"prompt_token_ids": prompt}
+    image = [SEEN[token] for token in IMAGE]
+    return {
+        "prompt_token_ids": prompt[:18] + image * len(seeds) + prompt[18:],
+        "multi_modal_data": {"image": [*map(make_image, seeds)]},
+    }
+
+
 def generate(llm: Any, prompts: Iterable[list[int]], params: Iterable[Any]) -> Tokens:
     params = list(params)
     for each in params:
         each.detokenize = False
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    given = [seen(llm.llm_engine, *each) for each in zip(prompts, params, strict=True)]
+    outputs = llm.generate(given, params, use_tqdm=False)
     return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
 
@@ -141,14 +161,16 @@ def synced(llm: Any) -> Tokens:
     model = runner_of(llm).get_model()
     [weight] = [w for name, w in model.named_parameters() if name.endswith(LAST_NORMS)]
     with torch.no_grad():
-        weight.mul_(torch.linspace(0.2, 2.0, len(weight)))
+        weight.add_(torch.linspace(-0.8, 1.0, len(weight)))
     llm.reset_prefix_cache()
-    return first + batch(llm)
+    second = batch(llm)
+    assert second != first
+    return first + second
 
 
 def add(engine: Any, name: str, prompt: list[int], params: Any) -> None:
     params.detokenize = False
-    engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    engine.add_request(name, seen(engine, prompt, params), params)
 
 
 def take(engine: Any, found: dict[str, list[int]]) -> None:
@@ -263,16 +285,18 @@ def main(name: str, head: str, path: str) -> None:
 
     Args:
         name: of a policy.
-        head: "mtp": its own head drafts beside the text; "text": there is none.
+        head: "mtp": its own head drafts beside the text; "text": there is none; "images": and it sees.
         path: of the file.
     """
     # Few rows: interpreted, the kernels that copy their states take most of the time.
     names = ("crowded", "gate") if head == "mtp" else ("crowded", "gate", "preempted", "long_prompts")
     cached = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
     spec = {"num_speculative_tokens": 3, "batch_threshold": 4}
-    make, beside = (make_mtp, with_mtp(3)) if head == "mtp" else (make_recurrent, {})
-    with tempfile.TemporaryDirectory() as folder:
-        model = make(name, pathlib.Path(folder))
+    sees, beside = head == "images", with_mtp(3) if head == "mtp" else {}
+    cached |= SEES if sees else {}
+    with tempfile.TemporaryDirectory() as name_of:
+        folder = pathlib.Path(name_of)
+        model = make_mtp(name, folder) if beside else make_recurrent(name, folder, sees)
         plain, drafted = served(model, None, names, **cached), served(model, spec, names, **cached, **beside)
     del drafted["graphs"]
     pathlib.Path(path).write_text(json.dumps({"plain": plain, "drafted": drafted}))

@@ -26,15 +26,19 @@ from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import (
     FAST,
+    IMAGE,
+    IMAGES,
+    SEES,
     SHORT_STEPS,
     new_recurrent_engine,
     note_rows,
     served,
     with_mtp,
 )
-from tests.engine.serving import assert_same, num_accepted, serve
+from tests.engine.serving import Request, assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
+from tests.tiny_vl import make_image
 
 MINOR = minor(version() or "") or 99
 # 0.24 runs no Qwen3.5 of text alone; 0.23 has no such drafts.
@@ -215,7 +219,8 @@ def test_the_states_are_as_large_as_the_driver_says(results: dict[str, dict[str,
 
 
 def said_bytes(model: str, k: int) -> int:
-    states = recurrent.states_of(json.loads((pathlib.Path(model) / "config.json").read_text()), dtype_bytes=4)
+    fields = json.loads((pathlib.Path(model) / "config.json").read_text())
+    states = recurrent.states_of(fields.get("text_config", fields), dtype_bytes=4)
     assert states is not None
     return states.num_bytes(k)
 
@@ -296,13 +301,18 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
 @pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="on vLLM 0.24 all tests here are of Qwen3-Next, and none of Qwen3.5")
 @pytest.mark.parametrize("k", [3, 7])
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
-def test_drafts_change_nothing_with_experts(
-    name: str, k: int, model: str, own_groups: None, tmp_path: pathlib.Path
+@pytest.mark.parametrize(
+    ("name", "sees"),
+    [("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)],
+)
+def test_drafts_change_nothing_with_experts_or_images(
+    name: str, sees: bool, k: int, model: str, own_groups: None, tmp_path: pathlib.Path
 ) -> None:
-    folder = make_recurrent(name, tmp_path)
-    drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
-    assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
+    folder, spec = make_recurrent(name, tmp_path, sees), GATED | {"num_speculative_tokens": k}
+    names, arguments = (None, SHORT_STEPS | SEES) if sees else (SOME, SHORT_STEPS)
+    drafted = served(folder, spec, names, **arguments)
+    assert wrong(drafted, served(folder, None, names, **arguments)) == set()
+    assert drafted["state_bytes"] == said_bytes(folder, k)
 
 
 @pytest.mark.long
@@ -317,16 +327,25 @@ def test_drafts_change_nothing_beside_an_mtp_head(k: int, model: str, tmp_path: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "sees", [False, pytest.param(True, marks=pytest.mark.skipif(MINOR < 29, reason="there is no Qwen3.5"))]
+)
 def test_drafts_change_nothing_in_random_mixtures(
-    model: str, chat_model: str, tmp_path: pathlib.Path
+    sees: bool, model: str, chat_model: str, tmp_path: pathlib.Path
 ) -> None:
     """Of request options; grammars among them cut drafts down to none."""
-    folder = shutil.copytree(model, tmp_path / "chat")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(pathlib.Path(chat_model) / name, folder)
     draw = random.Random(47)
     requests = [random_request(draw) for _ in range(NUM_MIXED)]
-    arguments = MIXING | {"skip_tokenizer_init": False}
+    arguments = MIXING | {"skip_tokenizer_init": False, "enable_prompt_embeds": not sees}
+    if sees:
+        folder = pathlib.Path(make_recurrent(MODEL, tmp_path, sees))
+        requests = [with_images(each, IMAGES[i % len(IMAGES)]) for i, each in enumerate(requests)]
+        arguments |= SEES
+    else:
+        folder = shutil.copytree(model, tmp_path / "chat")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(pathlib.Path(chat_model) / name, folder)
+        requests = [with_embeddings(each, i % 3) if i % 4 == 0 else each for i, each in enumerate(requests)]
     spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
     plain, drafted = (new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
     expected, rows = serve(plain, requests), note_rows(core_of(drafted).scheduler)
@@ -337,12 +356,30 @@ def test_drafts_change_nothing_in_random_mixtures(
     close([plain, drafted])
 
 
+def with_images(request: Request, seeds: tuple[int, ...]) -> Request:
+    images = {"image": [*map(make_image, seeds)]}
+    text = "".join(IMAGE) * len(seeds) + request.prompt
+    return request._replace(prompt={"prompt": text, "multi_modal_data": images}) if seeds else request
+
+
+def with_embeddings(request: Request, seed: int) -> Request:
+    """vLLM refuses log-probabilities of such a prompt."""
+    import torch
+
+    if request.params.prompt_logprobs is not None:
+        return request
+    rows = torch.randn(12, 128, generator=torch.Generator().manual_seed(seed))
+    return request._replace(prompt={"prompt_embeds": rows})
+
+
 @pytest.mark.long
 @pytest.mark.skipif(
     MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
 )
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp")])
+@pytest.mark.parametrize(
+    ("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp"), ("V1", "images"), ("V2", "images")]
+)
 def test_drafts_change_nothing_where_prefixes_are_cached(
     runner: str, head: str, tmp_path: pathlib.Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.engine.tiny_heads import loaded, save_as
+from tests.tiny_vl import PATCH, SPECIAL, make_processor
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -26,6 +27,16 @@ _EXPERTS = {
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 32,
     "mamba_expand": 2,
+}  # fmt: skip
+# Of a policy that sees: the numbers of its special tokens, which the scenarios' prompts do not have.
+SEEN = dict(zip(SPECIAL, (0, 1, EOS_TOKEN_ID, 123, 124, 125, 126), strict=True))
+_VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
+    "patch_size": PATCH, "num_position_embeddings": 16,
+}  # fmt: skip
+_MROPE = {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
 }  # fmt: skip
 _NORMS_OF_MTP = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 # By name: the stem of the class of transformers, and the fields of its configuration.
@@ -51,8 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_recurrent(name: str, folder: pathlib.Path) -> str:
-    """Write one of MODELS to the folder.
+def make_recurrent(name: str, folder: pathlib.Path, sees: bool = False) -> str:
+    """Write one of MODELS to the folder, with a vision tower and a processor if it `sees`.
 
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
     much as the embedding does, so a wrong state shows in the tokens.
@@ -61,9 +72,16 @@ def make_recurrent(name: str, folder: pathlib.Path) -> str:
     import transformers
 
     stem, fields = MODELS[name]
-    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") else f"{stem}Config"
+    config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") and not sees else f"{stem}Config"
+    architecture = f"{stem}ForConditionalGeneration" if sees else f"{stem}ForCausalLM"
+    if sees:
+        places = {f"{key}_token_id": SEEN[f"<|{key}_pad|>"] for key in ("image", "video")}
+        places |= {f"vision_{key}_token_id": SEEN[f"<|vision_{key}|>"] for key in ("start", "end")}
+        fields = places | {"text_config": fields | {"rope_parameters": _MROPE}, "vision_config": _VISION}
+        characters = {chr(i): i for i in range(VOCAB_SIZE) if i not in SEEN.values()}
+        make_processor("Qwen3VL", characters | SEEN).save_pretrained(folder)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, config_class)(**fields))
+    model = getattr(transformers, architecture)(getattr(transformers, config_class)(**fields))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -74,7 +92,9 @@ def make_recurrent(name: str, folder: pathlib.Path) -> str:
             elif "conv" in key and weight.dim() == 3:
                 weight.normal_(0, 0.5, generator=generator)
         model.get_output_embeddings().weight.mul_(4)  # a peaked distribution, as a trained model's is
-    model.config.architectures = [f"{stem}ForCausalLM"]
+        if sees:  # it gives no images: a resumed request's prompt has what it has given
+            model.get_output_embeddings().weight[[*SEEN.values()][3:]] = 0
+    model.config.architectures = [architecture]
     model.to(torch.float32).save_pretrained(folder)
     return str(folder)
 

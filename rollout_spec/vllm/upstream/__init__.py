@@ -15,6 +15,7 @@ from rollout_spec.vllm.upstream import (
     allowed_tokens,
     cpu_expand,
     cpu_rejection,
+    embedded_prompts,
     reasoning_end,
     refused_requests,
     stop_strings,
@@ -24,4 +25,4 @@ from rollout_spec.vllm.upstream import (
 # Wrong with drafts only: without the mend, drafts would change what a request gets.
 OF_DRAFTS = (cpu_expand, cpu_rejection, reasoning_end, refused_requests, stop_strings)
 # Wrong without drafts too: where a mend does not fit, vLLM is left as it is.
-OF_VLLM = (allowed_tokens, thinking_budget)
+OF_VLLM = (allowed_tokens, embedded_prompts, thinking_budget)

@@ -1,0 +1,39 @@
+"""repetition_penalty of a prompt of embeddings: vLLM takes what the row holds for the prompt's tokens."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rollout_spec.patches import Patch, wrap
+
+MODULE = "vllm.v1.worker.gpu_input_batch"
+_ROW = "self.token_ids_cpu[req_index, :num_prompt_tokens]"
+_PATCH = Patch(
+    name="vllm-embedded-prompts",
+    reason="with drafts and without, the repetition_penalty of a request whose prompt is embeddings is for "
+    "tokens of an earlier request in its row",
+    upstream="vllm/v1/worker/gpu_input_batch.py, InputBatch.add_request",
+    until="add_request writes tokens for a prompt that has none",
+)
+
+
+def mend(module: Any) -> None:
+    """Give a prompt of embeddings the tokens that it has in vLLM's scheduler, and in a new row: zeros.
+
+    Args:
+        module: `vllm.v1.worker.gpu_input_batch`.
+
+    Raises:
+        PatchError: its batch is not one that this was written for.
+    """
+    batch = module.InputBatch
+    if inspect.getsource(batch.add_request).count(_ROW) > 1:
+        return
+
+    @wrap(batch, "add_request", _PATCH)
+    def add_request_and_clear(add_request: Any, self: Any, request: Any) -> int:
+        row = add_request(self, request)
+        if request.prompt_token_ids is None:
+            self.token_ids_cpu[row, : request.num_prompt_tokens] = 0
+        return row
