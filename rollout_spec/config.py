@@ -64,8 +64,9 @@ class SpecConfig:
     )
     model_tokens: int = _option(
         3,
-        "with vLLM alone, where a model drafts beside the text: at most this many of its tokens per request "
-        "and step, because vLLM's num_speculative_tokens counts the text's too; verl has its own",
+        "with vLLM alone and a draft model: the most tokens that the model drafts per request and step. "
+        "`num_speculative_tokens` limits model and text together. With verl, set `num_speculative_tokens` of "
+        "`mtp` or of `model_drafter` instead",
         "more than 3 of the model's tokens are often right (more)",
         1,
         MAX_SPECULATIVE_TOKENS,
@@ -74,9 +75,8 @@ class SpecConfig:
         # lab/record/gate.md compares it with others, with step times of two CPU cores and an assumed table
         # for a GPU.
         0.2,
-        "end a draft where the probability that it holds up to there (its survival) falls below this. "
-        "batch_threshold=auto measures the right value; a fixed batch_threshold needs this one, and so does "
-        "`replay`, which knows no step times",
+        "a draft ends before the token at which the probability that the policy accepts all of it so far "
+        "(its survival) falls below this value. Used only with a fixed `batch_threshold`, and by `replay`",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
         0.0,
         1.0,
@@ -103,13 +103,13 @@ class SpecConfig:
     )
     routing: str = _option(
         "group",
-        "with verl only. group: the samples of a prompt go to one engine while load allows; verl: verl's own "
-        "router, which balances load, or the one that router_config_path names",
+        "with verl only. group: the samples of a prompt go to one engine, as far as its load allows; verl: "
+        "verl's own router, which balances load, or the one that `router_config_path` names",
         "engines wait for the one with the longest responses (`load_imbalance`), or you have a router",
     )
     max_index_mb: int = _option(
         1024,
-        "memory budget of the index, and again of the history, in MiB, for each engine or data-parallel rank",
+        "most MiB for the index, and as many again for the history, in each engine or data-parallel rank",
         "`num_untracked_rows` is above 0 (more), or memory is short (less)",
         1,
         1 << 20,

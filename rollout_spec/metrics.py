@@ -104,7 +104,7 @@ METRICS = (
     Metric(
         "num_model_passes",
         "Passes of a model that drafts beside the text.",
-        "`num_model_passes_left_out` is to be compared with it.",
+        "Compare it with `num_model_passes_left_out`.",
     ),
     Metric(
         "num_model_passes_left_out",
@@ -113,7 +113,7 @@ METRICS = (
     ),
     Metric(
         "model_ms",
-        "Milliseconds of the host per engine step in the model's passes, without the GPU's own time.",
+        "Milliseconds of the host per engine step for the model's passes, without the GPU's own time.",
         "`rollout-spec compare` shows it beside `draft_ms`.",
     ),
     Metric(
