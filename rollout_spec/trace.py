@@ -129,8 +129,8 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with open(path, "rb") as raw:
             is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-            file: IO[bytes] = gzip.GzipFile(fileobj=raw) if is_compressed else raw
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            read = (gzip.GzipFile(fileobj=raw) if is_compressed else raw).readline
+            for number, line in enumerate(iter(lambda: read(MAX_LINE_BYTES + 1), b""), start=1):
                 where = f"{path}:{number}"
                 if len(line) > MAX_LINE_BYTES:
                     raise TraceError(f"{where}: a line must have at most {MAX_LINE_BYTES >> 20} MiB")
