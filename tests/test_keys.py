@@ -21,7 +21,6 @@ from rollout_spec.vllm.keys import (
     names_of,
     with_numbered_key,
 )
-from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
 
 def request(seed: int | None = None, **extra_args: Any) -> types.SimpleNamespace:
@@ -109,26 +108,6 @@ def test_data_parallel_ranks_number_requests_apart() -> None:
         runner = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=3), parallel_config=parallel)
         found.append(keys_of(runner).new_key(None))
     assert len({*found}) == 3 and found[0] == RequestKeys(3).new_key(None)
-
-
-def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended() -> None:
-    """One that was preempted is added again; so is a new one under the name of one that has ended."""
-    parallel = types.SimpleNamespace(data_parallel_index=0)
-    names = types.SimpleNamespace(index_to_req_id={5: "a", 6: "b"})
-    runner: Any = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(seed=3), parallel_config=parallel, req_states=names
-    )
-    keyed, seeds = KeyedRequests(runner), list[int]()
-
-    def add(req_idx: int) -> None:
-        keyed.add(lambda _, params: seeds.append(params.seed), req_idx, request().sampling_params)
-
-    for row in (5, 6, 5):
-        add(row)
-    keyed.finish(lambda _: None, types.SimpleNamespace(finished_req_ids={"a"}))
-    add(5)
-    expected = [make_key("arrival", 3, number) for number in (1, 2, 3)]
-    assert seeds == [expected[0], expected[1], expected[0], expected[2]]
 
 
 def test_each_of_n_samples_has_a_key_of_its_own() -> None:

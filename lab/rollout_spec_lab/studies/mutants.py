@@ -57,7 +57,7 @@ TARGETS = (
     Target(
         ("rollout_spec/verl/agent_loop.py", "rollout_spec/verl/client.py"),
         ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
-        "(test_verl_client and not other_processes) or samples_name or manager",
+        "(test_verl_client and not other_processes) or samples_name or names_samples or manager",
         is_silent=True,
     ),
     Target(
