@@ -30,7 +30,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(1800),  # `results` takes minutes, and other tests have the processors too
 ]
-AHEAD = ("ahead", "open", "preempted")
+AHEAD = ("ahead", "open", "preempted", "mixed")
 ENGINES = ("drafted", *AHEAD)
 
 
