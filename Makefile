@@ -48,8 +48,8 @@ FAST_AND_TRAINING = -m 'training and not long or not slow and not long' $(ORDERE
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
 # What needs verl, and no training.
-VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_client \
-	verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \
+VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_check_engine \
+	verl_client verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \
 	$(patsubst %,lab/tests/test_%.py,verl_cpu checkpoint_engine)
 ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1
 

@@ -23,6 +23,8 @@ FOLDER = "rollouts"
 """The folder's name inside a run's own."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 16
+MAX_LINE_BYTES = 1 << 28
+"""A longer line is refused: it may be a whole file, which takes several times its size in memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +123,17 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises:
         OSError: the file cannot be opened.
-        TraceError: a line is not JSON, or no object.
+        TraceError: a line is not JSON, no object, or longer than MAX_LINE_BYTES.
     """
     number = 0
     try:
         with open(path, "rb") as raw:
             is_compressed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
-            lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if is_compressed else raw
-            for number, line in enumerate(lines, start=1):
+            read = (gzip.GzipFile(fileobj=raw) if is_compressed else raw).readline
+            for number, line in enumerate(iter(lambda: read(MAX_LINE_BYTES + 1), b""), start=1):
                 where = f"{path}:{number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise TraceError(f"{where}: a line must have at most {MAX_LINE_BYTES >> 20} MiB")
                 if line.strip() and (fields := _parse_json(line, where)) is not None:
                     yield where, fields
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -30,9 +30,10 @@ from vllm.v1.worker import gpu_input_batch
 
 import rollout_spec.verification
 from rollout_spec import patches
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.mrv1.model_drafter import SharedNoise
+from rollout_spec.vllm.mrv1.model_drafter import ModelDrafter, SharedNoise
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2 import host_drafts, model_drafter
 from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
@@ -132,19 +133,42 @@ class Engine:
         step = lambda: outputs.append(self.verifier(metadata, None, put(logits), self.sampling))  # noqa: E731
         return self._counted(step), outputs[0]
 
-    def with_model(self, num_passes: int = 2) -> tuple[Accelerator, list[list[int]]]:
-        """A model of MRV1 drafts so many tokens for each row, of flat logits; and the tokens."""
+    def model(self) -> torch.Tensor:
+        """Give MRV1 a model that drafts so many tokens for each row, of flat logits; what a step sampled."""
         self.plain()  # which tells the rows their keys
         logits, runner = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous()), self.runner
-        runner.drafter = SimpleNamespace(model=SimpleNamespace(compute_logits=lambda x: x))
-        runner.propose_draft_token_ids = lambda *_: torch.stack(
-            [runner.drafter._sample_draft_tokens(logits, self.sampling)[0] for _ in range(num_passes)], 1
-        )
-        model = SharedNoise(runner, self.rows)
-        sampled = self.accelerator.put(torch.tensor([[5, -1], [6, -1], [7, 8]]))
-        drafts: list[Any] = []
+
+        def propose(num_speculative_tokens: int) -> torch.Tensor:
+            passes = range(num_speculative_tokens)
+            return torch.stack([draw(logits, self.sampling)[0] for _ in passes], 1)
+
+        def draw(*given: Any) -> Any:
+            return runner.drafter._sample_draft_tokens(*given)
+
+        runner.drafter = SimpleNamespace(model=SimpleNamespace(compute_logits=lambda x: x), propose=propose)
+        runner.propose_draft_token_ids = lambda *_: runner.drafter.propose(num_speculative_tokens=2)
+        return self.accelerator.put(torch.tensor([[5, -1], [6, -1], [7, 8]]))
+
+    def with_model(self) -> tuple[Accelerator, list[list[int]]]:
+        """A model drafts alone; and its tokens."""
+        sampled, drafts = self.model(), list[Any]()
+        model = SharedNoise(self.runner, self.rows)
         accelerator = self._counted(lambda: drafts.append(model.propose(None, sampled)))
         return accelerator, drafts[0].value.tolist()
+
+    def with_model_and_text(self) -> tuple[Accelerator, ModelDrafts]:
+        """A model drafts beside the text; and what the proposer of both is given of it."""
+        sampled, given, runner = self.model(), list[Any](), self.runner
+        runner.vllm_config = vllm_config({"model_tokens": 2})
+        runner.input_batch.token_ids_cpu = None
+        output = SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
+        runner.sample_tokens = lambda: model.propose(None, sampled) and output
+        proposer: Any = SimpleNamespace(
+            is_used=True, model_tokens=2, note_passes=lambda *_: None,
+            draft=lambda *_, model_drafts, **__: given.append(model_drafts) or [[]] * 3,
+        )  # fmt: skip
+        model = ModelDrafter(runner, self.rows, proposer)
+        return self._counted(lambda: runner.sample_tokens()), given[0]
 
     def _counted(self, step: Callable[[], Any]) -> Accelerator:
         with self.accelerator:
@@ -281,7 +305,13 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
         expected = torch.where(torch.tensor(temperature) > 0, drawn, logits.argmax(dim=-1))
         assert [row[number] for row in drafts] == expected.tolist()
     # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
-    assert (accelerator.waits, accelerator.num_sent) == ([RACE] * 2 if any(temperature) else [], 1)
+    races = [RACE] * 2 if any(temperature) else []
+    assert (accelerator.waits, accelerator.num_sent) == (races, 1)
+    accelerator, given = Engine(temperature).with_model_and_text()
+    assert given.tokens.tolist() == drafts
+    assert np.isfinite(given.log_odds).all()
+    fetched = "rollout_spec.vllm.mrv1.model_drafter.<genexpr>"
+    assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 
 def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:

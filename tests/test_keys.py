@@ -139,10 +139,7 @@ NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
         ({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
         ({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),
-        *(
-            (said, (None,) * 4)
-            for said in (None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None})
-        ),
+        *((said, (None,) * 4) for said in NOTHING),
         *(({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}, (None,) * 4) for group in NO_TEXTS),
         *(
             ({GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}, (None, "g", None, None))

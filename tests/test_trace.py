@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from rollout_spec import trace
 from rollout_spec.trace import Proposals, TraceError, append_lines, read_trace, to_line
 
 LINES = [
@@ -107,4 +108,13 @@ def test_files_that_are_no_text_or_cut_short(tmp_path):
         list(read_trace(path))
     path.write_bytes(b"\xff\xfe\x00\n")
     with pytest.raises(TraceError, match=r"trace.jsonl.gz:1"):
+        list(read_trace(path))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, pack, monkeypatch):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(pack(LINES[1].encode() + b"[" + b"1," * (1 << 20)))
+    monkeypatch.setattr(trace, "MAX_LINE_BYTES", 1 << 20)
+    with pytest.raises(TraceError, match=r":2: a line must have at most 1 MiB$"):
         list(read_trace(path))

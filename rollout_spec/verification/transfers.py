@@ -14,7 +14,7 @@ def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tens
     """
     tensor = torch.as_tensor(values)
     if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -64,7 +64,7 @@ class Calls:
             return sampling_params
         sample = self._samples.setdefault(names.key, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
-            del self._samples[next(iter(self._samples))]
+            self._samples.pop(next(iter(self._samples)), None)  # another thread may take the same one
         name = sample.name_call(extra_args[KEY], prompt_ids, self._copy)
         own = {KEY: name, TURN_TOKENS_KEY: len(prompt_ids)}
         if names.group is not None:

@@ -101,26 +101,17 @@ class RequestKeys:
     def __init__(self, *engine: int) -> None:
         self._engine = engine
         self._num_unnamed = 0
-        self._requests: dict[str, Any] = {}
-        self._keys: dict[str, int] = {}
-        self._request_ids: list[str] = []  # of the last batch
-        self._rows: list[int] = []
+        self._known: dict[str, tuple[Any, int]] = {}  # each request and its key, by the request's name
 
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
         """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
-        is_known = are_same(self._requests, live)
-        if not is_known:
-            self._keys = {
-                name: self._keys[name]
-                if self._requests.get(name) is request
-                else self.new_key(request.sampling_params)
-                for name, request in live.items()
-            }
-            self._requests = dict(live)
-        if not is_known or request_ids != self._request_ids:
-            self._request_ids = list(request_ids)
-            self._rows = [self._keys[name] for name in request_ids]
-        return self._rows
+        before, self._known = self._known, {}
+        for name, request in live.items():
+            known = before.get(name)
+            if known is None or known[0] is not request:  # a caller may use the name of one that has ended
+                known = request, self.new_key(request.sampling_params)
+            self._known[name] = known
+        return [self._known[name][1] for name in request_ids]
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import pathlib
+import random
 import tempfile
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollout_spec.vllm.versions import v2_architectures
 from tests.engine.conftest import OFF, close, engine_settings
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
+from tests.engine.test_requests import random_request
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 PROMPT = [1, *[65, 66] * 14, 67]
@@ -43,12 +45,18 @@ MORE = (
 REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
 FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
+DRAW = random.Random(5)
+MIXED = {f"mixed {number}": random_request(DRAW) for number in range(24)}
+MIXED = {
+    name: asked for name, asked in MIXED.items() if asked.params.thinking_token_budget is None
+}  # which 0.24 does not take on MRV2
+
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
 def main(model: str) -> dict[str, Any]:
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
-    plain = run(model, None, names=(*NAMES, *MORE), max_num_seqs=64)
+    plain = run(model, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
         "plain": plain,
@@ -56,6 +64,7 @@ def main(model: str) -> dict[str, Any]:
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
         "open": run(model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
+        "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }
     if v2_architectures() is None:  # else V1 is taken for it
@@ -114,6 +123,7 @@ def run(
 
     settings = engine_settings(model, None if spec is None else {"history": 64} | spec)
     sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
+    sizes |= {"scheduling_policy": "priority"}  # of MIXED
     llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -153,6 +163,8 @@ def run(
 
 def request(name: str, prompt: Any = TEXT, num_tokens: int = 0, **more: Any) -> Request:
     """The request of that name, one that has as many tokens already."""
+    if name in MIXED:
+        return MIXED[name]
     if name not in REQUESTS:
         return example(name, prompt, "")
     asked = {"max_tokens": 24} | REQUESTS[name] | more

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lab.tests.engine.test_bench import assert_recorded
+from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.versions import v2_architectures, version
@@ -29,7 +30,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(1800),  # `results` takes minutes, and other tests have the processors too
 ]
-AHEAD = ("ahead", "open", "preempted")
+AHEAD = ("ahead", "open", "preempted", "mixed")
 ENGINES = ("drafted", *AHEAD)
 
 
@@ -92,6 +93,30 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(
     assert drafted.use_v2_model_runner == (plain.use_v2_model_runner and refusal is None)
     reasons = drafted._get_v2_model_runner_unsupported_features()
     assert [refusal in reason for reason in reasons if refusal] == [True] * (refusal is not None)
+
+
+def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended() -> None:
+    """One that was preempted is added again; so is a new one under the name of one that has ended."""
+    from vllm import SamplingParams
+
+    from rollout_spec.vllm.mrv2.sampler import KeyedRequests
+
+    parallel = SimpleNamespace(data_parallel_index=0)
+    names = SimpleNamespace(index_to_req_id={5: "a", 6: "b"})
+    runner: Any = SimpleNamespace(
+        model_config=SimpleNamespace(seed=3), parallel_config=parallel, req_states=names
+    )
+    keyed, seeds = KeyedRequests(runner), list[int]()
+
+    def add(req_idx: int) -> None:
+        keyed.add(lambda _, params: seeds.append(params.seed), req_idx, SamplingParams())
+
+    for row in (5, 6, 5):
+        add(row)
+    keyed.finish(lambda _: None, SimpleNamespace(finished_req_ids={"a"}))
+    add(5)
+    expected = [make_key("arrival", 3, number) for number in (1, 2, 3)]
+    assert seeds == [expected[0], expected[1], expected[0], expected[2]]
 
 
 def test_which_models_have_v2() -> None:

@@ -47,7 +47,7 @@ def require_arctic_inference() -> None:
         import arctic_inference.suffix_decoding  # noqa: F401
     except ImportError as error:
         raise MissingError(
-            f"vLLM's suffix needs {SUFFIX_PACKAGE}: pip install 'rollout-spec[bench]', or faster as "
+            f"vLLM's suffix needs {SUFFIX_PACKAGE}: pip install './lab[bench]', or faster as "
             f"docs/tools/bench.md describes ({error})"
         ) from error
 

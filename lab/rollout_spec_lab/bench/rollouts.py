@@ -89,7 +89,7 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> 
 def write_proposals(
     recorded: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
 ) -> None:
-    """proposals.jsonl, a trace of what `measure.engine.recorded` gave, siblings next to each other."""
+    """proposals.jsonl, a trace of what `bench.engine.recorded` gave, siblings next to each other."""
     lines = []
     for i, prompt in enumerate(prompts):
         siblings = slice(i * group_size, (i + 1) * group_size)

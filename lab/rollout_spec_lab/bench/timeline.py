@@ -68,7 +68,7 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
 
     Returns:
         Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
-        `runs.paired`), and `tokens_per_s_over` every other method likewise.
+        `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
     """
     first = next(iter(runs.values()))
     results = []
