@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.gate.costs import EARLY_PROBE_EVERY, EARLY_STEPS, PROBE_EVERY, Ranks, Step
-from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, AutoGate, FixedGate
+from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, LOOK_EVERY, AutoGate, FixedGate
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH
 from rollout_spec.metrics import EngineCounters
@@ -313,3 +313,33 @@ def test_a_comparison_that_ends_before_its_choice_says_nothing_of_the_next_step(
         if is_chosen:
             gate.choose(*draft, counters)
     assert len(learned) == 1
+
+
+def test_a_closed_gate_weighs_drafts_now_and_then():
+    """It closes after a few steps in which no draft pays. Steps that measure count for neither."""
+    machine, has_weighed = Machine([0.05], lambda _: 0.1), []
+    for _ in range(140):
+        num_probes = machine.counters.num_steps_off_probe
+        chosen = machine.step()
+        if machine.counters.num_steps_off_probe == num_probes:
+            has_weighed.append(chosen is not None)
+    closed = ([False] * (LOOK_EVERY - 1) + [True]) * len(has_weighed)
+    assert has_weighed == ([True] * HYSTERESIS_STEPS + closed)[: len(has_weighed)]
+    assert machine.counters.num_steps_off_cost == len(has_weighed) > 100
+
+
+def test_what_a_models_last_token_brings_and_takes_is_learned(monkeypatch):
+    """In tokens a row, and beyond what was expected; here a pass takes nothing."""
+    gains, shares, num_drafted = [], [], 0
+    monkeypatch.setattr(Passes, "learn_gain", lambda self, *gain: gains.append(gain))
+    monkeypatch.setattr(Passes, "learn_share", lambda self, *share: shares.append(share))
+    gate, counters = AutoGate(model_tokens=2), EngineCounters()
+    survivals = np.full((NUM_ROWS, 2), (0.9, 0.85), np.float32)
+    for _ in range(60):
+        num_new = NUM_ROWS + round(0.875 * num_drafted)
+        num_drafted = 0
+        if gate.begin(Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2), counters) is not None:
+            gate.note_fewer(survivals, np.full(NUM_ROWS, 1, np.int32))
+            num_drafted = int(gate.choose(survivals, np.full(NUM_ROWS, 2, np.int32), counters).sum())
+    assert gains[-1] == (2, pytest.approx(0.85, abs=0.02))
+    assert shares[-1] == (2, pytest.approx(0.0, abs=0.01))
