@@ -8,7 +8,7 @@ import functools
 import importlib.abc
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _MARK = "__rollout_spec_patch__"
@@ -41,34 +41,28 @@ def record(patch: Patch) -> None:
     _applied[patch.name] = patch
 
 
-def replace_function(
-    owner: Any, name: str, replacement: Callable, *, patch: Patch, expected_signature: str | None = None
-) -> Callable:
+def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Patch) -> Callable:
     """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
 
     Args:
         replacement: a plain function.
         patch: the entry for the register; its name makes the call idempotent.
-        expected_signature: `str(inspect.signature(f))` of the original.
 
     Returns:
         The original function.
 
     Raises:
-        PatchError: the attribute is missing or fails a guard. Nothing is replaced then.
+        PatchError: there is no such attribute.
     """
-    where = f"{getattr(owner, '__name__', owner)}.{name}"
     try:
         current = getattr(owner, name)
     except AttributeError:
-        raise misfit(patch, f"{where} does not exist") from None
+        raise misfit(patch, f"{getattr(owner, '__name__', owner)}.{name} does not exist") from None
     mark = getattr(current, _MARK, None)
     while mark is not None:  # another patch may have replaced what this one had replaced
         if mark[0] == patch.name:
             return mark[1]
         mark = getattr(mark[1], _MARK, None)
-    if expected_signature is not None and expected_signature != (found := str(inspect.signature(current))):
-        raise misfit(patch, f"the signature of {where} is {found}, expected {expected_signature}")
     setattr(replacement, _MARK, (patch.name, current))
     setattr(owner, name, replacement)
     record(patch)
@@ -150,6 +144,12 @@ def _followed(loader: Any) -> Any:
     followed = copy.copy(loader)
     followed.exec_module = exec_module
     return followed
+
+
+def guard_all(patch: Patch, functions: Iterable[tuple[Any, ...]]) -> None:
+    """`guard_parameters` of each function: its owner, its name, and its parameters in each version."""
+    for owner, name, *accepted in functions:
+        guard_parameters(patch, owner, name, *accepted)
 
 
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.predict.engine import Engine, ModelDrafter
+from rollout_spec.predict.engine import Engine, ModelDrafter, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
 from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
@@ -148,7 +148,7 @@ def test_the_newest_request_goes_back_wherever_its_row_is():
     engine = Engine(OFF, FLAT, 3, 0, kv_tokens=18)
     engine.enqueue(requests)
     while engine.total.num_preemptions == 0:
-        engine.step()
+        step_together([engine])
     assert engine._queue[0] == (requests[2], 4)
     assert engine.total.num_tokens == 1 + 4 + 4 + 1
 

@@ -169,6 +169,7 @@ class Drafter:
         nums_new_tokens: Sequence[int],
         token_ids: Int32Array,
         levels: Int32Array,
+        *,
         ranks: Ranks | None = None,
         ended: float | None = None,
         in_time: bool = True,

@@ -133,10 +133,6 @@ class Engine:
         self._prefilled.clear()
         self._begin = self.total.seconds
 
-    def step(self) -> int:
-        """Run one engine step; returns the number of tokens that it gave."""
-        return step_together([self])
-
     def begin_step(self) -> StepWork:
         num_tokens = 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
@@ -203,7 +199,13 @@ class Engine:
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             in_time = self._model is None or model is not None
             return self.drafter.draft(
-                names, nums_new, self._token_ids, self._levels, ranks, None, in_time, model
+                names,
+                nums_new,
+                self._token_ids,
+                self._levels,
+                ranks=ranks,
+                in_time=in_time,
+                model_drafts=model,
             )
         if model is None:
             return [[] for _ in self._running]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import sys
@@ -221,5 +220,4 @@ def _num_places(config: DictConfig) -> int:
     if value(config, "trainer.v1.trainer_mode") == "separate_async":
         nodes.append(ROLLOUT)  # its engines come on top of the trainer's
     num_devices = sum(value(config, f"{on}.nnodes") * value(config, f"{on}.n_gpus_per_node") for on in nodes)
-    sizes = [value(config, f"{ROLLOUT}.{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")]
-    return num_devices // math.prod(sizes)
+    return num_devices // (value(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)

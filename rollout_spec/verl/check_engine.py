@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import SpecConfig, refuse_first
 from rollout_spec.verl.model_drafter import OPTION, asked_drafter
 from rollout_spec.verl.settings import (
     ENGINE,
@@ -49,9 +49,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     rows = _of_settings(config, spec, drafter, policy)
     if drafter is not None:  # first what no other setting mends
         rows = _of_weights(config, drafter, policy) + _of_model(config, spec, drafter, policy) + rows
-    for is_so, setting, reason in rows:
-        if is_so:
-            raise ConfigError(f"{setting}: {reason}")
+    refuse_first(*((is_so, f"{setting}: {reason}") for is_so, setting, reason in rows))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
         but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"

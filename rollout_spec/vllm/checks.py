@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig, refuse_first
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import reasons, recurrent_policies
@@ -81,7 +81,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
     misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
-    _raise_first(
+    refuse_first(
         (
             config.coupled and misfit is not None and not has_model,
             f"rollout.spec.verify=coupled: {_NOT_MRV2.format(misfit)}",
@@ -102,19 +102,12 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         _refuse_beside_our_drafter(vllm_config, config)
 
 
-def _raise_first(*refusals: tuple[bool, str]) -> None:
-    """Raise the first that holds."""
-    for is_so, message in refusals:
-        if is_so:
-            raise ConfigError(message)
-
-
 def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> None:
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
     launcher = parallel.distributed_executor_backend == "external_launcher"
     recurrent_policies.refuse_unsupported(vllm_config, config)
-    _raise_first(
+    refuse_first(
         (
             parallel.pipeline_parallel_size > 1,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {method}, whose "
@@ -174,7 +167,7 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
          "disable_padded_drafter_batch must be False"),
     )  # fmt: skip
     where = f"speculative_config.method={speculative.method} with rollout_spec"
-    _raise_first(*((is_so, f"{where}: {reason}") for is_so, reason in refusals))
+    refuse_first(*((is_so, f"{where}: {reason}") for is_so, reason in refusals))
     if is_mrv2:
         from rollout_spec.vllm.mrv2.model_drafter import check_speculator
 

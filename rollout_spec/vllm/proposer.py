@@ -12,7 +12,6 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
@@ -65,8 +64,10 @@ class SuffixProposer:
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
-        if self.is_used and runner.parallel_config.data_parallel_size > 1:
-            self.other_ranks.watch()
+        if self.is_used:
+            logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+            if runner.parallel_config.data_parallel_size > 1:
+                self.other_ranks.watch()
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
         # its own end.
@@ -80,8 +81,6 @@ class SuffixProposer:
                 "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
                 "unset, and run `rollout-spec doctor`."
             )
-        if self.is_used:
-            logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
 
     def start_afresh(self) -> None:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
@@ -111,7 +110,7 @@ class SuffixProposer:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
         nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.other_ranks.ranks
-        return self.draft(nums_new_tokens, num_tokens_no_spec, token_ids_cpu, ranks=ranks)
+        return self.draft(nums_new_tokens, token_ids_cpu, num_tokens_no_spec, ranks=ranks)
 
     @property
     def makes_room(self) -> bool:
@@ -128,15 +127,13 @@ class SuffixProposer:
     def draft(
         self,
         nums_new_tokens: list[int],
-        levels: npt.NDArray[np.int32],
         token_ids: npt.NDArray[np.int32],
-        ended: float | None = None,
-        in_time: bool = True,
+        levels: npt.NDArray[np.int32],
+        *,
         model_drafts: ModelDrafts | None = None,
-        ranks: Ranks | None = None,
-        rooms: npt.NDArray[np.int32] | None = None,
+        **others: Any,
     ) -> list[list[int]]:
-        """`propose`, with the number of tokens that each row got; what comes behind is as of `Drafter`."""
+        """`propose`, with the number of tokens that each row got; `others` are those of `Drafter.draft`."""
         if not self.is_used:
             return [[] for _ in nums_new_tokens]
         if self._drafter is not None:
@@ -144,15 +141,7 @@ class SuffixProposer:
                 self._add_and_remove(self._drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 drafts = self._drafter.draft(
-                    request_ids,
-                    nums_new_tokens,
-                    token_ids,
-                    levels,
-                    ranks,
-                    ended,
-                    in_time,
-                    model_drafts,
-                    rooms,
+                    request_ids, nums_new_tokens, token_ids, levels, model_drafts=model_drafts, **others
                 )
                 self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)
                 self._count_and_log(self._drafter, nums_new_tokens)

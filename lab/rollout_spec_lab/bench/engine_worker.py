@@ -21,8 +21,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import Ranks
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
@@ -106,15 +104,11 @@ class ProposalRecorder:
         self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
         setattr(proposer, "draft", self.step)  # noqa: B010 (a method)
 
-    def step(
-        self, nums_new_tokens: list[int], levels: Any, token_ids: Any, ended: float | None = None,
-        in_time: bool = True, model_drafts: ModelDrafts | None = None, ranks: Ranks | None = None,
-        rooms: Any = None,
-    ) -> list[list[int]]:  # fmt: skip
+    def step(self, nums_new_tokens: list[int], token_ids: Any, levels: Any, **others: Any) -> list[list[int]]:
         """`SuffixProposer.draft`."""
-        self._step(nums_new_tokens, levels, token_ids, ended, in_time, model_drafts, ranks, rooms)
+        self._step(nums_new_tokens, token_ids, levels, **others)
         runner = self._proposer._runner
-        if model_drafts is not None:
+        if (model_drafts := others.get("model_drafts")) is not None:
             for row, request_id in enumerate(runner.input_batch.req_ids):
                 if nums_new_tokens[row]:
                     place = int(levels[row]) - len(runner.requests[request_id].prompt_token_ids)

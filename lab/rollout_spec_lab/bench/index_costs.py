@@ -16,7 +16,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
-from rollout_spec.predict.engine import Engine
+from rollout_spec.predict.engine import Engine, step_together
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes
 
@@ -211,6 +211,6 @@ def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> F
     engine.enqueue(requests)
     totals = [0]
     while engine.num_waiting:  # so every row is taken
-        engine.step()
+        step_together([engine])
         totals.append(watch.nanoseconds)
     return np.diff(np.array(totals, float))

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.drafting.index import ModelDrafts
-from rollout_spec.patches import guard_parameters, record
+from rollout_spec.patches import guard_all, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.vllm.mrv1.sampler import SHARED_NOISE, RowSampling
@@ -35,8 +35,7 @@ _PARAMETERS = (
 
 def check_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as this module was written for."""
-    for owner, name, expected in _PARAMETERS:
-        guard_parameters(SHARED_NOISE, owner, name, expected)
+    guard_all(SHARED_NOISE, _PARAMETERS)
 
 
 def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
@@ -47,7 +46,6 @@ def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
     proposer = SuffixProposer(runner.vllm_config)
     setattr(runner, BESIDE_MODEL, proposer)
     proposer.bind(runner)
-    proposer.load_model()
     ModelDrafter(runner, rows, proposer)
 
 
@@ -137,6 +135,6 @@ class ModelDrafter(SharedNoise):
             tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
             drafts = ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
         return self._proposer.draft(
-            nums_new_tokens, batch.num_tokens_no_spec, batch.token_ids_cpu, in_time=self._num_now > 0,
+            nums_new_tokens, batch.token_ids_cpu, batch.num_tokens_no_spec, in_time=self._num_now > 0,
             model_drafts=drafts,
         )  # fmt: skip

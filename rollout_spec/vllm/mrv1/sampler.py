@@ -64,13 +64,13 @@ ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHAR
 # What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
 _PARAMETERS = {
     _KEYED: (
-        (Sampler, "forward", ("logits", "sampling_metadata")),
-        (TopKTopPSampler, "forward_native", ("logits", "generators", "k", "p")),
+        (Sampler, "forward", ("self", "logits", "sampling_metadata")),
+        (TopKTopPSampler, "forward_native", ("self", "logits", "generators", "k", "p")),
     ),
     MIN_TOKENS: (
-        (Sampler, "forward", ("logits", "sampling_metadata", "predict_bonus_token")),
+        (Sampler, "forward", ("self", "logits", "sampling_metadata", "predict_bonus_token")),
         (rejection_sampler.RejectionSampler, "forward",
-         ("metadata", "draft_probs", "logits", "sampling_metadata")),
+         ("self", "metadata", "draft_probs", "logits", "sampling_metadata")),
     ),
     KEPT_LOGPROBS: ((rejection_sampler.RejectionSampler, "_get_logprobs_tensors", PARAMETERS),),
 }  # fmt: skip
@@ -301,4 +301,4 @@ def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
     for base, name, expected in _PARAMETERS[patch]:
         # A platform may have a class of its own.
         owner = next((type(module) for module in modules if isinstance(module, base)), base)
-        guard_parameters(patch, owner, name, ("self", *expected))
+        guard_parameters(patch, owner, name, expected)

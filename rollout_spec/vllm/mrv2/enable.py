@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, replace_function
+from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import count_ahead, has_our_drafter, names_our_drafter
 
 _V2 = Patch(
@@ -29,31 +28,26 @@ def offer_mrv2() -> None:
     from vllm.config import VllmConfig
 
     name = "_get_v2_model_runner_unsupported_features"
-    unsupported_features = getattr(VllmConfig, name, None)
-    if unsupported_features is None:
+    if not hasattr(VllmConfig, name):
         return  # a vLLM without a list has no MRV2 to offer
 
-    @functools.wraps(unsupported_features)
-    def with_our_drafter(self: Any) -> list[str]:
+    @wrap(VllmConfig, name, _V2)
+    def with_our_drafter(unsupported_features: Any, self: Any) -> list[str]:
         from rollout_spec.vllm.checks import mrv2_misfits
 
-        unsupported = unsupported_features(self)
+        unsupported: list[str] = unsupported_features(self)
         if not names_our_drafter(self):
             return unsupported
         others = [feature for feature in unsupported if "custom_class" not in feature]
         return others + mrv2_misfits(self)
-
-    replace_function(VllmConfig, name, with_our_drafter, patch=_V2, expected_signature="(self) -> list[str]")
 
 
 def decide_scheduling() -> None:
     """Decide on asynchronous scheduling where vLLM does: an engine core completes its configuration again."""
     from vllm.config import VllmConfig
 
-    complete = VllmConfig.__post_init__
-
-    @functools.wraps(complete)
-    def complete_and_schedule_ahead(self: Any) -> None:
+    @wrap(VllmConfig, "__post_init__", _AHEAD)
+    def complete_and_schedule_ahead(complete: Any, self: Any) -> None:
         if not has_our_drafter(self):
             complete(self)
             count_ahead(self.scheduler_config)
@@ -63,7 +57,3 @@ def decide_scheduling() -> None:
         asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
         complete(self)
         schedule_ahead(self, asked)
-
-    replace_function(
-        VllmConfig, "__post_init__", complete_and_schedule_ahead, patch=_AHEAD, expected_signature="(self)"
-    )

@@ -316,25 +316,25 @@ class HostDrafts:
             arrival = self._arrivals.popleft()
             given, is_last = arrival.wait(), not self._arrivals
             try:
-                self._drafts = self._draft_behind(arrival, *given, in_time=in_time and is_last, rooms=rooms)
+                self._drafts = self._draft_after(arrival, *given, in_time=in_time and is_last, rooms=rooms)
             except Exception as error:
                 self.proposer.fail(error)
                 self._drafts = DraftTokenIds([], [])
 
-    def _draft_behind(
+    def _draft_after(
         self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any
     ) -> DraftTokenIds:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
         drafts = self.proposer.draft(
             nums_new,
-            self._batch.levels,
             self._batch.tokens,
-            arrival.ended,
-            in_time and bool(drafted) == self._has_model,
-            model_drafts,
-            arrival.ranks,
-            rooms,
+            self._batch.levels,
+            ranks=arrival.ranks,
+            ended=arrival.ended,
+            in_time=in_time and bool(drafted) == self._has_model,
+            model_drafts=model_drafts,
+            rooms=rooms,
         )
         return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 

@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_parameters, record
+from rollout_spec.patches import Patch, guard_all, record
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.mrv2 import versions
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
@@ -41,9 +41,7 @@ def check_speculator() -> None:
     Raises:
         PatchError: they do not.
     """
-    guard_parameters(SHARED_NOISE, DraftModelSpeculator, "propose", _PROPOSE)
-    for owner, name, accepted in versions.SAMPLE_DRAFT:
-        guard_parameters(SHARED_NOISE, owner, name, *accepted)
+    guard_all(SHARED_NOISE, ((DraftModelSpeculator, "propose", _PROPOSE), *versions.SAMPLE_DRAFT))
 
 
 def for_the_model(vllm_config: VllmConfig) -> VllmConfig:

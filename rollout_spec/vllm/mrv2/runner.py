@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, guard_parameters, record, replace_function
-from rollout_spec.vllm.mrv2 import sampler, versions
+from rollout_spec.patches import Patch, guard_all, record, replace_function
+from rollout_spec.vllm.mrv2 import sampler
 from rollout_spec.vllm.mrv2.draft_graphs import GRAPHS, HAS_GRAPHS, capture_steps_with_drafts
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
@@ -41,20 +41,20 @@ _WARM_UP = Patch(
 ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE) + (GRAPHS,) * HAS_GRAPHS
 
 # Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS: tuple[versions.Parameters, ...] = (
-    (model_runner, "init_speculator", (("vllm_config", "device"),)),
-    (model_runner, V2_NAME, (("cudagraph_manager", "num_reqs", "num_tokens"),)),
-    (model_runner.GPUModelRunner, "execute_model", (("self", "scheduler_output"),)),
-    (model_runner.GPUModelRunner, "add_requests", (("self", "scheduler_output"),)),
-    (model_runner.GPUModelRunner, "update_requests", (("self", "scheduler_output"),)),
+_PARAMETERS = (
+    (model_runner, "init_speculator", ("vllm_config", "device")),
+    (model_runner, V2_NAME, ("cudagraph_manager", "num_reqs", "num_tokens")),
+    (model_runner.GPUModelRunner, "execute_model", ("self", "scheduler_output")),
+    (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
+    (model_runner.GPUModelRunner, "update_requests", ("self", "scheduler_output")),
     (model_runner.GPUModelRunner, "postprocess_sampled",
-     (("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc"),)),
-    (model_runner.GPUModelRunner, "sample_tokens", (("self", "grammar_output"),)),
-    (AsyncOutput, "get_output", (("self",),)),
-    (DraftTokensHandler, "set_draft_tokens", (("self", "input_batch", "draft_tokens"),)),
-    (DraftTokensHandler, "get_draft_tokens", (("self",),)),
-    (BaseSpeculator, "init_cudagraph_manager", (("self", "cudagraph_mode"),)),
-    (BaseSpeculator, "capture", (("self",),)),
+     ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
+    (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
+    (AsyncOutput, "get_output", ("self",)),
+    (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
+    (DraftTokensHandler, "get_draft_tokens", ("self",)),
+    (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
+    (BaseSpeculator, "capture", ("self",)),
 )  # fmt: skip
 
 
@@ -64,8 +64,7 @@ def check_runner() -> None:
     Raises:
         PatchError: it is not.
     """
-    for owner, name, accepted in _PARAMETERS:
-        guard_parameters(_SPECULATOR, owner, name, *accepted)
+    guard_all(_SPECULATOR, _PARAMETERS)
     sampler.check_sampler()
 
 
@@ -96,19 +95,17 @@ def bind(worker: Any, config: SpecConfig) -> None:
     speculator = runner.speculator
     if isinstance(speculator, SuffixSpeculator):
         host = speculator.host
-        host.bind(runner)
-        capture_plain_steps(runner)
-        capture_steps_with_drafts(runner)
     elif is_hybrid(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
-        host.bind(runner)
-        host.proposer.load_model()
         draft_beside(speculator, host)
-        capture_plain_steps(runner)
-        capture_steps_with_drafts(runner)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
         share_noise(speculator)
-    forget = [] if host is None else [host.proposer.start_afresh]
+    forget = []
+    if host is not None:
+        host.bind(runner)
+        capture_plain_steps(runner)
+        capture_steps_with_drafts(runner)
+        forget.append(host.proposer.start_afresh)
     if config.coupled:
         forget.append(sampler.couple(runner).forget)
     _forget_warm_up(worker, forget)

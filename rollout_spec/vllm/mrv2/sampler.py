@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from rollout_spec.patches import Patch, guard_parameters, record
+from rollout_spec.patches import Patch, guard_all, record
 from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.mrv2 import versions
 
@@ -30,8 +30,8 @@ COUPLED = Patch(
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
-_PARAMETERS: tuple[versions.Parameters, ...] = (
-    (GPUModelRunner, "finish_requests", (("self", "scheduler_output"),)),
+_PARAMETERS = (
+    (GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
     versions.ADD_REQUEST,
     versions.SAMPLE,
     *versions.VERIFY,
@@ -44,8 +44,7 @@ def check_sampler() -> None:
     Raises:
         PatchError: it does not.
     """
-    for owner, name, accepted in _PARAMETERS:
-        guard_parameters(COUPLED, owner, name, *accepted)
+    guard_all(COUPLED, _PARAMETERS)
 
 
 def couple(runner: Any) -> KeyedRequests:

@@ -17,16 +17,15 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-# A function's owner, its name, and its first parameters in each version.
-Parameters = tuple[Any, str, tuple[tuple[str, ...], ...]]
-
 # Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes behind the first.
 _FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
 
-ADD_REQUEST: Parameters = (
+# For `guard_all`.
+ADD_REQUEST = (
     Sampler,
     "add_request",
-    (("self", "req_idx", "prompt_len", "sampling_params"), ("self", "req_idx", "sampling_params")),
+    ("self", "req_idx", "prompt_len", "sampling_params"),
+    ("self", "req_idx", "sampling_params"),
 )
 _SAMPLE = (
     ("logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos"),
@@ -36,35 +35,32 @@ _SAMPLE = (
      "expanded_local_pos", "seq_lens_upper_bound_np"),
 )  # fmt: skip
 # What comes behind tells the second from the third.
-SAMPLE: Parameters = (Sampler, "sample", tuple(("self", *names, "return_logprobs") for names in _SAMPLE))
+SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in _SAMPLE))
 _SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
 
 HAS_VERIFY = hasattr(RejectionSampler, "_verify")
-_VERIFY: Parameters = (
+_VERIFY = (
     RejectionSampler,
     "_verify",
-    (
-        ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
-         "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"),
-    ),
+    ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
+     "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"),
 )  # fmt: skip
-_CALL: tuple[Parameters, ...] = (
-    (RejectionSampler, "__call__", (("self", "logits", "input_batch", "draft_logits"),)),
-    (RejectionSampler, "_get_logprobs_tensors",
-     (("self", "input_batch", "sampled", "num_sampled", "logits"),)),
+_CALL = (
+    (RejectionSampler, "__call__", ("self", "logits", "input_batch", "draft_logits")),
+    (RejectionSampler, "_get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
     (rejection_sampler, "get_num_sampled_and_rejected",
-     (("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),)),
+     ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")),
     (SamplerOutput, "__init__",
-     (("self", "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"),)),
+     ("self", "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")),
 )  # fmt: skip
-VERIFY: tuple[Parameters, ...] = (_VERIFY,) if HAS_VERIFY else _CALL
+VERIFY: tuple[tuple[Any, ...], ...] = (_VERIFY,) if HAS_VERIFY else _CALL
 
 _DRAW = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
-SAMPLE_DRAFT: tuple[Parameters, ...] = (
+SAMPLE_DRAFT: tuple[tuple[Any, ...], ...] = (
     (DraftModelSpeculator, "sample_draft",
-     tuple(("self", "hidden_states", name, *_DRAW) for name in ("positions", "sample_src_positions"))),
+     *(("self", "hidden_states", name, *_DRAW) for name in ("positions", "sample_src_positions"))),
     (gumbel, "gumbel_sample",
-     (("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"),)),
+     ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
 )  # fmt: skip
 _HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 

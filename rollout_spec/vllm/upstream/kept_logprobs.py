@@ -23,7 +23,7 @@ KEPT_LOGPROBS = Patch(
     until="vLLM gathers the rows of the tokens that are kept",
 )
 PARAMETERS = (
-    "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids",
+    "self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids",
 )  # fmt: skip
 
 
