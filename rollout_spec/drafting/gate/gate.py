@@ -7,8 +7,6 @@ in this step. `choose` then keeps the tokens that pay. A gate that drafts nothin
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 
@@ -31,25 +29,31 @@ _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
-class Gate(Protocol):
-    weighs_costs: bool
-    """Whether the gate uses step times, not only the number of rows."""
-    fills: bool
-    """Whether the step is one with drafts also for rows that have none, where drafts are filled up."""
+class Gate:
+    """What a gate is asked; of itself it measures nothing and keeps whole drafts.
 
-    @property
-    def probes_soon(self) -> bool:
-        """Whether the step after two others, this one and the next, goes without drafts to be measured."""
+    Args:
+        model_tokens: most tokens of a model's draft.
 
-    @property
-    def model_tokens(self) -> int:
-        """How many tokens a model drafts in the next step that waits for them."""
+    Attributes:
+        weighs_costs: whether the gate uses step times, not only the number of rows.
+        fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
+        probes_soon: whether the step after the next one goes without drafts, to be measured.
+        model_tokens: how many tokens a model drafts in the next step that waits for them.
+    """
+
+    weighs_costs = fills = probes_soon = False
+
+    def __init__(self, model_tokens: int) -> None:
+        self.model_tokens = model_tokens
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
+        raise NotImplementedError
 
     def compares(self, model_tokens: int) -> bool:
         """Whether the index is to draft twice: beside all `model_tokens` of a model, and beside one fewer."""
+        return False
 
     def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
         """The drafts made beside one token of the model fewer, as `choose` takes them; `choose` follows."""
@@ -64,6 +68,7 @@ class Gate(Protocol):
         Returns:
             int32 [n], at most `numbers`.
         """
+        return numbers
 
     def discard(self) -> None:
         """What was chosen is not verified: the step that runs is a plain one."""
@@ -76,7 +81,7 @@ def make_gate(config: SpecConfig, fill_to: int = 0, model_tokens: int = 0) -> Ga
     return FixedGate(config.batch_threshold, config.min_survival, model_tokens)
 
 
-class FixedGate:
+class FixedGate(Gate):
     """A fixed threshold on the number of decoding requests (the CANN recipe's rule), with hysteresis.
 
     Args:
@@ -85,11 +90,9 @@ class FixedGate:
         model_tokens: that a model drafts, always.
     """
 
-    weighs_costs = fills = probes_soon = False
-
     def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
+        super().__init__(model_tokens)
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
-        self.model_tokens = model_tokens
         self._is_open: bool | None = None
         self._num_against = 0
 
@@ -104,20 +107,8 @@ class FixedGate:
         counters.num_steps_off_threshold += 1
         return None
 
-    def compares(self, model_tokens: int) -> bool:
-        return False
 
-    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        pass
-
-    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
-        return numbers
-
-    def discard(self) -> None:
-        pass
-
-
-class AutoGate:
+class AutoGate(Gate):
     """Drafts where the expected gain is more than the measured cost.
 
     A draft token pays while its survival is more than what its time would give elsewhere: seconds of the
@@ -130,9 +121,10 @@ class AutoGate:
         model_tokens: most tokens of a model's draft; it chooses how many pay.
     """
 
-    weighs_costs, fills = True, False
+    weighs_costs = True
 
     def __init__(self, fill_to: int = 0, model_tokens: int = 0) -> None:
+        super().__init__(model_tokens)
         self._costs, self._passes = Costs(fill_to), Passes(model_tokens)
         self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
@@ -142,16 +134,9 @@ class AutoGate:
         self._steps_until_look = 0
         self._gain_of_fewer: float | None = None  # with a token less of the model, in tokens
 
-    @property
-    def model_tokens(self) -> int:
-        return self._passes.num
-
-    @property
-    def probes_soon(self) -> bool:
-        return self._costs.probes_soon
-
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         excess = self._costs.learn(step, self._choice, counters)
+        self.probes_soon = self._costs.probes_soon
         if excess is not None and step.num_passes:
             self._passes.learn_share(step.num_passes, excess)
         self._choice, self.fills, self._gain_of_fewer = NOTHING, False, None
@@ -240,6 +225,7 @@ class AutoGate:
             more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
             self._passes.learn_gain(self._costs.step.num_passes, more)
         self._passes.choose(self._costs.gain)
+        self.model_tokens = self._passes.num
 
 
 def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
