@@ -12,6 +12,7 @@ VERIFY = ("coupled", "standard")
 ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_ON_NPUS = 15  # vllm-ascend's attention takes 16 tokens of a request in a step with drafts
+DEFAULT_SPECULATIVE_TOKENS = MAX_ON_NPUS  # so that `+rollout.spec=sam` is enough on NPUs too
 AUTO = "auto"  # of batch_threshold
 
 
@@ -63,7 +64,7 @@ class SpecConfig:
         "you need vLLM's own random generators",
     )
     num_speculative_tokens: int = _option(
-        MAX_ON_NPUS,  # everywhere, so that `+rollout.spec=sam` is enough on NPUs too
+        DEFAULT_SPECULATIVE_TOKENS,
         "at most this many draft tokens per request and step",
         "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
         1,

@@ -13,8 +13,8 @@ from typing import Any
 from rollout_spec.config import ConfigError, SpecConfig
 
 # Draft tokens (K). CUDA's fused kernel takes 8 tokens of a row, and each of them costs a state of each layer.
-DEFAULT_SPECULATIVE_TOKENS = 3
-MAX_SPECULATIVE_TOKENS = 7
+DEFAULT_RECURRENT_TOKENS = 3
+MAX_RECURRENT_TOKENS = 7
 CACHE_MODES = ("none", "align")  # of vLLM's mamba_cache_mode
 
 # Architectures, as config.json names them, and the first minor version of vLLM (0.N) that keeps their states
@@ -74,7 +74,7 @@ def check_settings(config: SpecConfig, cache_mode: str | None, states: States | 
     Raises:
         ConfigError: naming the setting.
     """
-    k, most = config.num_speculative_tokens, MAX_SPECULATIVE_TOKENS
+    k, most = config.num_speculative_tokens, MAX_RECURRENT_TOKENS
     if k > most:
         cost = ""
         if states is not None:
@@ -82,7 +82,7 @@ def check_settings(config: SpecConfig, cache_mode: str | None, states: States | 
             cost = f" (a request's take {drafted} MiB, {plain} without drafts)"
         raise ConfigError(
             f"rollout.spec.num_speculative_tokens={k}: must be at most {most} with a policy that has "
-            f"recurrent layers, which keep a state for each draft token{cost}; {DEFAULT_SPECULATIVE_TOKENS} "
+            f"recurrent layers, which keep a state for each draft token{cost}; {DEFAULT_RECURRENT_TOKENS} "
             "is a good start"
         )
     if cache_mode is not None and cache_mode not in CACHE_MODES:

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.predict.engine import Engine, ModelDrafter, step_together
+from rollout_spec.predict.engine import Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
 from rollout_spec.predict.simulate import Cluster, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
@@ -103,7 +103,7 @@ def modelled(num_tokens=2, length=6):
 
 
 PER_TOKEN = StepTimes.parse("1:1,10:10")
-MODEL = ModelDrafter(2, StepTimes.parse("1:0.125"))
+MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 
 
 def test_a_model_alone_drafts_in_every_step_by_hand():

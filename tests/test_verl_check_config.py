@@ -71,7 +71,7 @@ def launched(*overrides: str) -> Any:
     return config
 
 
-released = pytest.mark.skipif(launch.verl_is_older(), reason="verl before 0.9.1 has no router and no gate")
+released = pytest.mark.skipif(launch.verl_is_before_0_9_1(), reason="this verl has no router and no gate")
 
 
 @released
@@ -101,7 +101,7 @@ def test_several_engines_have_a_router_for_groups(overrides, has_router):
 )
 def test_a_verl_without_a_router_has_no_option_for_one(overrides, num_lines, monkeypatch, capsys):
     """Of its main branch before 0.9.1; it would refuse the option when it makes its own class of it."""
-    monkeypatch.setattr(launch, "verl_is_older", lambda: True)
+    monkeypatch.setattr(launch, "verl_is_before_0_9_1", lambda: True)
     rollout = launched(*overrides).actor_rollout_ref.rollout
     assert rollout.get("router_config_path") is None
     if "rollout.spec.routing=verl" not in overrides:
@@ -164,7 +164,7 @@ def test_a_manager_of_ones_own_goes_with_standard_verification():
 @pytest.mark.parametrize("method", ["off", "sam"])
 def test_asynchronous_modes_of_verls_trainer_need_requests_that_wait_for_a_weight_sync(method, monkeypatch):
     for is_older, modes in ((False, ("colocate_async", "separate_async")), (True, ("sync",))):
-        monkeypatch.setattr(launch, "verl_is_older", lambda is_older=is_older: is_older)
+        monkeypatch.setattr(launch, "verl_is_before_0_9_1", lambda is_older=is_older: is_older)
         for mode in modes:
             config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
             assert check_config(config).method == method

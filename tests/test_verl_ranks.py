@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_spec.verl.routing import Homes, Ranks
+from rollout_spec.verl.routing import Homes, RankRouter
 
 
 class Engine:
@@ -18,7 +18,7 @@ class Engine:
     def __init__(self) -> None:
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
-        self.placed = Ranks(self.generate, 2, Homes(3))
+        self.placed = RankRouter(self.generate, 2, Homes(3))
 
     async def generate(self, *_: Any, data_parallel_rank: int, priority: int) -> AsyncIterator[str]:
         self.ranks.append(data_parallel_rank)

@@ -175,7 +175,7 @@ def _hydra_group() -> Iterator[Check]:
 
     from rollout_spec.config import SpecConfig
     from rollout_spec.verl import launch
-    from rollout_spec.verl.model_drafter import engine_options
+    from rollout_spec.verl.model_drafter import drafter_options
 
     if launch.failure is not None:
         yield Check("rollout.spec", FAIL, launch.failure, REINSTALL)
@@ -186,7 +186,7 @@ def _hydra_group() -> Iterator[Check]:
     if not OmegaConf.is_dict(options):
         yield Check("rollout.spec", FAIL, f"+rollout.spec=sam gives {options!r}, not a group", REINSTALL)
         return
-    spec = SpecConfig.from_mapping(engine_options(options, None))
+    spec = SpecConfig.from_mapping(drafter_options(options, None))
     yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
 
 

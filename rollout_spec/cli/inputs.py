@@ -88,7 +88,7 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
         raise UserError(f"{trace}: no second token in any response, so there is no step to draft in")
 
 
-def add_model_drafter_arguments(group: argparse._ActionsContainer) -> None:
+def add_simulated_model(group: argparse._ActionsContainer) -> None:
     """Add `--model-acceptance`, which `with_model` takes."""
     group.add_argument(
         "--model-acceptance", metavar="A,A,...",

@@ -10,8 +10,8 @@ from typing import Any
 from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
-    add_model_drafter_arguments,
     add_rollouts_arguments,
+    add_simulated_model,
     add_spec_argument,
     check_steps,
     number,
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
         help="most draft tokens per row and step",
     )  # fmt: skip
-    add_model_drafter_arguments(drafter)
+    add_simulated_model(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
     engines = parser.add_argument_group("engines that these rollouts are for")
     engines.add_argument("--replicas", type=number(int, 1), default=1, metavar="N", help="engines")

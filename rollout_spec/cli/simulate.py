@@ -11,8 +11,8 @@ from typing import Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_device_arguments,
-    add_model_drafter_arguments,
     add_rollouts_arguments,
+    add_simulated_model,
     add_spec_argument,
     number,
     read,
@@ -21,7 +21,7 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
-from rollout_spec.recurrent import DEFAULT_SPECULATIVE_TOKENS, check_settings
+from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
@@ -89,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafter.add_argument(
         "--num-speculative-tokens", type=int, nargs="+", metavar="K",
         help=f"most draft tokens per row and step; of several the best is marked "
-        f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_SPECULATIVE_TOKENS} with recurrent layers)",
+        f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers)",
     )  # fmt: skip
-    add_model_drafter_arguments(drafter)
+    add_simulated_model(drafter)
     drafter.add_argument(
         "--fill-drafts", action="store_true",
         help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
@@ -181,7 +181,7 @@ def _configs(args: argparse.Namespace, spec: dict[str, Any], times: Any) -> list
     """Without drafts, then every threshold with every K."""
     configs = [SpecConfig(method="off")]
     has_states = times.row_tokens(0) > 0
-    default = DEFAULT_SPECULATIVE_TOKENS if has_states else SpecConfig.num_speculative_tokens
+    default = DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens
     for threshold, k in itertools.product(args.batch_thresholds, args.num_speculative_tokens or [default]):
         fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping(spec | fixed))

@@ -23,7 +23,7 @@ from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
 
 
-class ModelDrafter(NamedTuple):
+class SimulatedModel(NamedTuple):
     """A draft model of an engine. What it drafts was recorded or simulated, and is in the requests.
 
     It makes one pass over all tokens of every step, and one more over the rows for each further draft token.
@@ -85,7 +85,7 @@ class Engine:
         tail_rows: int,
         kv_tokens: float = math.inf,
         fills_drafts: bool = False,
-        model: ModelDrafter | None = None,
+        model: SimulatedModel | None = None,
         row_tokens: float = 0.0,
     ) -> None:
         self.total = EngineRun()

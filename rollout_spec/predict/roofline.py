@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 
 from rollout_spec.predict.model import Model, RooflineError
-from rollout_spec.recurrent import MAX_SPECULATIVE_TOKENS
+from rollout_spec.recurrent import MAX_RECURRENT_TOKENS
 
 BLEND = 1.6
 """A product takes the norm with this exponent of its memory time and its compute time: 1 would be their sum,
@@ -192,7 +192,7 @@ class Roofline:
         states = self.model.states
         if states is None:
             return 0.0
-        num_written = min(num_tokens, num_rows * (1 + MAX_SPECULATIVE_TOKENS)) if drafted else num_rows
+        num_written = min(num_tokens, num_rows * (1 + MAX_RECURRENT_TOKENS)) if drafted else num_rows
         return (num_rows + num_written) * states.num_layers * states.recurrent_bytes / self.tensor_parallel
 
     def _shared_seconds(self, num_tokens: int) -> float:

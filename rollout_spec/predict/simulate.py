@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History
-from rollout_spec.predict.engine import Engine, EngineRun, ModelDrafter, step_together
+from rollout_spec.predict.engine import Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
@@ -30,10 +30,10 @@ class Cluster:
     fills_drafts: bool = False  # draft up to K tokens in every row
 
 
-def model_of(lines: Iterable[Rollout], times: Times) -> ModelDrafter | None:
+def model_of(lines: Iterable[Rollout], times: Times) -> SimulatedModel | None:
     """The model whose drafts the lines have; None where they have none. `times`: of one of its passes."""
     num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
-    return ModelDrafter(num_tokens, times) if num_tokens else None
+    return SimulatedModel(num_tokens, times) if num_tokens else None
 
 
 def simulate(
@@ -43,7 +43,7 @@ def simulate(
     times: Times,
     tail_rows: int = TAIL_ROWS,
     on_tokens: Callable[[int], None] | None = None,
-    model: ModelDrafter | None = None,
+    model: SimulatedModel | None = None,
 ) -> dict[str, Any]:
     """The rollouts of a recording on a cluster, one after the other; each ends with its slowest replica.
 

@@ -21,9 +21,9 @@ from rollout_spec.verl.launch import config_file
 from rollout_spec.verl.model_drafter import (
     MODEL_TOKENS,
     OPTION,
-    check_options,
+    check_model_drafter,
+    drafter_options,
     engine_drafter,
-    engine_options,
     engine_scheduler,
 )
 from rollout_spec.verl.recurrent_policy import check_recurrent, fit_tokens, said_of_memory
@@ -111,8 +111,8 @@ def check_config(config: DictConfig) -> SpecConfig:
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
     SpecConfig.from_mapping({name: option for name, option in options.items() if name != OPTION})
-    check_options(options, mtp)
-    spec = SpecConfig.from_mapping(engine_options(options, mtp))
+    check_model_drafter(options, mtp)
+    spec = SpecConfig.from_mapping(drafter_options(options, mtp))
     refuse_old_version()
     _check_trainer(config, spec)
     _check_routing(config, spec)
@@ -143,7 +143,7 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     if spec.coupled or mode != "sync":
         way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
-    if mode != "sync" and launch.verl_is_older():
+    if mode != "sync" and launch.verl_is_before_0_9_1():
         raise ConfigError(
             f"trainer.v1.trainer_mode={mode}: this verl lets requests into an engine in the middle of a "
             "weight sync, so nobody knows which weights served them; take verl 0.9.1, where they wait"
@@ -183,7 +183,7 @@ def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if not launch.verl_is_older() and value(config, _ROUTER) != _group_router():
+    if not launch.verl_is_before_0_9_1() and value(config, _ROUTER) != _group_router():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
@@ -198,7 +198,7 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
 
 def _fit_router(config: DictConfig) -> None:
     """Remove our router where there is one place only, and where verl knows no routers."""
-    if launch.verl_is_older():
+    if launch.verl_is_before_0_9_1():
         del OmegaConf.select(config, ROLLOUT)[_ROUTER.rpartition(".")[2]]
         if _num_places(config) > 1:
             print(

@@ -10,7 +10,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from rollout_spec.verl.launch import CONFIGS, config_file
-from rollout_spec.verl.model_drafter import engine_drafter, engine_options, engine_scheduler
+from rollout_spec.verl.model_drafter import drafter_options, engine_drafter, engine_scheduler
 
 
 def install() -> None:
@@ -19,7 +19,7 @@ def install() -> None:
     # OmegaConf keeps no mappings but its own.
     for name, resolve in (
         ("file", config_file),
-        ("options", lambda *asked: OmegaConf.create(engine_options(*asked))),
+        ("options", lambda *asked: OmegaConf.create(drafter_options(*asked))),
         ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
         ("scheduler", engine_scheduler),
     ):

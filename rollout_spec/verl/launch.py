@@ -21,7 +21,7 @@ def config_file(name: str) -> str:
     return str(resources.files(CONFIGS).joinpath(name))
 
 
-def verl_is_older() -> bool:
-    """Whether this is verl's main branch before 0.9.1, which has no router and lets requests into an engine
-    in the middle of a weight sync."""
+def verl_is_before_0_9_1() -> bool:
+    """Whether this is verl's main branch before 0.9.1: it has no router, and its requests do not wait while
+    weights are synced."""
     return importlib.util.find_spec("verl.workers.rollout.router") is None

@@ -36,7 +36,7 @@ def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None
     return None
 
 
-def engine_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
+def drafter_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
     """The options of an engine's drafter, for `SpecConfig`."""
     options = {name: value for name, value in spec.items() if name != OPTION}
     drafter = asked_drafter(spec, mtp) if spec["method"] != "off" else None
@@ -59,7 +59,7 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
     return SCHEDULER if spec["method"] != "off" or asked_drafter(spec, mtp) else None
 
 
-def check_options(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
+def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
     """Check how a model is asked for; the arguments are those of `asked_drafter`.
 
     Raises:

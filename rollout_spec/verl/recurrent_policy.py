@@ -34,7 +34,7 @@ def fit_tokens(config: DictConfig) -> None:
     asked = OmegaConf.select(config, "hydra.overrides.task") or ()
     is_default = value(config, _NUM_TOKENS) == SpecConfig.num_speculative_tokens
     if is_default and not any(_NUM_TOKENS in each for each in asked) and has_recurrent_state(config):
-        OmegaConf.update(config, _NUM_TOKENS, recurrent.DEFAULT_SPECULATIVE_TOKENS)
+        OmegaConf.update(config, _NUM_TOKENS, recurrent.DEFAULT_RECURRENT_TOKENS)
 
 
 def check_recurrent(config: DictConfig, spec: SpecConfig) -> None:

@@ -57,7 +57,7 @@ class Homes:
         return place
 
 
-class Ranks:
+class RankRouter:
     """Sends siblings to one data-parallel rank of an engine while load allows.
 
     vLLM itself would choose the rank with the fewest requests, and so spread the siblings. All requests of

@@ -16,10 +16,10 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import config_file, verl_is_older
+from rollout_spec.verl.launch import config_file, verl_is_before_0_9_1
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.routing import Homes, Ranks
+from rollout_spec.verl.routing import Homes, RankRouter
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.engine_cores import EngineCores
@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 # Whether requests wait for a weight sync in verl's server. We do not look for the method that does so: if a
 # newer verl renames it, a test must fail.
-VERL_HOLDS_REQUESTS = not verl_is_older()
+VERL_HOLDS_REQUESTS = not verl_is_before_0_9_1()
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
@@ -211,7 +211,7 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
-        engine.generate = Ranks(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
+        engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
 
 
 def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:

@@ -71,7 +71,7 @@ def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
     if reason is None:
         return []
     fix = "set VLLM_USE_V2_MODEL_RUNNER=0; " if envs.VLLM_USE_V2_MODEL_RUNNER else ""
-    return [f"rollout_spec's drafter ({reason}; {fix}V1 schedules its steps synchronously, which is slower)"]
+    return [f"rollout_spec's drafter ({reason}; {fix}MRV1 schedules synchronously, which is slower)"]
 
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
@@ -106,7 +106,7 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
     parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
     launcher = parallel.distributed_executor_backend == "external_launcher"
-    recurrent_policies.refuse_unsupported(vllm_config, config)
+    recurrent_policies.refuse_recurrent(vllm_config, config)
     refuse_first(
         (
             parallel.pipeline_parallel_size > 1,

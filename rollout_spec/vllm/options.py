@@ -32,7 +32,7 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in MODEL_METHODS
 
 
-def is_hybrid(vllm_config: VllmConfig) -> bool:
+def drafts_with_model(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own model drafter and ours draft together."""
     options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
     return has_model_drafter(vllm_config) and options is not None and options.get("method") != "off"
@@ -46,7 +46,7 @@ def num_model_tokens(vllm_config: VllmConfig) -> int:
 
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
-    return names_our_drafter(vllm_config) or is_hybrid(vllm_config)
+    return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
 
 
 def guards_requests(vllm_config: VllmConfig) -> bool:

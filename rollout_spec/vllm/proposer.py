@@ -18,7 +18,7 @@ from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.cuda_graphs import fills_drafts
 from rollout_spec.vllm.keys import are_same, names_of
-from rollout_spec.vllm.options import engine_options, is_hybrid, num_model_tokens
+from rollout_spec.vllm.options import drafts_with_model, engine_options, num_model_tokens
 from rollout_spec.vllm.other_ranks import OtherRanks
 
 LOG_EVERY = 1000  # engine steps in which rows decoded
@@ -48,7 +48,7 @@ class SuffixProposer:
             Drafter,
             config,
             fills=fills_drafts(vllm_config),
-            model_tokens=num_model_tokens(vllm_config) if is_hybrid(vllm_config) else 0,
+            model_tokens=num_model_tokens(vllm_config) if drafts_with_model(vllm_config) else 0,
         )
         self._drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.other_ranks = OtherRanks(vllm_config)

@@ -12,7 +12,7 @@ from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recur
 from rollout_spec.vllm.versions import minor, version
 
 
-def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
+def refuse_recurrent(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise a ConfigError where our drafter would change such a policy's tokens, or was never run with it."""
     model = vllm_config.model_config
     if not (model.is_hybrid or model.is_attention_free):

@@ -75,7 +75,7 @@ def noted_lengths(llm: Any) -> list[int]:
 
 @contextlib.contextmanager
 def runner_alone(config: Any) -> Iterator[Any]:
-    """vllm-ascend's model runner V1 in one process, without a distributed environment and a model."""
+    """vllm-ascend's MRV1 in one process, without a distributed environment and a model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner

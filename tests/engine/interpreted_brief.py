@@ -1,4 +1,4 @@
-"""A model drafts beside the text on V2, in two small engines; as `interpreted_model`."""
+"""A model drafts beside the text on MRV2, in two small engines; as `interpreted_model`."""
 
 from __future__ import annotations
 

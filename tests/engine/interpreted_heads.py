@@ -1,4 +1,4 @@
-"""MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's; as `interpreted_model`, on V2."""
+"""MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's; as `interpreted_model`, on MRV2."""
 
 from __future__ import annotations
 

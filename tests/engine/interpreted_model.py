@@ -1,4 +1,4 @@
-"""A model drafts, alone and beside the suffix drafts; as `interpreted_runner`, on V2."""
+"""A model drafts, alone and beside the suffix drafts; as `interpreted_runner`, on MRV2."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def virtual_time() -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
-        patch.setattr(host_drafts, "time", SimpleNamespace(perf_counter=clock))  # of V2
-        patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of V1
+        patch.setattr(host_drafts, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
+        patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of MRV1
         for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("WEIGH_EVERY", 2), ("RETRY_EVERY", 8)):
             patch.setattr(passes, name, steps)
         yield nums
@@ -64,7 +64,7 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
     same = target, {"method": "draft_model", "model": folders["copy"]}
-    if ahead and version() != "0.32.0":  # the first whose V2 has draft models
+    if ahead and version() != "0.32.0":  # the first whose MRV2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
     # For two requests of at most 64 tokens, drafts included; the first block is vLLM's.
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}

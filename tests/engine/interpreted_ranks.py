@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a mixture of experts on vLLM's model runner V2, on the CPU."""
+"""Two data-parallel ranks of a mixture of experts on vLLM's MRV2, on the CPU."""
 
 from __future__ import annotations
 

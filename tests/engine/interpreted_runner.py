@@ -1,4 +1,4 @@
-"""What engines give on vLLM's own model runner V2 on the CPU, with our drafter and without."""
+"""What engines give on vLLM's own MRV2 on the CPU, with our drafter and without."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def main(model: str) -> dict[str, Any]:
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }
-    if v2_architectures() is None:  # else V1 is taken for it
+    if v2_architectures() is None:  # else MRV1 is taken for it
         result["images"] = images()
     return result
 
@@ -150,11 +150,11 @@ def run(
         found |= reset(llm, FEW[1:])
         found["reset_history"] = history(drafter)
         drafter.take_counters()
-        if hasattr(runner, "draft_tokens_handler"):  # V2
+        if hasattr(runner, "draft_tokens_handler"):  # MRV2
             runner.draft_tokens_handler._batch.extend = None
         found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
-    if hasattr(runner, "cudagraph_manager"):  # V2
+    if hasattr(runner, "cudagraph_manager"):  # MRV2
         found["decode_query_len"] = runner.decode_query_len
         found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
     close([llm])
@@ -195,7 +195,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     late: so the gate has closed.
     """
     engine, tokens = llm.llm_engine, []
-    arrivals = getattr(getattr(runner, "draft_tokens_handler", None), "_arrivals", ())  # V1 has none
+    arrivals = getattr(getattr(runner, "draft_tokens_handler", None), "_arrivals", ())  # MRV1 has none
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, request(name).params)
@@ -304,7 +304,7 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
             steps[-1]["drafts"] = num_drafts(output)
 
     scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
-    if batch is not None:  # V2, where the room of a step that is scheduled ahead is filled after this
+    if batch is not None:  # MRV2, where the room of a step that is scheduled ahead is filled after this
         fill, runner.update_requests = runner.update_requests, fill_and_note
     return steps
 

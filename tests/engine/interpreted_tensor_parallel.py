@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks on vLLM's model runner V2, on the CPU, with drafts and without."""
+"""Two tensor-parallel ranks on vLLM's MRV2, on the CPU, with drafts and without."""
 
 from __future__ import annotations
 

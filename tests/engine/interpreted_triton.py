@@ -1,4 +1,4 @@
-"""For programs, before all else: vLLM's CPU engine takes model runner V2, and Triton interprets its kernels.
+"""For programs, before all else: vLLM's CPU engine takes MRV2, and Triton interprets its kernels.
 
 What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
 """

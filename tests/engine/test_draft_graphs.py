@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu import cudagraph_utils, dp_utils, model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import draft_graphs
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps
+from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
 
 if not draft_graphs.HAS_GRAPHS:
     pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
@@ -112,7 +112,7 @@ def runner_with(
         runner.cudagraph_manager._graphs_captured = True
 
     runner.initialize_kv_cache = initialize_kv_cache
-    capture_plain_steps(runner)
+    capture_plain_steps_mrv2(runner)
     draft_graphs.capture_steps_with_drafts(runner)
     runner.initialize_kv_cache()
     return runner

@@ -1,4 +1,4 @@
-"""A model drafts on both model runners: vLLM's own drafters on the CPU; on V2 their Triton is interpreted."""
+"""A model drafts on both model runners: vLLM's own drafters on the CPU, on MRV2 with interpreted Triton."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def with_eagle(heads: pathlib.Path, spec: dict[str, Any], **arguments: Any) -> A
 
 @pytest.fixture(params=["V1", "V2"])
 def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where vLLM has Triton, it takes V2 for the target."""
+    """Where vLLM has Triton, it takes MRV2 for the target."""
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", request.param == "V2")
     return request.param

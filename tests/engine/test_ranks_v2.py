@@ -1,4 +1,4 @@
-"""Two ranks on model runner V2, data-parallel or tensor-parallel, its Triton kernels interpreted."""
+"""Two ranks on MRV2, data-parallel or tensor-parallel, its Triton kernels interpreted."""
 
 from __future__ import annotations
 

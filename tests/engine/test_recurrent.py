@@ -18,7 +18,7 @@ import pytest
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps
+from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
 from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, close, configured, core_of
@@ -141,7 +141,7 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
     runner = GraphsOfMRV2(vllm_config)
-    capture_plain_steps(runner)
+    capture_plain_steps_mrv2(runner)
     runner.initialize_kv_cache()
     graphs(runner.manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = runner.manager._capture_descs[CUDAGraphMode.FULL]

@@ -1,4 +1,4 @@
-"""Model runner V2 with our drafter: vLLM's own runner on the CPU, its Triton kernels interpreted."""
+"""MRV2 with our drafter: vLLM's own runner on the CPU, its Triton kernels interpreted."""
 
 from __future__ import annotations
 

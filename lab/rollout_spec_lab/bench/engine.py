@@ -317,7 +317,7 @@ def predict(
 
     Args:
         record: of `make_record`.
-        rooflines: by model runner, V1 and V2.
+        rooflines: by model runner, "V1" (MRV1) and "V2" (MRV2).
     """
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):

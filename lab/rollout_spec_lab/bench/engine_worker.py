@@ -179,7 +179,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if Method(job["method"]).drafting == "off:coupled" and mrv2_misfit() is not None:
-        # Else vLLM's own choice, which can be V2 where nothing drafts.
+        # Else vLLM's own choice, which can be MRV2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
         EngineArgs(

@@ -29,7 +29,7 @@ from rollout_spec_lab.bench.jobs import answers, last
 
 WORKER = "rollout_spec_lab.bench.host_worker"
 WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
-V1 = "/v1"  # after a method: on model runner V1
+V1 = "/v1"  # after a method: on MRV1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
 MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB
@@ -65,7 +65,7 @@ class Cell:
 
 
 def split(label: str) -> tuple[str, bool]:
-    """A label's method, and whether it has MRV2: as on a GPU, unless the label says V1."""
+    """A label's method, and whether it has MRV2: as on a GPU, unless the label says MRV1."""
     name = label.removesuffix(V1)
     if name != SYNC and Method(name).label == "off:coupled":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")

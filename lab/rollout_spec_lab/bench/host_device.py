@@ -1,8 +1,8 @@
 """A device made of time, for vLLM on a CPU: its kernels return at once.
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
-replaced, and a clock says when it would be done. `Device.install` lists the replacements in model runner V1,
-`host_device_v2` those in V2.
+replaced, and a clock says when it would be done. `Device.install` lists the replacements in MRV1,
+`host_device_v2` those in MRV2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A device made of time, for vLLM's model runner V2: launches of kernels return at once too.
+"""A device made of time, for vLLM's MRV2: launches of kernels return at once too.
 
-Import it when the engine is made: V2's modules take what vLLM replaces in torch for CPUs.
+Import it when the engine is made: MRV2's modules take what vLLM replaces in torch for CPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout_spec_lab.bench.host_device import Device, Event
 from rollout_spec_lab.bench.recorded import Recorded
 
 # What Triton takes on the host to launch a compiled kernel: vLLM's pull request 34838 measured 8.7 us with
-# kernels of V2 on a GB200, tritonbench's 1002 about 11.
+# kernels of MRV2 on a GB200, tritonbench's 1002 about 11.
 LAUNCH_SECONDS = 10e-6
 
 

@@ -47,7 +47,7 @@ class Ours:
                 self._time(owner, name)
 
     def time_drafter(self, runner: Any) -> None:
-        """What V1's runner calls; what is ours goes by the same clock, so that its gate does."""
+        """What MRV1 calls; what is ours goes by the same clock, so that its gate does."""
         self._drafter = getattr(runner, "drafter", None)
         if self._drafter is not None:
             self._time(self._drafter, "propose")
@@ -83,13 +83,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if not job["v2"]:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     elif misfit := mrv2_misfit():
-        raise HostError(f"bench host: vLLM's model runner V2 cannot be used: {misfit}")
+        raise HostError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
     ours = Ours(clock, job["v2"])
     engine = make_engine(job)
     if engine.vllm_config.use_v2_model_runner != job["v2"]:
-        raise HostError(f"bench host: vLLM does not take model runner V2 for {job['method']}, see its log")
+        raise HostError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
     device = _device(runner, clock, job["v2"])
     device.install()

@@ -1,4 +1,4 @@
-"""`host_worker` with model runner V2: `python -m rollout_spec_lab.bench.host_worker_v2 JOB RESULT`."""
+"""`host_worker` with MRV2: `python -m rollout_spec_lab.bench.host_worker_v2 JOB RESULT`."""
 
 # ruff: noqa: E402, I001 (vLLM looks for Triton where it is imported)
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Recorded:
         return sample_recorded
 
     def _tokens_v2(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As V2's samplers: int64 [rows, 1 or K + 1], tokens; int32 [rows], how many, and drafts rejected."""
+        """As MRV2's: int64 [rows, 1 or K + 1], tokens; int32 [rows], how many, and rejected drafts."""
         levels = np.array([self._levels[name] for name in batch.req_ids])
         tokens, nums_drafts = self._tokens(batch.req_ids, levels, 1 + self._runner.num_speculative_steps)
         ends = batch.num_computed_tokens_np + batch.num_scheduled_tokens

@@ -10,8 +10,8 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
-    add_model_drafter_arguments,
     add_rollouts_arguments,
+    add_simulated_model,
     add_spec_argument,
     check_steps,
     number,
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert",
     )  # fmt: skip
-    add_model_drafter_arguments(drafters)
+    add_simulated_model(drafters)
     drafters.add_argument(
         "--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), nargs="+", metavar="K",
         default=[SpecConfig.num_speculative_tokens, 8], help="most draft tokens per row and step",

@@ -144,7 +144,7 @@ class Sampling:
     def __init__(self, runner: Any) -> None:
         self.mode: str | None = None
         self.steps, self.waits = Steps(), dict[str, list[str]]()
-        if hasattr(runner, "_sample"):  # model runner V1
+        if hasattr(runner, "_sample"):  # MRV1
             self._runner, self._sample = runner, runner._sample
             runner._sample = self._sample_v1
         else:
@@ -174,7 +174,7 @@ class Sampling:
 
 
 class _Sampler:
-    """One of model runner V2's two samplers, watched."""
+    """One of MRV2's two samplers, watched."""
 
     def __init__(self, sampler: Any, sampling: Sampling) -> None:
         self._sampler, self._sampling = sampler, sampling

@@ -93,7 +93,7 @@ def gains(recordings: Path) -> Iterator[Gain]:
 
 
 def table(found: Sequence[Gain]) -> str:
-    """Markdown: on V2, and in brackets on V1."""
+    """Markdown: on MRV2, and in brackets on MRV1."""
     lines = [f"| policy | device | text | {' | '.join(map(str, ROWS))} |", "|---" * (3 + len(ROWS)) + "|"]
     for (policy, device, text), cells in itertools.groupby(found, lambda gain: gain[:3]):
         number = next(each for each in POLICIES if each.name == policy).devices[device]

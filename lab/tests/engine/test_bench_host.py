@@ -55,10 +55,10 @@ def test_a_device_made_of_time(
         assert run["seconds"] >= at_least
         if method in ("off/v1", "off", "sam:0"):
             assert run["num_ahead"] > 12
-        else:  # V2 is ahead until the gate has opened
+        else:  # MRV2 is ahead until the gate has opened
             waited = 1 - run["num_ahead"] / run["num_steps"]
             assert waited == 1 or (v2 and waited > 0.5)
-            assert run["seconds"] >= at_least + waited * run["host_s"] / 4  # V2 schedules meanwhile
+            assert run["seconds"] >= at_least + waited * run["host_s"] / 4  # MRV2 schedules meanwhile
         if method.startswith("sam:8"):
             assert run["num_accepted_tokens"] > 12 * rows
             assert run["num_accepted_tokens"] + 24 * rows == run["num_tokens"]

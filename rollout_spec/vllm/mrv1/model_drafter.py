@@ -20,7 +20,7 @@ from rollout_spec.patches import guard_all, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.vllm.mrv1.sampler import SHARED_NOISE, RowSampling
-from rollout_spec.vllm.options import is_hybrid, num_model_tokens
+from rollout_spec.vllm.options import drafts_with_model, num_model_tokens
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
 from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
@@ -40,7 +40,7 @@ def check_drafter() -> None:
 
 def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
-    if not is_hybrid(runner.vllm_config):
+    if not drafts_with_model(runner.vllm_config):
         SharedNoise(runner, rows)
         return
     proposer = SuffixProposer(runner.vllm_config)

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 
 from rollout_spec.config import ConfigError
-from rollout_spec.vllm.options import SCHEDULER, is_hybrid
+from rollout_spec.vllm.options import SCHEDULER, drafts_with_model
 from rollout_spec.vllm.scheduler import Counting
 
 logger = init_logger(f"vllm.{__name__}")
@@ -132,7 +132,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
             "with enable_return_routed_experts, vLLM before 0.32 finds a token's experts by its scheduler's "
             "numbers of tokens"
         )
-    if is_hybrid(vllm_config) and scheduler.scheduler_cls is None:
+    if drafts_with_model(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
     if not wanted:

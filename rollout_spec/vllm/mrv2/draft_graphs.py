@@ -53,7 +53,7 @@ def check_graphs() -> None:
 def capture_steps_with_drafts(runner: Any) -> None:
     """Capture full graphs for steps with drafts, where it can be done; else say why not.
 
-    Call it once for each runner, after `plain_graphs.capture_plain_steps`.
+    Call it once for each runner, after `plain_graphs.capture_plain_steps_mrv2`.
     """
     why_never = None if HAS_GRAPHS else "this vLLM captures none for rows of different lengths"
     if HAS_GRAPHS:

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
-from rollout_spec.vllm.options import is_hybrid, num_model_tokens
+from rollout_spec.vllm.options import drafts_with_model, num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.scheduler import MODEL_TOKENS_KEY
 
@@ -173,7 +173,7 @@ class HostDrafts:
         self.proposer = SuffixProposer(vllm_config)
         self.is_open = True
         self.model_tokens = num_model_tokens(vllm_config)
-        self._has_model = is_hybrid(vllm_config)
+        self._has_model = drafts_with_model(vllm_config)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._no_drafts = torch.zeros(

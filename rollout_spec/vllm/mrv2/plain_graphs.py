@@ -9,7 +9,7 @@ from typing import Any
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 
 
-def capture_plain_steps(runner: Any) -> None:
+def capture_plain_steps_mrv2(runner: Any) -> None:
     """Capture full graphs for plain steps in an MRV2. After the capture `decode_query_len` has other uses.
 
     The dummy batch of a data-parallel rank without requests is a plain step too: else it would be of K + 1

@@ -19,8 +19,8 @@ from rollout_spec.vllm.mrv2 import sampler
 from rollout_spec.vllm.mrv2.draft_graphs import GRAPHS, HAS_GRAPHS, capture_steps_with_drafts
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps
-from rollout_spec.vllm.options import is_hybrid, names_our_drafter
+from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 _SPECULATOR = Patch(
@@ -81,7 +81,7 @@ def teach_speculator() -> None:
     def init_any_speculator(vllm_config: VllmConfig, device: torch.device, *others: Any) -> Any:
         if names_our_drafter(vllm_config):
             return SuffixSpeculator(vllm_config, device)
-        if is_hybrid(vllm_config):
+        if drafts_with_model(vllm_config):
             vllm_config = for_the_model(vllm_config)
         return init_speculator(vllm_config, device, *others)
 
@@ -95,7 +95,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     speculator = runner.speculator
     if isinstance(speculator, SuffixSpeculator):
         host = speculator.host
-    elif is_hybrid(runner.vllm_config):
+    elif drafts_with_model(runner.vllm_config):
         host = HostDrafts(runner.vllm_config, runner.device)
         draft_beside(speculator, host)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
@@ -103,7 +103,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     forget = []
     if host is not None:
         host.bind(runner)
-        capture_plain_steps(runner)
+        capture_plain_steps_mrv2(runner)
         capture_steps_with_drafts(runner)
         forget.append(host.proposer.start_afresh)
     if config.coupled:
