@@ -374,7 +374,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> Non
     assert torch.equal(*outputs)
 
 
-def test_of_equal_logits_ties_go_to_the_lowest_token_id() -> None:
+def test_argmax_takes_the_lowest_of_equal_logits() -> None:
     """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]

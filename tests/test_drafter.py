@@ -16,7 +16,7 @@ from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
-from rollout_spec_lab.bench.index_costs import synthetic_text
+from tests.text import speak
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
 
@@ -263,7 +263,7 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
     """
     monkeypatch.setattr(groups, "MAX_TOKENS_AT_ONCE", num_at_once)
     monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", num_at_once)
-    text = synthetic_text(9_000)
+    text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4, history=2))
     batch = Batch(drafter, num_rows=4, length=9_000)
     for begin in (100, 2_000):
@@ -299,7 +299,7 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
     """Idle groups make room first."""
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, max_index_mb=1))
     batch = Batch(drafter, num_rows=4, length=40_000)
-    text = synthetic_text(40_000)
+    text = speak(np.random.default_rng(0), 40_000)
     for i in range(3):
         drafter.add(f"idle {i}", text[3_000 * i :][:3_000], 64)
         drafter.remove(f"idle {i}")

@@ -14,7 +14,7 @@ from rollout_spec.cli import main
 from rollout_spec.report.comparison import headline, sentences, table_rows, write_report
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.measures import MEASURES, compare, paired
-from rollout_spec.report.responses import Agreement, first_step_agreement
+from rollout_spec.report.responses import Agreement, first_step_agreement, is_looping
 from rollout_spec.report.runs import read_run, read_steps
 
 SPEC = "rollout/spec_"
@@ -313,3 +313,23 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, tex
     assert main(["compare", str(runs[0]), str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], False),
+        (list(range(200)), False),
+        ([1, 2, 3] * 8, True),
+        ([1, 2, 3] * 7, False),  # 21 tokens, fewer than 24
+        ([*range(100), *([5] * 24)], True),
+        ([*range(100), *([5] * 23)], False),
+        ([*([1, 2, 3] * 50), 9], False),  # the loop has ended
+        ([9, *([1, 2, 3] * 8), 1, 2], True),  # cut in the middle of a round
+        (list(range(32)) * 4, True),
+        (list(range(33)) * 4, False),  # longer than MAX_PERIOD
+        (list(range(32)) * 3, False),  # three rounds, not four
+    ],
+)
+def test_is_looping(tokens, expected):
+    assert is_looping(tokens) is expected

@@ -13,7 +13,6 @@ import pytest
 
 from rollout_spec.config import UserError
 from rollout_spec.report.measures import compare
-from rollout_spec.report.responses import is_looping
 from rollout_spec.report.runs import read_run
 from rollout_spec.trace import to_line, trace_file
 from rollout_spec_lab.bench.engine import Load
@@ -226,26 +225,6 @@ def test_score_by_hand(kind, text, truth, expected):
     assert {name: result[name] for name in expected} == pytest.approx(expected)
     parts = expected | {"length": length}
     assert result["score"] == pytest.approx(sum(WEIGHTS[name] * value for name, value in parts.items()))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([], False),
-        (list(range(200)), False),
-        ([1, 2, 3] * 8, True),
-        ([1, 2, 3] * 7, False),  # 21 tokens, fewer than 24
-        ([*range(100), *([5] * 24)], True),
-        ([*range(100), *([5] * 23)], False),
-        ([*([1, 2, 3] * 50), 9], False),  # the loop has ended
-        ([9, *([1, 2, 3] * 8), 1, 2], True),  # cut in the middle of a round
-        (list(range(32)) * 4, True),
-        (list(range(33)) * 4, False),  # longer than MAX_PERIOD
-        (list(range(32)) * 3, False),  # three rounds, not four
-    ],
-)
-def test_is_looping(tokens, expected):
-    assert is_looping(tokens) is expected
 
 
 @pytest.fixture
