@@ -106,7 +106,7 @@ def _load(source: Source, copy: Path | None, option: str) -> Any:
             raise SourceError(f"{option} {copy}: must be a file that ends in {', '.join(FORMATS)}")
         try:
             return datasets.load_dataset(FORMATS[copy.suffix], data_files=str(copy), split="train")
-        # Every reader behind it has exceptions of its own.
+        # Every reader that it calls has exceptions of its own.
         except Exception as error:
             raise SourceError(f"{option} {copy}: {_line(error)}") from error
     try:

@@ -32,7 +32,7 @@ METRICS = (
     Metric(
         "num_interrupted",
         "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
-        "Nothing: verl sends them again after the sync.",
+        "Nothing to do: verl sends them again after the sync.",
     ),
     Metric(
         "tokens_per_step",

@@ -114,7 +114,7 @@ def when_imported(module: str, apply: Callable[[Any], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the finders behind it find a module, then calls what waits for the module once it has run.
+    """Lets the finders after it find a module, then calls what waits for the module once it has run.
 
     It stays for good: a search may be a mere question, an import may fail, and a module may be loaded again.
     """

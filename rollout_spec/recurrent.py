@@ -1,7 +1,7 @@
 """Policies with recurrent layers: which of them can have drafts, and what their states take of the memory.
 
 A recurrent layer keeps one state per request instead of keys and values per token. With drafts it keeps 1 +
-K: the state behind each token that may be the last accepted one.
+K: the state after each token that may be the last accepted one.
 """
 
 from __future__ import annotations

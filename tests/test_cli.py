@@ -75,7 +75,7 @@ MISTAKES = [
     ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
     (
         "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
-        "NUMBER the tokens that it drafts, 1 to 4",
+        "NUMBER: the tokens that it drafts, 1 to 4",
     ),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),

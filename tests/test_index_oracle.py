@@ -339,9 +339,9 @@ NUM_ROWS, K = 20, 4
 def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
     """Twenty rows, more than one turn of walks: what a walk changed would show in another row's draft.
 
-    Siblings behind five prompts, the last of each begins at the root. Each row gets what a target would
+    Siblings after five prompts, the last of each begins at the root. Each row gets what a target would
     sample: its draft as far as that is right, and one token more. Now and then more, as after a step that was
-    left out: of what it drafted behind the first wrong token nothing is learned.
+    left out: of what it drafted after the first wrong token nothing is learned.
     """
     rng = np.random.default_rng(2)
 

@@ -46,7 +46,7 @@ plugin.register()
 result["name"] = errors()
 input_processor.InputProcessor = processor
 plugin.register()
-result["mends"] = errors()
+result["fixes"] = errors()
 plugin.import_patched()
 result["applied"] = [patch.name for patch in patches.applied()]
 print(json.dumps({**result, "left_out": sorted(plugin.left_out), "said": said}))
@@ -79,10 +79,10 @@ def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, chang
     assert "does not fit" not in plain, "an engine that does not ask for us is vLLM's own"
 
 
-def test_a_mend_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):
-    assert not [error for error in found["mends"] if "does not fit" in error]
+def test_a_fix_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):
+    assert not [error for error in found["fixes"] if "does not fit" in error]
     assert found["left_out"] == ["allowed_tokens", "embedded_prompts", "thinking_budget"]
-    assert ["is left out" in message for message in found["said"]] == [True] * 3
+    assert ["was not applied" in message for message in found["said"]] == [True] * 3
 
 
 def test_all_that_engines_patch_can_be_listed_without_one(found):

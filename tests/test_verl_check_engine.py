@@ -40,7 +40,7 @@ NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits proce
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
 NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
 WHOLE = "the MTP head of this model as a whole"
-NO_ADAPTER = "LoRA: a draft's token has no adapter"
+NO_ADAPTER = "LoRA: vLLM cannot apply a LoRA adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
 NO_MODULES = "an MTP head of several modules is not supported"
 FEW = r"the drafter takes 2048 positions, max_model_len is \d+: set max_model_len to at most 2048"

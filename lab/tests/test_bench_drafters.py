@@ -112,7 +112,11 @@ def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
     ("num_tokens", "options", "message"),
     [
         (1, ["--methods=off"], "{}: no second token in any response, so there is no step to draft in"),
-        (30_000, ["--methods=sam", "--spec", "max_index_mb=1"], "max_index_mb=1: a line needs more"),
+        (
+            30_000,
+            ["--methods=sam", "--spec", "max_index_mb=1"],
+            "max_index_mb=1: one prompt with its responses needs more",
+        ),
     ],
 )
 def test_a_trace_that_cannot_be_measured_is_one_line(num_tokens, options, message, tmp_path, capsys):

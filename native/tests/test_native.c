@@ -471,7 +471,7 @@ static void test_arguments(void) {
     CHECK(strcmp(error.message, "model_confidences[0, 1]=12: must be between 0 and 11") == 0);
     f->model_confidences[1] = -1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL);
-    f->model_tokens[0] = -1; /* then what is behind counts for nothing */
+    f->model_tokens[0] = -1; /* then what comes after counts for nothing */
     CHECK(rs_step(index, &f->batch, &error) == RS_OK && f->num_draft_tokens[0] == 0);
     rs_index_free(index);
     free(f);

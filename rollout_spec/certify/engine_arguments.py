@@ -25,8 +25,8 @@ def model_drafter(text: str, most: int) -> dict[str, Any]:
     is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= most
     if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
         raise UserError(
-            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER, METHOD one of {', '.join(MODEL_METHODS)}, "
-            f"MODEL a folder, but for mtp, NUMBER the tokens that it drafts, 1 to {most}, a row's most"
+            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER. METHOD: {', '.join(MODEL_METHODS)}. "
+            f"MODEL: a folder (may be empty for mtp). NUMBER: the tokens that it drafts, 1 to {most}."
         )
     if model and not (Path(model) / "config.json").is_file():
         raise UserError(f"--model-drafter {text}: no Hugging Face folder (config.json is missing)")

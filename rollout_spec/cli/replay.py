@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
-        raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
+        message = "one prompt with its responses needs more memory; raise it"
+        raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
     page = write_outlook(record, _facts(args, config), args.output) if args.output else None

@@ -22,8 +22,8 @@ from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
-# The share of steps, of about the last ALIKE_MEMORY, whose time can be compared: below it requests come and
-# go all the time, and any step is as good as another.
+# If less than this share of about the last ALIKE_MEMORY steps can be compared (requests come and go all the
+# time), the gate learns from every step: otherwise it would learn next to nothing.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
 # Tokens of long prompts and of the history that one step indexes, and more for every row: as long as the rest
@@ -109,7 +109,7 @@ class Drafter:
     def model_tokens(self) -> int:
         """How many tokens a model is to draft in the next step, if that waits for drafts; at least 1.
 
-        Whatever runs the model reads this, and `next_step_waits`, behind every `draft`. In a step that does
+        Whatever runs the model reads this, and `next_step_waits`, after every `draft`. In a step that does
         not wait the model takes its first pass only. Where ranks share a model all take the same passes: the
         scheduler tells them.
         """
@@ -144,7 +144,7 @@ class Drafter:
             num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all.
 
         The first request of a group gives the group its prompt. A request whose prompt begins with that (one
-        that was interrupted, a later turn) continues behind it; any other starts at the automaton's root.
+        that was interrupted, a later turn) continues after it; any other starts at the automaton's root.
         """
         member = self._groups.add(prompt_token_ids, group, num_group_tokens)
         self._requests[request_id] = _Request(member, max_level)
@@ -187,11 +187,11 @@ class Drafter:
             ranks: of the step that has ended, where data-parallel ranks step together.
             ended: when it ended, by the clock; by default now.
             in_time: False where the next step has begun already: nothing is drafted then.
-            model_drafts: what a model drafts behind the tokens that each row has now, row for row, with as
+            model_drafts: what a model drafts after the tokens that each row has now, row for row, with as
                 many columns as it has taken passes in the step that has ended; None: just the first.
             rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
 
-        `next_step_waits` then says whether the step behind is to wait for its drafts, and `model_tokens` how
+        `next_step_waits` then says whether the next step must wait for its drafts, and `model_tokens` how
         many tokens a model is to draft in it.
 
         Returns:
@@ -220,7 +220,8 @@ class Drafter:
         compares = is_asked and self._gate.compares(ended_step.num_passes)
         proposed = self._index(rows, token_ids, levels, price, model_drafts, compares, rooms)
         self._count(ended_step.num_rows, len(rows), proposed)
-        # A model has drafted nothing for a step that did not wait: the text alone would say that none pays.
+        # For a step that does not wait the model has no drafts. The text's alone would wrongly tell the gate
+        # that drafting does not pay.
         is_weighed = len(rows) > 0 and (in_time or not self._has_model)
         chosen = self._choose(proposed if is_weighed else None) if price is not None else None
         # A model has something for every step.

@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     num_left_out: int = 0
     """Rows."""
     fewer: tuple[Float32Array, Int32Array] | None = None
-    """As `survivals` and `num_draft_tokens`, where the model drafts a token fewer. None: not asked for."""
+    """`survivals` and `num_draft_tokens` as if the model had proposed one token less. None: not asked for."""
 
 
 class ModelDrafts(NamedTuple):
@@ -233,8 +233,8 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_survival: end a draft where its estimated survival falls below.
-            max_new_tokens: of the rows that have got more than a step gives, all together; what is more waits
-                for the next step, without a draft. 0: no limit.
+            max_new_tokens: limit, over all rows, on tokens of rows that are behind (new or resumed); the rest
+                is indexed in later steps, and until then the row has no draft. 0: no limit.
             max_waiting_tokens: to index, before the rows, of the texts that wait.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
             compares: draft also as if the model drafted a token fewer.

@@ -38,7 +38,7 @@ _VERL = {"prompt": "input", "response": "output", "step": "step"}
 _FILES = re.compile(r"\.(jsonl?|ndjson|parquet)(\.gz)?$")
 _WANTED = (
     "wanted: a recording, verl's rollout_data_dir or validation_data_dir, or rows with a prompt and its "
-    "responses; --columns prompt=NAME,response=NAME,group=NAME,step=NAME tells other names"
+    "responses; for fields of other names pass --columns prompt=NAME,response=NAME,group=NAME,step=NAME"
 )
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _Text = str | list[int]

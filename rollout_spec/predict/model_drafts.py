@@ -20,8 +20,8 @@ from rollout_spec.trace import Proposals, Rollout
 EASIER = 0.5
 AGREEMENT = 0.4  # share of the places where both are wrong at which they draft the same token
 NO_TOKEN = 2**30
-"""From here on are the wrong tokens that no text has. A model is wrong with another one in each place: the
-drafter would learn that a token is always wrong."""
+"""Wrong tokens get ids from here on, which no text uses, a new one each time: otherwise the drafter would
+learn that one token is always wrong."""
 
 
 def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:

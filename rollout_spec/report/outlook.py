@@ -46,7 +46,8 @@ def _doubt(record: Mapping[str, Any]) -> str:
     """Why the groups may be wrong, and the figures with them; empty if nothing speaks for that."""
     if record["num_responses"] < 1.1 * record["num_groups"]:
         return (
-            " Almost no prompt has two responses, so what siblings give, most of it in a rollout, is missing."
+            " Almost no prompt has two responses, so this leaves out drafts from siblings, which give most "
+            "of the gain in a rollout."
         )
     if record["num_groups"] == 1 and record["num_responses"] > MAX_SIBLINGS:
         return " Where prompts of one text differ, by their images, --columns group=NAME tells them apart."

@@ -36,7 +36,7 @@ def matching_prefixes(
     at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids)
     tokens = np.concatenate([at_drafts, after])
     counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
-    is_same = np.zeros(len(tokens), np.bool_)  # never after a draft, so each row has one that is not
+    is_same = np.zeros(len(tokens), np.bool_)  # False at the bonus: argmin finds each row's first mismatch
     is_same[: len(own)] = at_drafts == drafts
     offsets = np.arange(max_spec_len + 1)
     places = np.where(

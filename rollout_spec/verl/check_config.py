@@ -157,7 +157,7 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
     asked = value(config, "rollout.spec"), value(config, MTP)
     drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
-    off = f"remove it: with rollout.spec=off nothing drafts, or the model of rollout.spec.{OPTION} alone"
+    off = f"remove it; with rollout.spec=off only rollout.spec.{OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
     if scheduler is not None:
         require(config, f"{ENGINE}.scheduler_cls", (scheduler,), _OURS)

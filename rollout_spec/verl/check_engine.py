@@ -47,7 +47,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
     rows = _of_settings(config, spec, drafter, policy)
-    if drafter is not None:  # first what no other setting mends
+    if drafter is not None:  # first what no other setting puts right
         rows = _of_weights(config, drafter, policy) + _of_model(config, spec, drafter, policy) + rows
     refuse_first(*((is_so, f"{setting}: {reason}") for is_so, setting, reason in rows))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")

@@ -55,7 +55,7 @@ class Recorder:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             trace.append_lines(self._file, lines)
         except OSError as error:
-            logger.warning("rollout_spec: rollouts are recorded no more: %s", error)
+            logger.warning("rollout_spec: stopped recording rollouts: %s", error)
             self._file = None
 
 

@@ -68,8 +68,9 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     return (
         f"{_NUM_TOKENS}={k}: the recurrent states of a request take {recurrent.mib(drafted)} MiB "
         f"({recurrent.mib(plain)} without drafts), so {where} of vLLM's cache hold at most "
-        f"{int(num_bytes // drafted)} requests ({int(num_bytes // plain)} without drafts); more of "
-        f"max_num_seqs={value(config, f'{ROLLOUT}.max_num_seqs')} wait{_REPLAY if can_replay else ''}"
+        f"{int(num_bytes // drafted)} requests ({int(num_bytes // plain)} without drafts); "
+        f"requests above this number wait (max_num_seqs={value(config, f'{ROLLOUT}.max_num_seqs')})"
+        f"{_REPLAY if can_replay else ''}"
     )
 
 
@@ -80,7 +81,7 @@ def _states(config: DictConfig) -> recurrent.States | None:
 
 
 def _cache_bytes(config: DictConfig) -> float | None:
-    """Of a device of an engine, behind the weights; None where no GPU or no weights can be seen from here."""
+    """What the weights leave of a device's share; None where no GPU or no weights can be seen from here."""
     from vllm.platforms import current_platform
 
     folder = Path(os.path.expanduser(str(value(config, "actor_rollout_ref.model.path"))))

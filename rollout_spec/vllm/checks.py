@@ -67,7 +67,7 @@ def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
     """
     reason = mrv2_misfit()
     if reason is None and vllm_config.lora_config is not None:
-        reason = "vLLM knows one LoRA adapter a request there, and not one a draft token"
+        reason = "MRV2 applies LoRA per request, not per draft token"
     if reason is None:
         return []
     fix = "set VLLM_USE_V2_MODEL_RUNNER=0; " if envs.VLLM_USE_V2_MODEL_RUNNER else ""
@@ -145,7 +145,8 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
     num_positions = speculative.draft_model_config.max_model_len
     refusals = (
         (current_platform.is_out_of_tree(), reasons.OWN_RUNNER),
-        (speculative.parallel_drafting, "parallel drafting has no order to draw its tokens in"),
+        (speculative.parallel_drafting,
+         "verify=coupled draws draft tokens one after the other; parallel drafting draws them at once"),
         (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
          "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
         (speculative.use_local_argmax_reduction,

@@ -125,6 +125,9 @@ class RequestKeys:
 
 
 def keys_of(runner: Any) -> RequestKeys:
-    """The keys of a model runner's requests: by arrival each data-parallel rank but the first has its own."""
+    """The keys of a model runner's requests.
+
+    Unnamed requests are numbered per data-parallel rank; rank 0 has the numbers of an engine without ranks.
+    """
     rank: int = runner.parallel_config.data_parallel_index
     return RequestKeys(runner.model_config.seed, *([rank] if rank else []))

@@ -69,9 +69,13 @@ class OtherRanks:
 
 
 def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:
-    """Tokens of the rank with most, of which vLLM says how many fill that rank's graph (`num_padded`).
+    """Tokens of the busiest rank, as far as this one knows.
 
-    num_own: tokens of this rank. It counts for the fullest where its own graph is as large.
+    vLLM tells each rank the tokens of all, padded to their graphs. If our own graph is as large as the
+    largest, our own number is returned, else the padded one.
+
+    num_own: tokens of this rank.
+    num_padded: the largest padded number.
     graphs: the sizes that graphs have.
     """
     own_graph = min((size for size in graphs if size >= num_own), default=num_own)

@@ -71,7 +71,7 @@ def register() -> None:
 
 
 def connect() -> None:
-    """Connect the proposer with the engine, and mend what is wrong in vLLM.
+    """Connect the proposer with the engine, and fix what is wrong in vLLM.
 
     Raises:
         ConfigError: the installed vLLM is too old.
@@ -119,7 +119,7 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
 
 
 def _apply_or_leave_out(fault: Any, module: Any) -> None:
-    """Mend a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
+    """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
     name = fault.__name__.rpartition(".")[2]
@@ -127,7 +127,10 @@ def _apply_or_leave_out(fault: Any, module: Any) -> None:
         fault.mend(module)
     except Exception as error:
         if name not in left_out:
-            init_logger(f"vllm.{__name__}").warning("rollout_spec: %s is left out: %s", name, _reason(error))
+            logger = init_logger(f"vllm.{__name__}")
+            logger.warning(
+                "rollout_spec: the fix of vLLM's fault %r was not applied: %s", name, _reason(error)
+            )
         left_out[name] = _reason(error)
 
 

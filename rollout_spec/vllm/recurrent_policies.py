@@ -1,4 +1,4 @@
-"""Engines of policies with recurrent layers: what is refused, and the mend that their drafts need."""
+"""Engines of policies with recurrent layers: what is refused, and the fix that their drafts need."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def refuse_recurrent(vllm_config: VllmConfig, config: SpecConfig) -> None:
 
 
 def keep_states_right(vllm_config: VllmConfig) -> None:
-    """Mend what vLLM does with the states of a worker's policy, if it drafts; the worker has its runner.
+    """Fix what vLLM does with the states of a worker's policy, if it drafts; the worker has its runner.
 
     Raises:
-        PatchError: the installed vLLM is not one that the mend was written for.
+        PatchError: the installed vLLM is not one that the fix was written for.
     """
     model = vllm_config.model_config
     if model.is_hybrid and vllm_config.speculative_config is not None:

@@ -25,10 +25,10 @@ class Counting(Scheduler):
     vLLM has no output for the counts of an aborted request (which to the engine is also one that meets a stop
     string): `take_aborted` has their sums.
 
-    That dict is the one free-form field of a RequestOutput. What vLLM counts from 0.29 on lacks steps without
-    a draft, and the requests that were aborted.
+    `kv_transfer_params` is the only free-form field of a RequestOutput. vLLM's own counts, from 0.29 on, lack
+    steps without a draft, and aborted requests.
 
-    Of a model that drafts it tells all workers what the one with the drafter has chosen (MODEL_TOKENS_KEY).
+    It also sends every worker the number of model tokens that the drafting worker chose (MODEL_TOKENS_KEY).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

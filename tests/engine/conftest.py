@@ -17,7 +17,7 @@ from rollout_spec.vllm import plugin, speculative_config
 from tests.engine.rollout_server import make_server, server_of  # noqa: F401
 
 ENVIRONMENT = {
-    # The engine lives in this process, so that a test can look at the drafter and undo a mend.
+    # The engine lives in this process, so that a test can look at the drafter and undo a fix.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",

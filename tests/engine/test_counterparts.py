@@ -93,7 +93,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
 
 @pytest.mark.skipif(
     not NEEDS_MEND,
-    reason="vLLM from 0.29 on needs no mend: its own tests have its kernel",
+    reason="vLLM from 0.29 on needs no fix: its own tests have its kernel",
 )
 @pytest.mark.parametrize("fp64", [False, True])
 def test_a_mended_kernel_leaves_the_targets_distribution(fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:

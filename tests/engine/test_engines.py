@@ -148,7 +148,7 @@ def test_prompts_of_embeddings(chat_model: str) -> None:
     prompts: list[Any] = [{"prompt_embeds": torch.randn(12, 128, generator=generator) / 50} for _ in range(2)]
     prompts = [*prompts, *prompts, PROMPTS[0], PROMPTS[0]]
     asked = [named(prompt, i % 3) for i, prompt in enumerate(prompts)]
-    for request in asked[::2]:  # without a mend it would be of tokens that others have left in their rows
+    for request in asked[::2]:  # without a fix it would be of tokens that others have left in their rows
         request.params.repetition_penalty = 1.5
     same_with_drafts(chat_model, [*asked, *asked[::-1]], enable_prompt_embeds=True, max_num_seqs=4)
 

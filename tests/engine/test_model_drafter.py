@@ -240,7 +240,7 @@ def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             {"spec": {"verify": "standard"}},
             r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard",
         ),
-        ({"enable_lora": True}, "enable_lora: a draft's token has no adapter of its own"),
+        ({"enable_lora": True}, "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"),
     ],
 )
 def test_what_does_not_go_with_a_model_is_refused_by_name(

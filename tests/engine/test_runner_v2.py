@@ -70,7 +70,7 @@ def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.Monke
     [
         ("Qwen2Moe", {"data_parallel_size": 2}, None),
         ("Qwen3", {}, None),
-        ("Qwen3", {"enable_lora": True}, "one LoRA adapter a request"),
+        ("Qwen3", {"enable_lora": True}, "MRV2 applies LoRA per request"),
         ("Qwen2", {}, None),
     ],
 )
@@ -272,7 +272,9 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_log_probabilities_of_chosen_tokens_are_refused(results: dict[str, Any], engine: str) -> None:
-    refusal = "not supported together with drafts: logprob_token_ids: vLLM has no log-probabilities of them"
+    refusal = (
+        "not supported together with drafts: logprob_token_ids: vLLM cannot compute them for draft tokens"
+    )
     assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
 
 

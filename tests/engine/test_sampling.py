@@ -1,4 +1,4 @@
-"""Sampled output with drafts follows plain vLLM's distribution, and what is mended for that on CPUs."""
+"""Sampled output with drafts follows plain vLLM's distribution, and what is fixed for that on CPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
 
 
 def test_drafts_leave_the_distribution(make_engine: Any) -> None:
-    """Also by vLLM's own way of verification, where 0.24's CPU engine needs the mend of a kernel."""
+    """Also by vLLM's own way of verification, where 0.24's CPU engine needs the fix of a kernel."""
     plain = make_engine(max_num_seqs=64)
     coupled, standard = (
         make_engine({"num_speculative_tokens": 3, "verify": verify}, max_num_seqs=64)
@@ -56,10 +56,10 @@ def test_drafts_leave_the_distribution(make_engine: Any) -> None:
 
 @pytest.mark.skipif(
     "not __import__('vllm').platforms.current_platform.is_cpu()",
-    reason="only vLLM's CPU engine has these defects: elsewhere nothing is mended and nothing can fail",
+    reason="only vLLM's CPU engine has these defects: elsewhere nothing is fixed and nothing can fail",
 )
 def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what its probe says; that the installed ones are mended shows in the distribution above."""
+    """By what its probe says; that the installed ones are fixed shows in the distribution above."""
     from vllm.utils import cpu_triton_utils
 
     from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection

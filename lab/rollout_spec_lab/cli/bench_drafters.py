@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
             for row in _of_trace(args, trace, methods, config)
         ]
     except BudgetExceeded as error:
-        raise UserError(f"max_index_mb={config.max_index_mb}: a line needs more ({error})") from error
+        message = "one prompt with its responses needs more memory; raise it"
+        raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = {"environment": environment(), "results": results}
     if args.output:
         write(record, args.output / "drafters.json")

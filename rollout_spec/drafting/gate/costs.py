@@ -79,9 +79,9 @@ class Costs:
         self.is_probe = False
         """Whether the step now running goes without drafts, to be measured; in all ranks."""
         self.probes_soon = False
-        """The same of the step after two others: this one and the next."""
-        # Most tokens of a rank over this one's rows. At least one of these steps was without drafts, and
-        # hardly all held a prefill: the least says how many times as many rows the fullest rank has.
+        """The same of the step after the next one."""
+        # The busiest rank's tokens / our rows in the last steps. One of them at least was plain; the smallest
+        # ratio is a plain step's: the busiest rank's rows / our rows.
         self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
         # Decayed: seconds of steps, of plain ones for the same tokens; draft tokens promised, and accepted
         self._sums = np.zeros(4)

@@ -6,12 +6,12 @@ from collections import deque
 
 import numpy as np
 
-TRY_EVERY = 16  # steps with drafts of the model, of which one has a pass more or fewer
-RETRY_EVERY = 64  # the same once enough is known
-WEIGH_EVERY = 8  # of them, one in which the last pass's token is weighed
+TRY_EVERY = 16  # one in so many steps with model drafts runs a pass more or fewer, to time a pass
+RETRY_EVERY = 64  # the same once enough was measured
+WEIGH_EVERY = 8  # one in so many drafts twice, with the model's last token and without
 ENOUGH = 8  # measurements of what a pass takes, and of what its token brings, before it is judged
 MEMORY = 64  # measurements after which most is forgotten
-# Of what its time would give: below it a pass that runs is left out, above it one more is taken. Below 1:
+# Benefit / cost below which the last pass is dropped, above which one is added. Both are below 1, because
 # survivals promise about half of what a model's last token brings (lab/record/hybrid.md).
 LEAST_WORTH, MOST_WORTH = 0.5, 0.7
 
@@ -42,8 +42,8 @@ class Passes:
         """A step with drafts has ended.
 
         num: the model's passes in it.
-        excess: how much longer it took than expected with one pass, as a share of a plain step's
-            time: both grow and fall with the batch.
+        excess: how much longer it took than expected with one pass, relative to a plain step, because a
+            pass and a step grow together with the batch.
         """
         last_num, last_excess = self._last
         if last_num and num != last_num:

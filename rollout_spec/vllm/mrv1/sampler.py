@@ -61,7 +61,7 @@ SHARED_NOISE = Patch(
 # rollout.spec.verify=coupled only.
 ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHARED_NOISE)
 
-# What hooks and our top-k-top-p sampler take vLLM's calls to pass on.
+# The arguments that our hooks and our sampler expect from vLLM's calls.
 _PARAMETERS = {
     _KEYED: (
         (Sampler, "forward", ("self", "logits", "sampling_metadata")),
@@ -135,7 +135,7 @@ class RowSampling:
         sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
         sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
         record(_KEYED)
-        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+        logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
@@ -219,7 +219,7 @@ class CoupledTopKTopPSampler(torch.nn.Module):
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
         if not isinstance(generators, RowGenerators) or generators.step is None:
             return self.plain(logits, generators, k, p)
-        # That of verification: both must leave the same tokens.
+        # The same top-k/top-p function as in verification, so that both keep the same tokens.
         logits = _rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":

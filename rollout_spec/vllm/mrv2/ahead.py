@@ -74,11 +74,11 @@ class AheadScheduler(Counting, AsyncScheduler):
         return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's. Of a request that it interrupts, 0.24 drops as many coming steps as it awaits tokens."""
+        """vLLM 0.24 discards one future step per awaited token of a request that it interrupts here."""
         done = super().reset_prefix_cache(*args, **kwargs)
         for request in self.requests.values():
             awaited = getattr(request, "async_tokens_to_discard", 0)
-            if awaited > self._num_in_flight:  # a step with drafts has several
+            if awaited > self._num_in_flight:  # with drafts, one step has several tokens
                 request.async_tokens_to_discard = self._num_in_flight
         return done
 

@@ -68,8 +68,10 @@ def capture_steps_with_drafts(runner: Any) -> None:
     def initialize_and_add_graphs(*args: Any, **kwargs: Any) -> None:
         initialize_kv_cache(*args, **kwargs)
         manager = runner.cudagraph_manager
-        if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
-            return  # no full graphs, or those of all steps; or Mamba 2's, of K draft tokens in every row
+        if not manager.cudagraph_mode.separate_routine():
+            return  # there are no full graphs, or the same for all steps
+        if manager.decode_query_len > 1:
+            return  # Mamba 2's graphs have K draft tokens in every row
         why_not = why_never or _refusal(runner)
         if why_not is None:
             num = add_graphs(manager, runner.decode_query_len)

@@ -100,7 +100,8 @@ class HostBatch:
             How many tokens each row of `self.tokens` got.
         """
         rows, num_rows = self._rows(request_ids), len(self.input_batch.req_ids)
-        # What has left, nobody reads; a step that was scheduled before a row's end was known gives it more.
+        # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
+        # tokens: cut them at `_last_levels`.
         nums = np.where(rows < 0, 0, np.minimum(nums, (self._last_levels - self.levels)[rows].clip(0)))
         places, columns = np.nonzero(np.arange(tokens.shape[1]) < nums[:, None])
         self.tokens[rows[places], self.levels[rows[places]] + columns] = tokens[places, columns]
@@ -143,7 +144,7 @@ class _Arrival:
         self.ended: float | None = None  # when the host first knew that the step had ended
 
     def forget(self, request_id: str) -> None:
-        """What that request has got is not its own any more."""
+        """Drop this request's tokens from the step: it was preempted and starts again."""
         if request_id in self.request_ids:
             self.request_ids = [each if each != request_id else "" for each in self.request_ids]
 
@@ -220,7 +221,7 @@ class HostDrafts:
                 arrival.forget(request.req_id)
 
     def _give_drafts(self, scheduler_output: Any) -> None:
-        """Behind the runner's `update_requests`, the last moment before it reads how long the rows are."""
+        """After the runner's `update_requests`, the last moment before it reads how long the rows are."""
         if self._ahead is not None:
             self._fill(scheduler_output)
         given = scheduler_output.scheduled_spec_decode_tokens
@@ -284,7 +285,7 @@ class HostDrafts:
     def draft(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
-        """Draft for the step's rows, behind the tokens that they have got.
+        """Draft for the step's rows, after the tokens that they have got.
 
         Args:
             input_batch: the runner's.

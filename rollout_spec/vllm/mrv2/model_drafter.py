@@ -32,7 +32,7 @@ _PROPOSE = (
     "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states",
     "num_sampled",
 )  # fmt: skip
-_NUM_SAMPLED = _PROPOSE.index("num_sampled") - 2  # of what comes behind the input batch
+_NUM_SAMPLED = _PROPOSE.index("num_sampled") - 2  # of what comes after the input batch
 
 
 def check_speculator() -> None:

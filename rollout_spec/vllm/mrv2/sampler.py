@@ -67,7 +67,7 @@ def couple(runner: Any) -> KeyedRequests:
                 verifier, functools.partial(coupled_verify, verifier)
             )
         record(COUPLED)
-        logger.info("rollout_spec: the noise of every token is keyed by its request and its position")
+        logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     runner.load_model = load_and_couple
     return keyed

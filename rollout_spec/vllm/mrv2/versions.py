@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-# Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes behind the first.
+# Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes after the first.
 _FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
 
 # For `guard_all`.
@@ -34,7 +34,7 @@ _SAMPLE = (
     ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
      "expanded_local_pos", "seq_lens_upper_bound_np"),
 )  # fmt: skip
-# What comes behind tells the second from the third.
+# `return_logprobs`, which comes next, tells the second from the third.
 SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in _SAMPLE))
 _SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
 

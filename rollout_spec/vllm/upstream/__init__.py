@@ -1,7 +1,7 @@
-"""Faults of vLLM that we mend, a module each: a file is deleted when its Patch's `until` has come.
+"""Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
-In: a module of vLLM that has just been imported (MODULE), to be mended by `mend`. Out: the same module,
-patched where it is wrong; a PatchError where it is not the one that the mend knows.
+In: a module of vLLM that has just been imported (MODULE), to be fixed by `mend`. Out: the same module,
+patched where it is wrong; a PatchError where it is not the one that the fix knows.
 `kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `mend`: `mrv1.sampler` calls them.
 `recurrent_rows`, `recurrent_counts` and `recurrent_chunks` have a `mend` of no one module: engines of
 recurrent policies call it.
@@ -22,7 +22,7 @@ from rollout_spec.vllm.upstream import (
     thinking_budget,
 )
 
-# Wrong with drafts only: without the mend, drafts would change what a request gets.
+# Wrong with drafts only: without the fix, drafts would change what a request gets.
 OF_DRAFTS = (cpu_expand, cpu_rejection, reasoning_end, refused_requests, stop_strings)
-# Wrong without drafts too: where a mend does not fit, vLLM is left as it is.
+# Wrong without drafts too: where a fix does not fit, vLLM is left as it is.
 OF_VLLM = (allowed_tokens, embedded_prompts, thinking_budget)

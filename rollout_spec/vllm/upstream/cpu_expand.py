@@ -15,7 +15,7 @@ _PATCH = Patch(
     reason="with draft tokens, temperature, top-k and top-p of a row are read from uninitialised memory, so "
     "tokens are drawn from the wrong distribution: _expand_kernel_impl fills an int64 copy of a float output",
     upstream="vllm/utils/cpu_triton_utils.py, _expand_kernel_impl",
-    until="the CPU kernel writes its output for every dtype (the probe then finds nothing to mend)",
+    until="the CPU kernel writes its output for every dtype (the probe then finds nothing to fix)",
 )
 
 

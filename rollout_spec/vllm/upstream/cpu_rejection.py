@@ -14,7 +14,7 @@ _PATCH = Patch(
     reason="every sampled request with draft tokens fails: _sample_recovered_tokens_kernel_impl() got an "
     "unexpected keyword argument 'USE_FP64_GUMBEL'",
     upstream="vllm/utils/cpu_triton_utils.py, _sample_recovered_tokens_kernel_impl",
-    until="the CPU kernel takes that argument (0.29 does; the probe then finds nothing to mend)",
+    until="the CPU kernel takes that argument (0.29 does; the probe then finds nothing to fix)",
 )
 
 

@@ -1,8 +1,8 @@
 """Resumed rows of MRV1 that compute their own tokens again: vLLM takes their chunks for drafts.
 
 To MRV1 a row decodes once its prompt is computed. A preempted request then still has tokens of its own to
-compute. Layers of Mamba 2 take a chunk of 2 to 1 + K of them for a token with drafts: they leave the state
-behind each in a slot of its own, and the next step reads that behind the first.
+compute. Mamba 2 treats a chunk of 2 to K + 1 of them as a token with drafts: it stores one state per token,
+and the next step reads the first token's state instead of the last's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Old states of recurrent layers: vLLM before 0.32 reads them in rows without a draft.
 
-A step leaves the state behind each of a row's tokens in a slot of its own. The next step must read the slot
+A step leaves the state after each of a row's tokens in a slot of its own. The next step must read the slot
 of the last accepted token. vLLM does so only in the rows that it takes for speculative ones.
 """
 
@@ -18,7 +18,7 @@ from rollout_spec.patches import Patch, guard_parameters, misfit, replace_functi
 RECURRENT_ROWS = Patch(
     name="vllm-recurrent-rows",
     reason="with drafts, the tokens of a policy with recurrent layers are wrong: a row that has no draft "
-    "behind a step with one reads the state of its first slot, an old one",
+    "after a step with one reads the state of its first slot, an old one",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._prepare_inputs; "
     "vllm/v1/attention/backends/gdn_attn.py; vllm/v1/worker/gpu/model_states/mamba_hybrid.py",
     until="a decoding row without a draft stays a speculative row (0.32 does it: vllm 39273, 40875)",
@@ -77,7 +77,7 @@ def _mend_linear_attention() -> None:
 
 
 def _mend_mrv1() -> None:
-    """Mark the rows behind `_prepare_inputs`, and have the marks read in steps without drafts too."""
+    """Mark the rows after `_prepare_inputs`, and have the marks read in steps without drafts too."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
     parameters = ("self", "scheduler_output", "num_scheduled_tokens")

@@ -25,10 +25,10 @@ def refusal(vllm_config: Any, request: Any) -> str | None:
     if request.resumable:
         return "streaming input (resumable): vLLM takes what comes after a stop for a part of the turn"
     if getattr(request.sampling_params, "logprob_token_ids", None):
-        return "logprob_token_ids: vLLM has no log-probabilities of them at a draft's tokens"
+        return "logprob_token_ids: vLLM cannot compute them for draft tokens"
     structured = getattr(request.sampling_params, "structured_outputs", None)
     if structured and _overlooks_reasoning_end(vllm_config):
-        return "a grammar after reasoning: vLLM's own drafts go on where the reasoning ends"
+        return "a grammar after reasoning: vLLM's own drafts run past the end of the reasoning"
     if structured and _opens_its_mask(structured):
         return "structured_outputs of outlines: any token passes after a draft, until vLLM 0.32"
     return None
