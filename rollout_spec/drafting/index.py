@@ -237,7 +237,7 @@ class SuffixIndex:
                 is indexed in later steps, and until then the row has no draft. 0: no limit.
             max_waiting_tokens: to index, before the rows, of the texts that wait.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
-            compares: draft also as if the model drafted a token fewer.
+            compares: draft also as if the model had proposed one token less.
 
         A row that does not fit, or holds what no text can, is left out; the result says which.
 

@@ -199,14 +199,9 @@ class Engine:
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             in_time = self._model is None or model is not None
             return self.drafter.draft(
-                names,
-                nums_new,
-                self._token_ids,
-                self._levels,
-                ranks=ranks,
-                in_time=in_time,
-                model_drafts=model,
-            )
+                names, nums_new, self._token_ids, self._levels,
+                ranks=ranks, in_time=in_time, model_drafts=model,
+            )  # fmt: skip
         if model is None:
             return [[] for _ in self._running]
         rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1

@@ -52,11 +52,11 @@ class Gate:
         raise NotImplementedError
 
     def compares(self, model_tokens: int) -> bool:
-        """Whether the index is to draft twice: beside all `model_tokens` of a model, and beside one fewer."""
+        """Whether the index is to draft twice: with all `model_tokens` of a model, and with one less."""
         return False
 
     def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        """The drafts made beside one token of the model fewer, as `choose` takes them; `choose` follows."""
+        """The drafts with one token of the model less, as `choose` takes them; `choose` follows."""
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
@@ -132,7 +132,7 @@ class AutoGate(Gate):
         self._num_tries = NUM_TRIES if fill_to else 0
         self._num_refused = 0  # steps in a row in which no draft paid
         self._steps_until_look = 0
-        self._gain_of_fewer: float | None = None  # with a token less of the model, in tokens
+        self._gain_of_fewer: float | None = None  # with one token of the model less, in tokens
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         excess = self._costs.learn(step, self._choice, counters)

@@ -328,15 +328,9 @@ class HostDrafts:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
         drafts = self.proposer.draft(
-            nums_new,
-            self._batch.tokens,
-            self._batch.levels,
-            ranks=arrival.ranks,
-            ended=arrival.ended,
-            in_time=in_time and bool(drafted) == self._has_model,
-            model_drafts=model_drafts,
-            rooms=rooms,
-        )
+            nums_new, self._batch.tokens, self._batch.levels, ranks=arrival.ranks, ended=arrival.ended,
+            in_time=in_time and bool(drafted) == self._has_model, model_drafts=model_drafts, rooms=rooms,
+        )  # fmt: skip
         return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)
 
     def _reporting(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
