@@ -1,4 +1,4 @@
-"""A device made of time: its clock, what it verifies, its requests; bad input, before a process starts."""
+"""A simulated device: its clock, what it verifies, its requests; bad input, before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device made of time, for vLLM on a CPU: its kernels return at once.
+"""A simulated device, for vLLM on a CPU: its kernels return at once.
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
 replaced, and a clock says when it would be done. `Device.install` lists the replacements in MRV1,

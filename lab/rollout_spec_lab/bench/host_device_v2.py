@@ -1,4 +1,4 @@
-"""A device made of time, for vLLM's MRV2: launches of kernels return at once too.
+"""A simulated device, for vLLM's MRV2: launches of kernels return at once too.
 
 Import it when the engine is made: MRV2's modules take what vLLM replaces in torch for CPUs.
 """

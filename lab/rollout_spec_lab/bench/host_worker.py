@@ -1,4 +1,4 @@
-"""One method's engine on a device made of time: `python -m rollout_spec_lab.bench.host_worker JOB RESULT`."""
+"""One method's engine on a simulated device: `python -m rollout_spec_lab.bench.host_worker JOB RESULT`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Verification alone: what it takes beside vLLM's, where the host waits in it, and a device's tokens.
 
-Each contestant goes from a step's bfloat16 logits to its tokens, bonus tokens included, at temperature 1.
+Each method goes from a step's bfloat16 logits to its tokens, bonus tokens included, at temperature 1.
 They take turns, in another order in each round. On a CPU the clock is the processor time of one thread.
 """
 
@@ -22,7 +22,7 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.upstream import cpu_rejection
 from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
-SECONDS, LEAST, MOST = 0.5, 3, 50  # of a contestant in a cell; rounds, at least and at most
+SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
 NUM_ALONE = 64  # rows whose tokens are drawn alone too
 JUDGED, MOST_OVER_VLLM = (64, 7), 1.5  # a cell, and how many times vLLM's own time ours may take there
 Call = Callable[[], torch.Tensor]
@@ -53,7 +53,7 @@ class Step:
             top_k=None, top_p=None,
         )  # fmt: skip
 
-    def contestants(self) -> dict[str, Call]:
+    def methods(self) -> dict[str, Call]:
         """`vllm` where it can be imported; `read`: reading every logit once, the least that any does."""
         found: dict[str, Call] = {"coupled": self._coupled}
         if (of_vllm := vllms(self.device.type)) is not None:
@@ -111,7 +111,7 @@ def record_of(
     """What `bench verify --json` prints, after each cell; a UserError if there is no device `name`.
 
     Returns:
-        device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each contestant
+        device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each method
         (None: not counted), and `skipped`, those that are still to come.
     """
     device = device_of(name)
@@ -123,7 +123,7 @@ def record_of(
     with torch.inference_mode():  # as in vLLM
         record["comparison"] = compare(device, vocab_size)
         for number, (rows, k) in enumerate(wanted, start=1):
-            calls = Step(rows, k, vocab_size, device).contestants()
+            calls = Step(rows, k, vocab_size, device).methods()
             cell = {"rows": rows, "k": k, "ms": _milliseconds(calls, device)}
             record["cells"].append(cell | {"waits": {name: _waits(call) for name, call in calls.items()}})
             record["skipped"] = [f"{rows} rows, {k} drafts: not reached" for rows, k in wanted[number:]]

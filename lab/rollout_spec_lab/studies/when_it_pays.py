@@ -1,6 +1,6 @@
 """When does drafting pay? Predicted gains by policy, device, text and number of requests at a time.
 
-    python lab/rollout_spec_lab/studies/when_it_pays.py RECORDINGS --output docs/images/when_it_pays.png
+    python -m rollout_spec_lab.studies.when_it_pays RECORDINGS --output docs/images/when_it_pays.png
 
 RECORDINGS holds the files that TEXTS names. Prints the table of docs/when-it-pays.md and draws its picture.
 Each figure is `simulate`'s: one engine, step times of the roofline with the host's, the drafter's

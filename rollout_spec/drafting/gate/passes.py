@@ -12,7 +12,7 @@ WEIGH_EVERY = 8  # one in so many drafts twice, with the model's last token and 
 ENOUGH = 8  # measurements of what a pass takes, and of what its token brings, before it is judged
 MEMORY = 64  # measurements after which most is forgotten
 # Benefit / cost below which the last pass is dropped, above which one is added. Both are below 1, because
-# survivals promise about half of what a model's last token brings (lab/record/hybrid.md).
+# survivals promise about half of what a model's last token brings.
 LEAST_WORTH, MOST_WORTH = 0.5, 0.7
 
 
