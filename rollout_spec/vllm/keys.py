@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import operator
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -84,11 +83,6 @@ def with_numbered_key(params: Any, index: int) -> Any:
     params = copy.copy(params)  # vLLM hands the same one to all samples
     params.extra_args = {**extra_args, KEY: [extra_args[KEY], index]}
     return params
-
-
-def are_same(known: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether these are the same requests: a caller may give the name of one that has ended to a new one."""
-    return known.keys() == live.keys() and all(map(operator.is_, map(known.get, live), live.values()))
 
 
 class RequestKeys:

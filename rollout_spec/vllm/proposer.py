@@ -17,7 +17,7 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters, engine_summary
 from rollout_spec.vllm.cuda_graphs import fills_drafts
-from rollout_spec.vllm.keys import are_same, names_of
+from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.options import drafts_with_model, engine_options, num_model_tokens
 from rollout_spec.vllm.other_ranks import OtherRanks
 
@@ -274,8 +274,7 @@ class SuffixProposer:
         """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
         known = drafter.request_ids
-        if known == live.keys() and are_same(self._requests, live):
-            return
+        # A caller may give the name of one that has ended to a new one.
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)
