@@ -160,10 +160,9 @@ def test_policies_with_recurrent_layers_are_simulated_with_few_draft_tokens(tmp_
 def parsers(parser, name="rollout-spec"):
     yield name, parser
     for action in parser._actions:
-        for command, sub in (
-            action.choices if isinstance(action, argparse._SubParsersAction) else {}
-        ).items():
-            yield from parsers(sub, f"{name} {command}")
+        if isinstance(action, argparse._SubParsersAction):
+            for command, sub in action.choices.items():
+                yield from parsers(sub, f"{name} {command}")
 
 
 def check_parser(name, parser, whole):

@@ -44,13 +44,6 @@ def test_no_file_says_where_packages_come_from():
         assert re.fullmatch(r"|#.*|\[[\w. ]+\]|[\w.-]+==[\w.!]+( ; [\w ='.]+)?", line), line
 
 
-def checkout_of(folder: Path, pins: str) -> Path:
-    (folder / "verl/trainer").mkdir(parents=True)
-    (folder / "verl/trainer/main_ppo.py").write_text("")
-    (folder / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")
-    return folder
-
-
 NO_CHECKOUT = "no checkout of verl (no verl/trainer/main_ppo.py)"
 ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
 
@@ -68,12 +61,15 @@ ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
     ],
 )
 def test_a_checkout_of_verl_gets_the_vllm_that_it_pins_or_the_named_one(pins, name, vllm, refusal, tmp_path):
-    verl = tmp_path if pins is None else checkout_of(tmp_path, pins)
+    if pins is not None:
+        (tmp_path / "verl/trainer").mkdir(parents=True)
+        (tmp_path / "verl/trainer/main_ppo.py").write_text("")
+        (tmp_path / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")
     if refusal is None:
-        assert install.vllm_of(verl, name) == vllm
+        assert install.vllm_of(tmp_path, name) == vllm
     else:
-        with pytest.raises(SystemExit, match=re.escape(f"VERL={verl}: {refusal}")):
-            install.vllm_of(verl, name)
+        with pytest.raises(SystemExit, match=re.escape(f"VERL={tmp_path}: {refusal}")):
+            install.vllm_of(tmp_path, name)
 
 
 @pytest.mark.parametrize("vllm", install.VLLMS)

@@ -46,17 +46,12 @@ def singles(*shape):
     return np.zeros(shape, np.float32)
 
 
-def model_drafts(*tokens, log_odds=9.0):
-    return ModelDrafts(np.array(tokens, np.int32), np.full(np.shape(tokens), log_odds, np.float32))
-
-
 def test_a_models_log_odds_count(index, arguments):
     """In ranges of one; beyond the last they all are alike, and so is what is no number with the least."""
 
     def survival(log_odds):
-        result = index.index_and_draft(
-            **arguments, model_drafts=model_drafts([98], [98], [98], log_odds=log_odds)
-        )
+        model = ModelDrafts(np.full((3, 1), 98, np.int32), np.full((3, 1), log_odds, np.float32))
+        result = index.index_and_draft(**arguments, model_drafts=model)
         return float(result.survivals[0, 0]), int(result.draft_tokens[0, 0])
 
     by_range = [survival(log_odds) for log_odds in range(-4, 8)]

@@ -54,14 +54,6 @@ def test_what_json_cannot_write_is_a_name_too() -> None:
     assert key_of_name({1, 2}) == key_of_name("{1, 2}")
 
 
-def test_a_named_request_has_the_key_of_its_name_wherever_it_comes() -> None:
-    names = [["s", i] for i in range(3)]
-    live = {str(i): request(**{KEY: name}) for i, name in enumerate(names)}
-    expected = [key_of_name(name) for name in names]
-    assert RequestKeys(0).rows(["0", "1", "2"], live) == expected
-    assert RequestKeys(5).rows(["2", "0"], dict(reversed(live.items()))) == [expected[2], expected[0]]
-
-
 def test_a_seed_comes_after_a_name_and_before_the_turn() -> None:
     keys = RequestKeys(3)
     live = {
@@ -95,19 +87,15 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> 
     assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
 
 
-def test_a_request_without_sampling_parameters_is_numbered() -> None:
-    assert RequestKeys(3).new_key(None) == make_key("arrival", 3, 1)
-    assert RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
-
-
 def test_data_parallel_ranks_number_requests_apart() -> None:
-    """The first as an engine that has no other."""
+    """The first as an engine that has no other; also requests without parameters, or fields in them."""
     found = []
     for rank in range(3):
         parallel = types.SimpleNamespace(data_parallel_index=rank)
         runner = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=3), parallel_config=parallel)
         found.append(keys_of(runner).new_key(None))
-    assert len({*found}) == 3 and found[0] == RequestKeys(3).new_key(None)
+    assert len({*found}) == 3
+    assert found[0] == RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
 
 
 def test_each_of_n_samples_has_a_key_of_its_own() -> None:

@@ -93,26 +93,10 @@ def of_drafts(roofline):
 def test_context_costs_the_bytes_of_its_keys_and_values():
     more = of_context(Roofline(DENSE, BARE))
     assert more == pytest.approx(1000 * 2 * 2 * 2 * 16 * 2 / BYTES_PER_S)
+    assert Roofline(DENSE, BARE).row_tokens(3) == 0
     # Two devices have a head each, four have the same two twice.
     costs = [of_context(Roofline(DENSE, BARE, tensor_parallel=tp)) for tp in (2, 4)]
     assert costs == pytest.approx([more / 2, more / 2])
-
-
-def test_recurrent_layers_cost_their_states_and_no_keys_and_values(tmp_path):
-    model = read(tmp_path, SHAPE | LINEAR | {"mamba_ssm_dtype": "float32"})
-    roofline, size = Roofline(model, BARE), 4 * 8 * 64 * 32 * 4
-    plain = dataclasses.replace(roofline, model=dataclasses.replace(model, states=None))
-    for one, of in ((roofline, 2), (plain, 6)):
-        assert of_context(one) == pytest.approx(1000 * 2 * of * 2 * 64 * 2 / BYTES_PER_S)
-    # A plain step of 3 rows reads and writes 3 states; with 4 draft tokens it writes 7.
-    assert of_drafts(roofline) == pytest.approx(4 * size / BYTES_PER_S)
-    prompt = roofline.seconds(500, False, num_rows=3) - roofline.seconds(500, False, num_rows=2)
-    assert prompt == pytest.approx(2 * size / BYTES_PER_S)
-    # 2 + K states of 4 layers, in tokens of 2 layers' keys and values.
-    window = 4 * (8 * 64 + 2 * 4 * 32) * 2
-    for k in (0, 3):
-        assert roofline.row_tokens(k) == (2 + k) * (size + window * (3 + k)) / (2 * 2 * 2 * 64 * 2)
-    assert plain.row_tokens(3) == 0
 
 
 # As Nemotron-H-8B has it: of the published config.json.
@@ -124,15 +108,30 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 
-def test_layers_of_mamba_2_cost_their_states_too(tmp_path):
-    """24 of them in 52 layers, and four of attention."""
-    model = read(tmp_path, NEMOTRON_H)
-    assert model.num_params == pytest.approx(8.1e9, rel=0.01), "as its name says"
-    roofline, size = Roofline(model, BARE), 24 * 128 * 64 * 128 * 4
+@pytest.mark.parametrize(
+    ("fields", "num_recurrent", "of_state", "of_window", "of_kv"),
+    [
+        # How many layers have states, the numbers in one, in its window; in the keys of all other layers.
+        (SHAPE | LINEAR | {"mamba_ssm_dtype": "float32"}, 4, 8 * 64 * 32, 8 * 64 + 2 * 4 * 32, 2 * 2 * 64),
+        (NEMOTRON_H, 24, 128 * 64 * 128, 128 * 64 + 2 * 8 * 128, 4 * 8 * 128),
+    ],
+)
+def test_recurrent_layers_cost_their_states_and_no_keys_and_values(
+    fields, num_recurrent, of_state, of_window, of_kv, tmp_path
+):
+    roofline = Roofline(read(tmp_path, fields), BARE)
+    size, window, kv = num_recurrent * of_state * 4, num_recurrent * of_window * 2, 2 * of_kv * 2
+    assert of_context(roofline) == pytest.approx(1000 * kv / BYTES_PER_S)
+    # A plain step of 3 rows reads and writes 3 states; with 4 draft tokens it writes 7.
     assert of_drafts(roofline) == pytest.approx(4 * size / BYTES_PER_S)
-    assert of_context(roofline) == pytest.approx(1000 * 2 * 4 * 8 * 128 * 2 / BYTES_PER_S)
-    window = 24 * (128 * 64 + 2 * 8 * 128) * 2
-    assert roofline.row_tokens(3) == 5 * (size + window * 6) / (2 * 4 * 8 * 128 * 2)
+    prompt = roofline.seconds(500, False, num_rows=3) - roofline.seconds(500, False, num_rows=2)
+    assert prompt == pytest.approx(2 * size / BYTES_PER_S)
+    for k in (0, 3):  # 2 + K states, in tokens
+        assert roofline.row_tokens(k) == (2 + k) * (size + window * (3 + k)) / kv
+
+
+def test_layers_of_mamba_2(tmp_path):
+    assert read(tmp_path, NEMOTRON_H).num_params == pytest.approx(8.1e9, rel=0.01), "as its name says"
     with pytest.raises(RooflineError, match="ssm_state_size: such models are not modelled"):
         read(tmp_path, NEMOTRON_H | {"hybrid_override_pattern": "ME*"})
 
