@@ -68,7 +68,7 @@ class Accelerator(TorchDispatchMode):
             return args[0].fake_device
         if func is aten.is_pinned.default:
             return getattr(args[0], "pinned", False)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         if func is aten._pin_memory.default and is_there(args[0]):
             raise RuntimeError("cannot pin a tensor on cuda: only dense CPU tensors can be pinned")
         values = _run_on_host(func, args, kwargs)
@@ -105,7 +105,7 @@ class Accelerator(TorchDispatchMode):
         if _depends_on_values(func, args, kwargs):
             self.waits.append(place())
             there = {id(x.value): x for x in given if is_there(x)}  # what is changed in place
-            return tree_map(lambda x: there.get(id(x)) or self.put(x) if _is_tensor(x) else x, values)
+            return tree_map(lambda x: there.get(id(x)) or self.put(x) if torch.is_tensor(x) else x, values)
         results = func(*args, **kwargs)
         for result, value in zip(tree_leaves(results), tree_leaves(values), strict=True):
             assert (result.shape, result.dtype, is_there(result)) == (value.shape, value.dtype, True), func
@@ -136,10 +136,6 @@ def place() -> str:
         frame = frame.f_back
     name = re.sub("^x_(.*)__mutmut_.*", r"\1", frame.f_code.co_name)  # as it was before `make mutants`
     return f"{frame.f_globals['__name__']}.{name}"
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
 
 
 def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:

@@ -159,14 +159,11 @@ class Experience:
         for expert in (0, 1):
             if not context:
                 break
-            token, count, total = group.most_frequent(context)
-            self.add_match(prediction, expert, token, len(context), count, total)
+            self.add_match(prediction, expert, len(context), *group.most_frequent(context))
             context = group.match(group.next_class(context))
         found = group.corpus_match(text)
         if found:
-            corpus = group.options.corpus
-            token, count, total = corpus.most_frequent(found)
-            self.add_match(prediction, CORPUS_EXPERT, token, len(found), count, total)
+            self.add_match(prediction, CORPUS_EXPERT, len(found), *group.options.corpus.most_frequent(found))
         for key, identity in self.contexts.identities(text, own_salt).items():
             slot = self.contexts.find(identity)
             if slot is not None:
@@ -178,20 +175,17 @@ class Experience:
             if token >= 0:
                 prediction.tokens[MODEL_EXPERT] = token
                 prediction.cells[MODEL_EXPERT] = ("model", min(depth, 7), confidence)
-        best = -math.inf
-        for candidate in [prediction.tokens[e] for e in sorted(prediction.tokens)]:
-            score = self.mix(prediction, candidate)
-            if score > best:
-                best, prediction.token = score, candidate
-        prediction.probability = squash(best) if prediction.tokens else 0.0
+        if prediction.tokens:
+            candidates = [prediction.tokens[expert] for expert in sorted(prediction.tokens)]
+            prediction.token = max(candidates, key=lambda token: self.mix(prediction, token))
+            prediction.probability = squash(self.mix(prediction, prediction.token))
         return prediction
 
     def add_match(
-        self, prediction: Prediction, expert: int, token: int, length: int, count: int, total: int
+        self, prediction: Prediction, expert: int, length: int, token: int, count: int, total: int
     ) -> None:
-        share = count * 8 // total
-        prediction.tokens[expert] = token
-        prediction.cells[expert] = "match", expert, length_bucket(length), total_bucket(total), share
+        circumstance = start_of(LENGTHS, length), start_of(TOTALS, total), count * 8 // total
+        prediction.tokens[expert], prediction.cells[expert] = token, ("match", expert, *circumstance)
 
     def probability(self, cell: tuple) -> float:
         return float(self.cells[cell][0] if cell in self.cells else single(prior(*cell)))
@@ -244,9 +238,7 @@ def prior(kind: str, expert: int, *circumstance: int) -> float:
     if kind == "model":
         (confidence,) = circumstance
         return squash(confidence - 3.5)
-    length_range, total_range, share = circumstance
-    length = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)[length_range]
-    total = (1, 2, 3, 5, 9, 17)[total_range]
+    length, total, share = circumstance
     count = total * min(1.0, (share + 0.5) / 8)
     return count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
 
@@ -266,12 +258,12 @@ def squash(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x))
 
 
-def length_bucket(length: int) -> int:
-    return sum(length >= start for start in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64))
+# Cells are for ranges that begin here.
+LENGTHS, TOTALS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64), (1, 2, 3, 5, 9, 17)
 
 
-def total_bucket(total: int) -> int:
-    return sum(total > limit for limit in (1, 2, 4, 8, 16))
+def start_of(ranges: Sequence[int], number: int) -> int:
+    return max(start for start in ranges if start <= number)
 
 
 class Matching:
@@ -369,20 +361,16 @@ class SequenceOracle:
     last_draft: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
-    serial: int = 0
+    own_salt: int = 0
 
     def __post_init__(self) -> None:
         self.text = self.start
         self.experience.num_opened += 1
-        self.serial = self.experience.num_opened
+        self.own_salt = ~(self.experience.num_opened << 8) & BITS64
 
     @property
     def start(self) -> Text:
         return self.group.prompt if self.after_prompt else ()
-
-    @property
-    def own_salt(self) -> int:
-        return ~(self.serial << 8) & BITS64
 
     def index(self, row: Sequence[int]) -> None:
         """The first half of a step: the row has these tokens now."""
@@ -403,14 +391,10 @@ class SequenceOracle:
         self, max_draft_tokens: int, min_survival: float = 0.0, model: Sequence[ModelProposal] = ()
     ) -> list[int]:
         """The second half, after every row of the step was indexed; `model`: its draft after the text."""
-        options = self.group.options
         self.last_draft, self.survivals = [], []
-        if max_draft_tokens == 0:
-            return []
         survival = 1.0
-        while len(self.last_draft) < min(options.num_speculative_tokens, max_draft_tokens):
+        for depth in range(min(self.group.options.num_speculative_tokens, max_draft_tokens)):
             text = (*self.text, *self.last_draft)
-            depth = len(self.last_draft)
             prediction = self.experience.predict(self.group, text, self.own_salt, depth, model)
             if prediction.token < 0:
                 break

@@ -205,7 +205,6 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "output", "message"),
     [
-        ("notes.txt", "corpus.sam", "notes.txt:1: not JSON"),
         ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
         ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
         ("good.jsonl", ".", "must be a file in a folder that exists"),
@@ -215,7 +214,6 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
 def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, file, output, message):
     write_trace(tmp_path / "good.jsonl", ([1], [[1, 2]]))
     write_trace(tmp_path / "empty.jsonl", ([1], [[]]))
-    (tmp_path / "notes.txt").write_text("plain text\n")
     before = set(tmp_path.iterdir())
     assert command("corpus", "build", tmp_path / file, "-o", tmp_path / output) == 2
     error = capsys.readouterr().err

@@ -114,12 +114,6 @@ class Engine:
         return self._counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
 
     def with_drafts(self) -> Accelerator:
-        return self._verified()[0]
-
-    def tokens_with_drafts(self) -> list[list[int]]:
-        return self._verified()[1].sampled_token_ids.value.tolist()
-
-    def _verified(self) -> tuple[Accelerator, Any]:
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
         after = ends + np.arange(len(DRAFTS))
         logits = torch.randn(sum(DRAFTS) + len(DRAFTS), VOCAB_SIZE) * 5
@@ -129,9 +123,7 @@ class Engine:
             put(torch.from_numpy(ends).int()), put(torch.from_numpy(after + 1).int()),
             put(torch.from_numpy(drafted)), put(torch.from_numpy(after)), put(torch.arange(len(logits))),
         )  # fmt: skip
-        outputs: list[Any] = []
-        step = lambda: outputs.append(self.verifier(metadata, None, put(logits), self.sampling))  # noqa: E731
-        return self._counted(step), outputs[0]
+        return self._counted(lambda: self.verifier(metadata, None, put(logits), self.sampling))
 
     def model(self) -> torch.Tensor:
         """Give MRV1 a model that drafts so many tokens for each row, of flat logits; what a step sampled."""
@@ -149,12 +141,10 @@ class Engine:
         runner.propose_draft_token_ids = lambda *_: runner.drafter.propose(num_speculative_tokens=2)
         return self.accelerator.put(torch.tensor([[5, -1], [6, -1], [7, 8]]))
 
-    def with_model(self) -> tuple[Accelerator, list[list[int]]]:
-        """A model drafts alone; and its tokens."""
-        sampled, drafts = self.model(), list[Any]()
-        model = SharedNoise(self.runner, self.rows)
-        accelerator = self._counted(lambda: drafts.append(model.propose(None, sampled)))
-        return accelerator, drafts[0].value.tolist()
+    def with_model(self) -> Accelerator:
+        """A model drafts alone."""
+        sampled, model = self.model(), SharedNoise(self.runner, self.rows)
+        return self._counted(lambda: model.propose(None, sampled))
 
     def with_model_and_text(self) -> tuple[Accelerator, ModelDrafts]:
         """A model drafts beside the text; and what the proposer of both is given of it."""
@@ -171,9 +161,10 @@ class Engine:
         return self._counted(lambda: runner.sample_tokens()), given[0]
 
     def _counted(self, step: Callable[[], Any]) -> Accelerator:
+        """Run a step; `output` has what it gives."""
         with self.accelerator:
             self.accelerator.start()
-            step()
+            self.output = step()
         return self.accelerator
 
 
@@ -187,34 +178,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the hooks put there goes again.
     monkeypatch.setattr(rejection_sampler, "rejection_sample", rejection_sampler.rejection_sample)
     monkeypatch.setattr(patches, "_applied", {})
-
-
-def mended_batch(accelerator: Accelerator, allowed: tuple[int, ...]) -> tuple[Any, Any]:
-    """vLLM's batch on an accelerator: its first request has ended, its last may get these tokens only.
-
-    Returns:
-        The batch and the sampling metadata of the one request that is left, in row 0.
-    """
-    allowed_tokens.mend(gpu_input_batch)
-    with accelerator:
-        batch = gpu_input_batch.InputBatch(
-            max_num_reqs=4, max_model_len=16, max_num_batched_tokens=16, device=DEVICE,
-            vocab_size=VOCAB_SIZE, block_sizes=[4], kernel_block_sizes=[4], max_num_blocks_per_req=[4],
-        )  # fmt: skip
-        for name, params in (
-            ("ended", SamplingParams()),
-            ("left", SamplingParams(allowed_token_ids=list(allowed))),
-        ):
-            batch.add_request(
-                gpu_input_batch.CachedRequestState(
-                    req_id=name, prompt_token_ids=[1], mm_features=[], sampling_params=params,
-                    generator=None, block_ids=([0],), num_computed_tokens=1, output_token_ids=[],
-                )
-            )  # fmt: skip
-        batch.remove_request("ended")
-        batch.condense()
-        batch.refresh_metadata()
-    return batch, batch.sampling_metadata
 
 
 def mrv2_step(counts: list[int] = DRAFTS) -> Accelerator:
@@ -295,7 +258,8 @@ def test_what_a_step_waits_for_and_sends(
 @pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
 def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[float], vllm: None) -> None:
     """What it draws on the device is what the target draws at these positions from the same logits."""
-    accelerator, drafts = Engine(temperature).with_model()
+    engine = Engine(temperature)
+    accelerator, drafts = engine.with_model(), engine.output.value.tolist()
     keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
     ends, logits = torch.tensor([9 + 1, 10 + 1, 11 + 2]), flat(3, VOCAB_SIZE).contiguous()
     for number in range(2):
@@ -316,12 +280,29 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
 
 def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
     """A mask that has moved with its request is sent to the device; after a draft it is the same row's."""
-    accelerator = Accelerator()
-    batch, sampling = mended_batch(accelerator, (3, 4))
+    allowed_tokens.mend(gpu_input_batch)
+    with Accelerator():
+        batch = gpu_input_batch.InputBatch(
+            max_num_reqs=4, max_model_len=16, max_num_batched_tokens=16, device=DEVICE,
+            vocab_size=VOCAB_SIZE, block_sizes=[4], kernel_block_sizes=[4], max_num_blocks_per_req=[4],
+        )  # fmt: skip
+        for name, allowed in (("ended", None), ("left", [3, 4])):
+            batch.add_request(
+                gpu_input_batch.CachedRequestState(
+                    req_id=name, prompt_token_ids=[1], mm_features=[], generator=None, block_ids=([0],),
+                    sampling_params=SamplingParams(allowed_token_ids=allowed),
+                    num_computed_tokens=1, output_token_ids=[],
+                )
+            )  # fmt: skip
+        batch.remove_request("ended")
+        batch.condense()
+        batch.refresh_metadata()
     mask = forbidden_but((3, 4), 4)
-    assert torch.equal(sampling.allowed_token_ids_mask.value, mask[:1])
+    assert torch.equal(batch.sampling_metadata.allowed_token_ids_mask.value, mask[:1])
     assert torch.equal(batch.allowed_token_ids_mask_cpu_tensor, mask)
-    tokens = Engine(SAMPLED, allowed=(3, 4)).tokens_with_drafts()
+    engine = Engine(SAMPLED, allowed=(3, 4))
+    engine.with_drafts()
+    tokens = engine.output.sampled_token_ids.value.tolist()
     assert tokens[0][0] in (3, 4)
     assert not {token for row in tokens[1:] for token in row} <= {3, 4, -1}
 

@@ -117,47 +117,6 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     assert texts(history, b"a" * 16) == [[1, 2, 3]]
 
 
-def train_step(drafter, prompts, responses):
-    """One rollout: every response is decoded token by token; returns the accepted draft tokens."""
-    token_ids = np.zeros((len(prompts), 64), np.int32)
-    levels = np.zeros(len(prompts), np.int32)
-    names = [f"request {i}" for i in range(len(prompts))]
-    for row, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        drafter.add(name, prompt, 64)
-        token_ids[row, : len(prompt)] = prompt
-        levels[row] = len(prompt)
-    num_accepted = 0
-    drafts = [[] for _ in names]
-    for i in range(max(map(len, responses))):
-        decoding = np.array([i < len(response) for response in responses])
-        for row in np.flatnonzero(decoding):
-            token_ids[row, levels[row]] = responses[row][i]
-            levels[row] += 1
-            num_accepted += drafts[row][:1] == [responses[row][i]]
-        drafts = drafter.draft(names, decoding.astype(int).tolist(), token_ids, levels)
-    for name in names[:-1]:
-        drafter.remove(name)
-    drafter.clear()  # as a weight sync does, with a request that has not been closed yet
-    return num_accepted
-
-
-def test_a_prompt_that_comes_back_is_drafted_from_its_earlier_responses():
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 1000, 8).astype(np.int32) for _ in range(4)]
-    responses = [rng.integers(0, 1000, 40).tolist() for _ in range(4)]
-    accepted = {}
-    for history in (0, 2):
-        config = SpecConfig(history=history, batch_threshold=8, min_survival=0.01)
-        drafter = Drafter(config)
-        train_step(drafter, prompts, responses)
-        earlier, drafter = drafter, Drafter(config)  # what the index has learned would help too
-        drafter.history.merge(earlier.history.pack())
-        accepted[history] = train_step(drafter, prompts, responses)
-        assert len(drafter.history) == (4 if history else 0)
-    assert accepted[0] == 0
-    assert accepted[2] > 100
-
-
 @pytest.mark.parametrize("num_tokens", [60_000, 10_000])
 def test_a_full_index_does_without_history(num_tokens):
     """Long responses do not begin to wait; of others that turn out too long for it the rest is dropped."""

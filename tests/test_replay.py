@@ -95,13 +95,6 @@ def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):
     assert result.tail_tokens_per_step == 3.0
 
 
-def test_lines_can_be_limited(tmp_path, capsys):
-    path = write_trace(tmp_path / "trace.jsonl", *[([1, 2], [[3, 4, 5, 6], [7, 8]])] * 3)
-    assert main(["replay", str(path), "--limit-groups", "2", "--json"]) == 0
-    limited = json.loads(capsys.readouterr().out)
-    assert [limited[name] for name in ("num_groups", "num_responses", "num_tokens")] == [2, 4, 12]
-
-
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])
 def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist tells its workers the width of a terminal
@@ -143,21 +136,20 @@ def record(tmp_path_factory):
 
 
 def test_figures_by_step_and_by_length(record):
-    found = record
-    by_step = {row["step"]: row for row in found["by_step"]}
+    by_step = {row["step"]: row for row in record["by_step"]}
     assert by_step[1]["tokens_per_step"] > 2 > by_step[2]["tokens_per_step"] == 1.0
     assert (
-        0 < by_step[1]["acceptance_rate"] == found["acceptance_rate"] < 1
+        0 < by_step[1]["acceptance_rate"] == record["acceptance_rate"] < 1
         and not by_step[2]["acceptance_rate"]
     )
     assert [by_step[step]["num_tokens"] for step in (1, 2)] == [41, 40]
-    assert [(row["from"], row["to"], row["num_responses"]) for row in found["by_length"]] == [
+    assert [(row["from"], row["to"], row["num_responses"]) for row in record["by_length"]] == [
         (0, 15, 1),
         (32, 63, 2),
     ]
-    assert found["lengths"] == {"median": 40.0, "longest_tenth": 40.0, "longest": 40}
-    assert found["running"] == [1] * 41, "one at a time: 40 steps and one"
-    assert found["tail_share"] == 1.0
+    assert record["lengths"] == {"median": 40.0, "longest_tenth": 40.0, "longest": 40}
+    assert record["running"] == [1] * 41, "one at a time: 40 steps and one"
+    assert record["tail_share"] == 1.0
 
 
 @pytest.mark.parametrize(

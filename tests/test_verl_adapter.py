@@ -158,12 +158,8 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     assert not idle._responses, "a run that records nothing keeps nothing"
 
 
-def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch):
+def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch, caplog):
     """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
-    said: list[str] = []
-    monkeypatch.setattr(
-        "rollout_spec.verl.recorder.logger.warning", lambda text, *args: said.append(text % args)
-    )
     (small_disk / "file").touch()
     for folder, reason in ((small_disk / "traces", "No space left"), (small_disk / "file", "exists")):
         monkeypatch.setenv(DIR_VARIABLE, str(folder))
@@ -171,7 +167,9 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
         for step in range(3):
             recorder.add([step], range(20_000), {})
             recorder.flush(step)
-        assert len(said) == 1 and reason in said.pop(), "said once"
+        [message] = caplog.messages
+        assert reason in message
+        caplog.clear()
         assert not recorder._responses
     assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
 

@@ -47,24 +47,16 @@ FEW = r"the drafter takes 2048 positions, max_model_len is \d+: set max_model_le
 OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
 
 
-def case(
-    refusal: str | None,
-    groups: Sequence[str],
-    *values: dict[str, Any],
-    policy: dict[str, Any] | None = None,
-    own: tuple[str, dict[str, Any]] | None = None,
-    vllm: str | None = "0.24.0",
-    runner: str | None = None,
-) -> Any:
+def case(refusal: str | None, groups: Sequence[str], *values: dict[str, Any], **others: Any) -> Any:
     """A configuration that is refused so; None: that passes.
 
-    Args:
+    Others:
         policy: its config.json.
         own: the method and the config.json of a drafter of the user's own.
         vllm: the version of which the driver has one; None where it has none.
         runner: what VLLM_USE_V2_MODEL_RUNNER says.
     """
-    return refusal, groups, values, policy, own, vllm, runner
+    return refusal, groups, values, {"policy": None, "own": None, "vllm": "0.24.0", "runner": None} | others
 
 
 CASES = [
@@ -176,13 +168,12 @@ def with_vllm(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(("refusal", "groups", "values", "policy", "own", "vllm", "runner"), CASES)
-def test_what_an_engine_would_refuse(
-    refusal, groups, values, policy, own, vllm, runner, tmp_path, with_vllm, monkeypatch
-):
-    with_vllm(vllm)
-    if runner is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+@pytest.mark.parametrize(("refusal", "groups", "values", "others"), CASES)
+def test_what_an_engine_would_refuse(refusal, groups, values, others, tmp_path, with_vllm, monkeypatch):
+    policy, own = others["policy"], others["own"]
+    with_vllm(others["vllm"])
+    if others["runner"] is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", others["runner"])
     path = {} if policy is None else {f"{MODEL}.path": write_model(tmp_path / "policy", policy)}
     drafter = own and {"method": own[0], "model": write_model(tmp_path / "own", own[1])}
     config = changed(groups, path, *values, drafter=drafter)

@@ -8,9 +8,9 @@ import copy
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -65,26 +65,18 @@ class Balancer:
     require_acquire_fields = require_release_fields = Remote(list)
     release_server = SimpleNamespace(remote=lambda **_: None)
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server | None) -> None:
         self.acquire_server = Remote(lambda request_id: ("server", server))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _balancer_here, ()
-
-
-_here: list[Balancer] = []
-
-
-def _balancer_here() -> Balancer:
-    return _here[0] if _here else Balancer(Server())
+        return Balancer, (None,)
 
 
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 6}}})
 
 
 def make(server: Server, verls: type = FullyAsyncLLMServerClient, calls: Calls | None = None) -> Any:
-    _here[:] = [Balancer(server)]
-    return name_calls(verls(CONFIG, _here[0]), calls or Calls())
+    return name_calls(verls(CONFIG, Balancer(server)), calls or Calls())
 
 
 def params(sample: Any = SAMPLE) -> dict[str, Any]:
@@ -126,14 +118,6 @@ def test_what_else_a_caller_gives_is_handed_on():
     client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
     asyncio.run(client.generate("mine", prompt_ids=[1], sampling_params=params(), image_data=["a"]))
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
-
-
-def test_calls_of_many_threads_have_names_of_their_own():
-    server, given = Server(), params()
-    client = make(server)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda _: asyncio.run(call(client, [1, 2], given)), range(40)))
-    assert len(set(server.names)) == 40
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
@@ -241,19 +225,11 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated()
 def test_a_dead_server_is_met_by_whoever_wants_more_of_it():
     """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
 
-    class Dead(Server):
-        def __init__(self, error: Exception) -> None:
-            super().__init__()
-            self.error = error
-
-        def _generate(self, **_: Any) -> TokenOutput:
-            raise self.error
-
     engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
     for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
-        worker = object.__new__(KeyedAgentLoopWorker)
-        worker._calls = Calls()
-        client = copy.copy(make(Dead(error), calls=worker._calls))
+        worker, server = object.__new__(KeyedAgentLoopWorker), Server()
+        worker._calls, server.generate = Calls(), Remote(Mock(side_effect=error))
+        client = copy.copy(make(server, calls=worker._calls))
         with pytest.raises(kind):
             asyncio.run(call(client, [1], {}))
         with pytest.raises(kind):

