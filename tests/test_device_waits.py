@@ -280,7 +280,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
 
 def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
     """A mask that has moved with its request is sent to the device; after a draft it is the same row's."""
-    allowed_tokens.mend(gpu_input_batch)
+    allowed_tokens.fix(gpu_input_batch)
     with Accelerator():
         batch = gpu_input_batch.InputBatch(
             max_num_reqs=4, max_model_len=16, max_num_batched_tokens=16, device=DEVICE,

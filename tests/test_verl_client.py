@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -222,13 +222,16 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated()
     assert names_of_a_run() == names
 
 
-def test_a_dead_server_is_met_by_whoever_wants_more_of_it():
+def test_a_dead_server_is_met_by_whoever_wants_more_of_it(monkeypatch):
     """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
-
+    verls = AsyncMock()
+    monkeypatch.setattr(KeyedAgentLoopWorker.__mro__[1], "generate_sequences", verls)
     engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
     for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
         worker, server = object.__new__(KeyedAgentLoopWorker), Server()
         worker._calls, server.generate = Calls(), Remote(Mock(side_effect=error))
+        asyncio.run(worker.generate_sequences({"batch": 1}))
+        assert verls.await_args.args == ({"batch": 1},)
         client = copy.copy(make(server, calls=worker._calls))
         with pytest.raises(kind):
             asyncio.run(call(client, [1], {}))

@@ -91,7 +91,7 @@ def connect() -> None:
     for module, apply in (
         (_CORE, _give_aborted_counts),
         (RUNNER, give_runner_drafter),
-        *((fault.MODULE, fault.mend) for fault in upstream.OF_DRAFTS),
+        *((fault.MODULE, fault.fix) for fault in upstream.OF_DRAFTS),
     ):
         when_imported(module, functools.partial(_apply, apply))
     for fault in upstream.OF_VLLM:
@@ -124,7 +124,7 @@ def _apply_or_leave_out(fault: Any, module: Any) -> None:
 
     name = fault.__name__.rpartition(".")[2]
     try:
-        fault.mend(module)
+        fault.fix(module)
     except Exception as error:
         if name not in left_out:
             logger = init_logger(f"vllm.{__name__}")

@@ -38,8 +38,8 @@ def keep_states_right(vllm_config: VllmConfig) -> None:
     """
     model = vllm_config.model_config
     if model.is_hybrid and vllm_config.speculative_config is not None:
-        recurrent_rows.mend(vllm_config.use_v2_model_runner)
+        recurrent_rows.fix(vllm_config.use_v2_model_runner)
         if not vllm_config.use_v2_model_runner:
-            recurrent_counts.mend()
+            recurrent_counts.fix()
             if recurrent.has_mamba_2(model.architecture):
-                recurrent_chunks.mend()
+                recurrent_chunks.fix()

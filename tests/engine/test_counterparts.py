@@ -44,7 +44,7 @@ def test_one_that_takes_other_arguments_is_not_replaced(monkeypatch: pytest.Monk
     setattr(other, NAME, function)
     monkeypatch.setattr(cpu_expand, "is_right", lambda: False)
     with pytest.raises(patches.PatchError, match=f"other.{NAME} takes draft_token_ids, more"):
-        cpu_expand.mend(other)
+        cpu_expand.fix(other)
     assert getattr(other, NAME) is function
 
 
@@ -102,7 +102,7 @@ def test_a_mended_kernel_leaves_the_targets_distribution(fp64: bool, monkeypatch
 
     for name in ("rejection_random_sample_kernel", "expand_kernel", "sample_recovered_tokens_kernel"):
         monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
-    cpu_rejection.mend(rejection_sampler)
+    cpu_rejection.fix(rejection_sampler)
     torch.manual_seed(1)
     num, target = 20_000, torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
     ends = torch.arange(1, num + 1, dtype=torch.int32)

@@ -74,7 +74,7 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
     undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
-    monkeypatch.setattr(recurrent_rows, "mend", lambda _: None)
+    monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
     runner.initialize_kv_cache()
     graphs(runner.manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = runner.manager._capture_descs[CUDAGraphMode.FULL]
-    recurrent_rows.mend(is_mrv2=True)
+    recurrent_rows.fix(is_mrv2=True)
     builder = builder_of(name, vllm_config)
     built = [
         builder.build_for_cudagraph_capture(dummy_rows(each.num_reqs, each.num_tokens)) for each in captured
@@ -274,7 +274,7 @@ def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     folder, plain = mamba_2
-    monkeypatch.setattr(recurrent_chunks, "mend", lambda: None)
+    monkeypatch.setattr(recurrent_chunks, "fix", lambda: None)
     undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
     assert wrong(served(folder, GATED, SOME, **SHORT_STEPS), plain) == {"preempted"}
 

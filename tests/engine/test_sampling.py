@@ -139,7 +139,7 @@ def test_a_thinking_budget_follows_its_request(budgets: dict[int, int]) -> None:
     from vllm.v1.sample import thinking_budget_state
     from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
-    thinking_budget.mend(thinking_budget_state)
+    thinking_budget.fix(thinking_budget_state)
     marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
     holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)
     holder._state.update(budgets)

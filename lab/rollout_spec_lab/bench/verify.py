@@ -98,7 +98,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return None
     from vllm.utils import cpu_triton_utils
 
-    cpu_rejection.mend(rejection_sampler)
+    cpu_rejection.fix(rejection_sampler)
     kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
     for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
         setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))

@@ -1,9 +1,9 @@
 """Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
-In: a module of vLLM that has just been imported (MODULE), to be fixed by `mend`. Out: the same module,
+In: a module of vLLM that has just been imported (MODULE), to be fixed by `fix`. Out: the same module,
 patched where it is wrong; a PatchError where it is not the one that the fix knows.
-`kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `mend`: `mrv1.sampler` calls them.
-`recurrent_rows`, `recurrent_counts` and `recurrent_chunks` have a `mend` of no one module: engines of
+`kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `fix`: `mrv1.sampler` calls them.
+`recurrent_rows`, `recurrent_counts` and `recurrent_chunks` have a `fix` of no one module: engines of
 recurrent policies call it.
 May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
 Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.

@@ -18,7 +18,7 @@ _PATCH = Patch(
 )
 
 
-def mend(module: Any) -> None:
+def fix(module: Any) -> None:
     """Let each row of a batch have the mask of its own request."""
     batch = module.InputBatch
     if f"{_MASK}[last_req_index].fill_(False)" in inspect.getsource(batch.condense):

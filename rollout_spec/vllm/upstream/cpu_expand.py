@@ -19,7 +19,7 @@ _PATCH = Patch(
 )
 
 
-def mend(rejection_sampler: Any) -> None:
+def fix(rejection_sampler: Any) -> None:
     """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong."""
     from vllm.platforms import current_platform
 

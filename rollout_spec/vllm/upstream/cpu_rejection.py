@@ -18,7 +18,7 @@ _PATCH = Patch(
 )
 
 
-def mend(_: Any) -> None:
+def fix(_: Any) -> None:
     """Leave the argument out, and give the kernel its noise in float32, as 0.29 does."""
     from vllm.platforms import current_platform
 

@@ -18,7 +18,7 @@ _PATCH = Patch(
 )
 
 
-def mend(module: Any) -> None:
+def fix(module: Any) -> None:
     """Give a prompt of embeddings the tokens that it has in vLLM's scheduler, and in a new row: zeros.
 
     Args:

@@ -18,7 +18,7 @@ _PATCH = Patch(
 _SEES_REASONING_END = ("trim_reasoning_for_advance", "accept_tokens")
 
 
-def mend(scheduler: Any) -> None:
+def fix(scheduler: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
     if sees_reasoning_end():
         return

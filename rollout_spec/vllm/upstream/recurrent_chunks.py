@@ -27,7 +27,7 @@ RECURRENT_CHUNKS = Patch(
 )
 
 
-def mend() -> None:
+def fix() -> None:
     """Let MRV1 take all tokens that a row has to compute for its prompt, where it sorts rows. Idempotent.
 
     Raises:

@@ -21,7 +21,7 @@ RECURRENT_COUNTS = Patch(
 _KEPT = "_rollout_spec_accepted"
 
 
-def mend() -> None:
+def fix() -> None:
     """Give a row that comes back to MRV1's batch its number of accepted tokens. Idempotent.
 
     Raises:

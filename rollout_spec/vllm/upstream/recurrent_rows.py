@@ -25,7 +25,7 @@ RECURRENT_ROWS = Patch(
 )
 
 
-def mend(is_mrv2: bool) -> None:
+def fix(is_mrv2: bool) -> None:
     """Let every decoding row of a recurrent policy be a speculative one. Idempotent; nothing from 0.32 on.
 
     Args:

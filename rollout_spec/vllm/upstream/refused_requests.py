@@ -54,7 +54,7 @@ def _opens_its_mask(structured: Any) -> bool:
     return hasattr(OutlinesGrammar, "_prev_finished")
 
 
-def mend(input_processor: Any) -> None:
+def fix(input_processor: Any) -> None:
     """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
 
     @wrap(input_processor.InputProcessor, "process_inputs", _PATCH)

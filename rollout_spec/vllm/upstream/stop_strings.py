@@ -17,7 +17,7 @@ _PATCH = Patch(
 )
 
 
-def mend(output_processor: Any) -> None:
+def fix(output_processor: Any) -> None:
     """Hand on a request's tokens one by one where it has stop strings: none comes after a stop."""
     processor = output_processor.OutputProcessor
     if hasattr(processor, "_trim_surplus_tokens"):

@@ -22,7 +22,7 @@ _PATCH = Patch(
 )
 
 
-def mend(module: Any) -> None:
+def fix(module: Any) -> None:
     """Let each budget follow its request, and no other."""
 
     @wrap(module.ThinkingBudgetStateHolder, "sync_batch", _PATCH)
