@@ -313,7 +313,8 @@ def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
     ):
         batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": indices, "uid": ["a", "b"]})
         tu.assign_non_tensor_data(batch, "global_steps", step)
-        tu.assign_non_tensor_data(batch, "validate", validate)
+        if validate:
+            tu.assign_non_tensor_data(batch, "validate", True)
         manager.generate_sequences(batch)
         assert list(tu.get(sent[-1], "rollout_spec_occurrence")) == numbers
         assert "rollout_spec_occurrence" not in batch
