@@ -320,3 +320,14 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once(c
         num_bytes = [full, index.stats().num_bytes, *steps()]
         assert max(-np.diff(num_bytes)) <= 2 << 20
         assert num_bytes[-1] < small + (1 << 18)
+
+
+def test_a_prompt_does_not_wait_for_earlier_responses(index):
+    earlier = np.random.default_rng(0).integers(0, 50_000, 1_000, dtype=np.int32)
+    index.add_text(index.open_group(int32()), earlier)
+    prompt = int32(*[1, 2, 3] * 4)
+    sequence = int32(index.open_sequence(index.open_group(prompt, max_tokens=0)))
+    row = {"token_ids": prompt[None], "rows": int32(0), "levels": int32(12), "max_draft_tokens": int32(2)}
+    result = index.index_and_draft(sequence, **row, min_survival=0.0, max_waiting_tokens=16)
+    assert result.draft_tokens[0, :2].tolist() == [1, 2]
+    assert index.stats().num_waiting_tokens == 1_000 - 4

@@ -277,6 +277,7 @@ def test_the_summary_has_the_documented_keys(runs, tmp_path, capsys):
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}
     assert summary["measures"]["reward"]["off"]["value"] == pytest.approx(0.2)
+    assert summary["measures"]["reward"]["difference"]["value"] == pytest.approx(0.0)
     assert summary["measures"]["step_seconds"]["ratio"]["ci95"][1] < 1
     for name in ("rollout_seconds", "generated_tokens", "reward", "response_length"):
         assert len(summary["off"][name]) == len(summary["on"][name]) == 3
