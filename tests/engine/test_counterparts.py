@@ -18,7 +18,7 @@ from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
 from rollout_spec.vllm.versions import version
 
 NAME = "expand_batch_to_tokens"
-NEEDS_MEND = version() in ("0.23.0", "0.24.0")
+NEEDS_FIX = version() in ("0.23.0", "0.24.0")
 
 
 def vllms(name: str) -> Any:
@@ -92,7 +92,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
 
 
 @pytest.mark.skipif(
-    not NEEDS_MEND,
+    not NEEDS_FIX,
     reason="vLLM from 0.29 on needs no fix: its own tests have its kernel",
 )
 @pytest.mark.parametrize("fp64", [False, True])
