@@ -7,8 +7,6 @@ in this step. `choose` then keeps the tokens that pay. A gate that drafts nothin
 
 from __future__ import annotations
 
-import abc
-
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +29,8 @@ _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
-class Gate(abc.ABC):
-    """What a gate is asked; of itself it measures nothing and keeps whole drafts.
+class Gate:
+    """What a gate is asked; of itself it measures nothing and drafts nothing.
 
     Args:
         model_tokens: most tokens of a model's draft.
@@ -49,9 +47,9 @@ class Gate(abc.ABC):
     def __init__(self, model_tokens: int) -> None:
         self.model_tokens = model_tokens
 
-    @abc.abstractmethod
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
+        return None
 
     def compares(self, model_tokens: int) -> bool:
         """Whether the index is to draft twice: with all `model_tokens` of a model, and with one less."""
