@@ -213,11 +213,11 @@ def _patches() -> Iterator[Check]:
 def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
     from rollout_spec.vllm.checks import mrv2_misfit
-    from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
     from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recurrent_rows
     from rollout_spec.vllm.versions import v2_architectures
 
-    check_engine_patches()
+    check_runner()
     patches = [*ENGINE_PATCHES, recurrent_chunks.RECURRENT_CHUNKS, recurrent_counts.RECURRENT_COUNTS]
     misfit = mrv2_misfit()
     if misfit is None:
