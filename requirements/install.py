@@ -77,7 +77,8 @@ def install(args: argparse.Namespace) -> dict[str, str]:
     into = [*add, folder / "bin/python"]
     steps = [[uv, "venv", "--quiet", "--clear", "--python", python, folder]] if folder != home else []
     # Without byte code every process of Ray would compile what it imports.
-    steps += [[*into, "--compile-bytecode", "--requirement", HERE / file] for file in files]
+    compiled = ["--compile-bytecode"] if args.verl or folder == home else []
+    steps += [[*into, *compiled, "--requirement", HERE / file] for file in files]
     packages = once(folder / ".packages", *steps, sources=[HERE / file for file in files])
     editable = [*into, "--no-build-isolation", "--editable"]
     if args.verl:
