@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollout_spec import __version__
-from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
+from rollout_spec.doctor import diagnosis
 from rollout_spec.trace import read_trace, to_line
 
 FOLDER = Path(__file__).parent
