@@ -258,8 +258,8 @@ MODELS |= {name: Model(**shape) for name, shape in PUBLISHED["models"].items()}
 def errors(pair):
     """Of each published step its number of tokens, and the prediction's error as a share of its time.
 
-    A step has rows, the mean length of a row while it decodes, and milliseconds. A fourth number is that of the
-    prompt's tokens, whose prefill is a 2,048th part of the milliseconds; a fifth the draft tokens of each row.
+    A step has rows, the mean length of a row while it decodes, and milliseconds. A fourth number is that of
+    the prompt's tokens, whose prefill is a 2,048th part of the milliseconds; a fifth the draft tokens a row.
     """
     roofline = Roofline(
         MODELS[pair["model"]], DEVICES[pair["gpu"]], pair["tp"],
