@@ -30,19 +30,15 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 # `$(IN) NAME PROGRAM ...` builds an environment, if it is not as it should be, and runs a program in it.
 IN = $(PYTHON) requirements/install.py --venv $(VENV) $(VERL:%=--verl %)
-NAME = $(or $(VLLM),$(ENGINE))
-RUN = $(IN) $(NAME)
+RUN = $(IN) $(or $(VLLM),$(ENGINE))
 PYTEST = $(RUN) python -m pytest
 TWO := --numprocesses 2 --dist loadfile
-# Exit code 5: TEST_ARGS chose none of them.
-SOME = || [ $$? = 5 ]
-FAST = -m 'not slow and not long' $(TWO)
 ORDERED := $(TWO) --no-loadscope-reorder # as tests/conftest.py orders them
 SLOW = -m 'slow and not training' $(ORDERED)
+# Exit code 5: TEST_ARGS chose none of them.
+SOME = || [ $$? = 5 ]
 # vLLM's `suffix` runs on this: C++20, built with the torch that is there. Where that fails, its tests are skipped.
 SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python python arctic-inference==0.1.1
-# A training takes half of the memory, and one process after the other: tests without engines run beside it.
-FAST_AND_TRAINING = -m 'training and not long or not slow and not long' $(ORDERED)
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
@@ -73,13 +69,14 @@ else ifneq ($(VLLM),)
 	$(PYTEST) $(SLOW) $(ENGINE_TESTS) $(TEST_ARGS)
 else
 	$(SUFFIX)
-	$(PYTEST) $(FAST_AND_TRAINING) $(TEST_ARGS) $(SOME)
+	@# A training takes half of the memory, and one process after the other: tests without engines run beside it.
+	$(PYTEST) -m 'not long and (training or not slow)' $(ORDERED) $(TEST_ARGS) $(SOME)
 	$(PYTEST) $(SLOW) $(TEST_ARGS) $(SOME)
 endif
 
 test-fast: ## run the tests that start no engine and train nothing
 	$(SUFFIX)
-	$(PYTEST) $(FAST) $(TEST_ARGS)
+	$(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS)
 
 test-long: ## train in verl's asynchronous modes, resume, and have faults
 	$(PYTEST) -m long $(TEST_ARGS)
@@ -110,8 +107,8 @@ docs: ## build the documentation into build/site
 dev: ## set up .venv
 	$(RUN)
 
-packages: # of VLLM=0.32.0, VLLM=ascend-0.23.0: without this checkout, which only one may build at a time
-	$(IN) --packages-only $(NAME)
+packages: # without this checkout, which only one may build at a time
+	$(IN) --packages-only $(or $(VLLM),$(ENGINE))
 
 lock: ## write requirements/NAME.txt anew, after an edit of a NAME.in (LOCK_ARGS=--upgrade: newest versions)
 	$(IN) docs requirements/lock.sh $(LOCK_ARGS)
