@@ -130,22 +130,14 @@ def simulate(
     times = times if config.enabled else times.without_drafter
     k = config.num_speculative_tokens if config.enabled else model.num_tokens if model else 0
     row_tokens = times.row_tokens(k)
-    replicas = [
-        [
-            Engine(
-                config,
-                times,
-                cluster.max_num_seqs,
-                tail_rows,
-                cluster.kv_tokens,
-                cluster.fills_drafts,
-                model,
-                row_tokens,
-            )
-            for _ in range(cluster.num_ranks)
-        ]
-        for _ in range(cluster.num_replicas)
-    ]
+
+    def engine() -> Engine:
+        return Engine(
+            config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts, model,
+            row_tokens,
+        )  # fmt: skip
+
+    replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
     engines = list(itertools.chain.from_iterable(replicas))
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
