@@ -27,10 +27,6 @@ VLLMS = {"0.24.0": "cpu"} | {version: f"vllm-{version}" for version in ("0.23.0"
 # vllm-ascend, and the environment it runs in. What it asks for is not installable without an NPU's libraries,
 # and without its kernels it is plain Python: so it is a folder on the path, beside all environments.
 ASCENDS = {"0.23.0": "vllm-0.23.0", "0.23.0.post1": "vllm-0.23.0", "0.24.0rc1": "cpu"}
-ASCEND_BUILD = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
-ASCEND_PLUGINS = (
-    "ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling,rollout_spec,torch_npu_stub"
-)
 NAMES = {file.stem: file.stem for file in sorted(HERE.glob("*.txt"))} | VLLMS
 NAMES |= {f"ascend-{release}": environment for release, environment in ASCENDS.items()}
 # What an editable installation is made from; other edits of Python and YAML take effect by themselves.
@@ -73,30 +69,33 @@ def install(args: argparse.Namespace) -> dict[str, str]:
     if not uv.exists():
         makes = [sys.executable, "-m", "venv", home], [home / "bin/pip", "install", "--quiet", UV]
         once(home / ".uv", *makes, sources=[])
-    add = [uv, "pip", "install", "--quiet", "--no-deps", "--python"]
-    into = [*add, folder / "bin/python"]
+    pip = [uv, "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
     steps = [[uv, "venv", "--quiet", "--clear", "--python", python, folder]] if folder != home else []
     # Without byte code every process of Ray would compile what it imports.
     compiled = ["--compile-bytecode"] if args.verl or folder == home else []
-    steps += [[*into, *compiled, "--requirement", HERE / file] for file in files]
+    steps += [[*pip, *compiled, "--requirement", HERE / file] for file in files]
     packages = once(folder / ".packages", *steps, sources=[HERE / file for file in files])
-    editable = [*into, "--no-build-isolation", "--editable"]
+    editable = [*pip, "--no-build-isolation", "--editable"]
     if args.verl:
         once(folder / ".verl", [*editable, args.verl.absolute()], sources=[packages])
     if not args.packages_only and name not in ("docs", "mutants"):
         sources = [packages, *(file for pattern in SOURCES for file in sorted(ROOT.glob(pattern)))]
-        if not list(ROOT.glob("rollout_spec/drafting/_native.*.so")):
-            (folder / ".checkout").unlink(missing_ok=True)
         once(folder / ".checkout", [*editable, ROOT, "--editable", ROOT / "lab"], sources=sources)
-    variables = {"PATH": f"{folder}/bin:{home}/bin:{os.environ['PATH']}"}
-    if args.name.startswith("ascend-"):  # built with the tools of `cpu`
-        release = args.name.removeprefix("ascend-")
-        target = home / "ascend" / release
-        build = [*add, python, "--no-build-isolation", "--no-binary", "vllm-ascend", "--target", target]
-        build.append(f"vllm-ascend=={release}")
-        once(target / ".built", build, sources=[], **ASCEND_BUILD, PATH=f"{home}/bin:{os.environ['PATH']}")
-        variables |= {"VLLM_PLUGINS": ASCEND_PLUGINS, "PYTHONPATH": f"tests/ascend/stub:{target}"}
-    return variables
+    ascend = install_ascend(home, args.name) if args.name.startswith("ascend-") else {}
+    return {"PATH": f"{folder}/bin:{home}/bin:{os.environ['PATH']}", **ascend}
+
+
+def install_ascend(home: Path, name: str) -> dict[str, str]:
+    """Install vllm-ascend, built with the tools of `cpu`; returns the variables with which it is found."""
+    target = home / name
+    build = [home / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", home / "bin/python"]
+    build += ["--no-build-isolation", "--no-binary", "vllm-ascend", "--target", target]
+    plain = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
+    package = f"vllm-ascend=={name.removeprefix('ascend-')}"
+    once(target / ".built", [*build, package], sources=[], **plain, PATH=f"{home}/bin:{os.environ['PATH']}")
+    plugins = "ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling"
+    variables = {"VLLM_PLUGINS": f"{plugins},rollout_spec,torch_npu_stub"}
+    return {**variables, "PYTHONPATH": f"tests/ascend/stub:{target}"}
 
 
 def main() -> None:
