@@ -15,6 +15,6 @@ lock() { # of $name, with arguments for uv
 }
 
 for name in docs mutants; do lock "$@"; done
-for name in cuda; do lock --override none.overrides "$@"; done
+for name in cuda; do lock --override unwanted.overrides "$@"; done
 for name in cpu vllm-0.23.0; do lock --override torch-2.11.overrides "$@"; done
 for name in vllm-0.29.0 vllm-0.32.0; do lock --override torch-2.13.overrides "$@"; done
