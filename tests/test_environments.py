@@ -46,7 +46,7 @@ ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
         ('"vllm==0.29.0",', "cpu", "0.29.0", None),
         ('"vllm==0.31.5", "vllm==0.24.0"', "cuda", "0.24.0", None),
         ('"vllm==0.31.5",', "0.29.0", "0.29.0", None),
-        ('"vllm>=0.18.0",', "0.24.0", "0.24.0", None),
+        ('"vllm==0.29.0",', "0.24.0", "0.24.0", None),
         ('"vllm==0.31.5",', "cpu", None, f"vLLM 0.31.5: {ONE_OF}"),
         ('"vllm>=0.18.0",', "cpu", None, f"vLLM of any version: {ONE_OF}"),
     ],
