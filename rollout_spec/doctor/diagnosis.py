@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from typing import Any
 
-from rollout_spec.certify.environment import package_version
+from rollout_spec.environment import package_version
 from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
