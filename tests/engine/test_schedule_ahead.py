@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def decided(tiny_model: str) -> Callable[..., Any]:
         asked: bool | None,
         is_cpu: bool = False,
         has_v2: bool = True,
-        returns_experts: bool = False,
+        returns_experts: str = "",
         **arguments: Any,
     ) -> Any:
         config = configured(tiny_model, {}, **arguments)
@@ -35,8 +36,9 @@ def decided(tiny_model: str) -> Callable[..., Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
-            name = "enable_return_routed_experts"  # 0.32 has it elsewhere
-            patch.setattr(config.model_config, name, returns_experts, raising=False)
+            if returns_experts:
+                owner = SimpleNamespace(enable_return_routed_experts=True)
+                patch.setattr(config, returns_experts, owner, raising=False)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -70,7 +72,8 @@ def executor_without_it() -> Any:
             lambda: {"distributed_executor_backend": executor_without_it()},
             "distributed_executor_backend=.* does not support it",
         ),
-        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM before 0.32 finds"),
+        (lambda: {"returns_experts": "model_config"}, "with enable_return_routed_experts, vLLM finds"),
+        (lambda: {"returns_experts": "aux_output_config"}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(

@@ -93,6 +93,12 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         }
 
 
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    """An option of the model before vLLM 0.32, of `aux_output_config` from then on."""
+    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
+    return any(getattr(owner, "enable_return_routed_experts", False) for owner in owners)
+
+
 def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     """Have an engine with our drafter schedule asynchronously where it would without: with MRV2.
 
@@ -112,10 +118,10 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
-    elif getattr(vllm_config.model_config, "enable_return_routed_experts", False):  # 0.32 has it elsewhere
+    elif _returns_experts(vllm_config):
         reason = (
-            "with enable_return_routed_experts, vLLM before 0.32 finds a token's experts by its scheduler's "
-            "numbers of tokens"
+            "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
+            "tokens"
         )
     if drafts_with_model(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
