@@ -156,12 +156,12 @@ def teach_speculator() -> None:
     check_runner()
 
     @wrap(model_runner, "init_speculator", SPECULATOR)
-    def init_speculator_or_ours(init: Any, vllm_config: VllmConfig, device: Any) -> Any:
+    def init_speculator_or_ours(init: Any, vllm_config: VllmConfig, device: Any, *others: Any) -> Any:
         if names_our_drafter(vllm_config):
             return speculators.SuffixSpeculator()
         if drafts_with_model(vllm_config):
             vllm_config = speculators.for_the_model(vllm_config)
-        return init(vllm_config, device)
+        return init(vllm_config, device, *others)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
