@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def decided(tiny_model: str) -> Callable[..., Any]:
         asked: bool | None,
         is_cpu: bool = False,
         has_v2: bool = True,
-        returns_experts: str = "",
+        returns_experts: bool = False,
         **arguments: Any,
     ) -> Any:
         config = configured(tiny_model, {}, **arguments)
@@ -36,9 +35,8 @@ def decided(tiny_model: str) -> Callable[..., Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
-            if returns_experts:
-                owner = SimpleNamespace(enable_return_routed_experts=True)
-                patch.setattr(config, returns_experts, owner, raising=False)
+            owner = getattr(config, "aux_output_config", config.model_config)  # from 0.32 on, and before
+            patch.setattr(owner, "enable_return_routed_experts", returns_experts)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -72,8 +70,7 @@ def executor_without_it() -> Any:
             lambda: {"distributed_executor_backend": executor_without_it()},
             "distributed_executor_backend=.* does not support it",
         ),
-        (lambda: {"returns_experts": "model_config"}, "with enable_return_routed_experts, vLLM finds"),
-        (lambda: {"returns_experts": "aux_output_config"}, "with enable_return_routed_experts, vLLM finds"),
+        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(
