@@ -6,7 +6,6 @@ and are handed to the proposer of the suffix drafts, if the engine has one.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -112,10 +111,9 @@ class ModelDrafter(SharedNoise):
         return [[] for _ in range(len(super().propose(scheduler_output, *others)))]
 
     def _propose_fewer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        begin = time.perf_counter()
         drafts = self._propose_model(*args, **kwargs | {"num_speculative_tokens": self._num_now})
         num = max(self._num_now, 1)  # the first pass, for no token
-        self._proposer.note_passes(num, self._num_tokens - num, time.perf_counter() - begin)
+        self._proposer.note_passes(num, self._num_tokens - num)
         return drafts
 
     def _sample_and_draft(self, *args: Any, **kwargs: Any) -> Any:

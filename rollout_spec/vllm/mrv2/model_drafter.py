@@ -7,7 +7,6 @@ often as two distributions that share their noise agree, which is near the most 
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import torch
@@ -95,12 +94,12 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         if dummy_run:
             return propose(input_batch, *given, dummy_run=True, **others)
         num = max(1, host.model_tokens) if host.is_open else 1
-        speculator.num_speculative_steps, begin = num, time.perf_counter()
+        speculator.num_speculative_steps = num
         try:
             drafts = propose(input_batch, *given, **others)
         finally:
             speculator.num_speculative_steps = num_tokens
-        host.proposer.note_passes(num, num_tokens - num, time.perf_counter() - begin)
+        host.proposer.note_passes(num, num_tokens - num)
         taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.is_open else ()
         return host.draft(input_batch, given[_NUM_SAMPLED], taken)
 
