@@ -57,8 +57,8 @@ class CheckConfig(Callback):
         method = OmegaConf.select(config, "rollout.spec.method")
         with open_dict(config):
             OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
-            if value(config, _ROUTER) == _group_router():
-                _fit_router(config)
+            if value(config, _ROUTER) == _group_router() and _num_places(config) == 1:
+                OmegaConf.update(config, _ROUTER, None)
             fit_tokens(config)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
@@ -114,6 +114,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(drafter_options(options, mtp))
     refuse_old_version()
+    launch.refuse_old_verl()
     _check_trainer(config, spec)
     _check_routing(config, spec)
     _check_arguments(config, spec)
@@ -143,11 +144,6 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     if spec.coupled or mode != "sync":
         way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
-    if mode != "sync" and launch.verl_is_before_0_9_1():
-        raise ConfigError(
-            f"trainer.v1.trainer_mode={mode}: this verl lets requests into an engine in the middle of a "
-            "weight sync, so nobody knows which weights served them; take verl 0.9.1, where they wait"
-        )
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
@@ -183,7 +179,7 @@ def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if not launch.verl_is_before_0_9_1() and value(config, _ROUTER) != _group_router():
+    if value(config, _ROUTER) != _group_router():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
@@ -194,20 +190,6 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
             f"{ROLLOUT}.full_determinism: rollout.spec.routing=group (the default with sam) sends requests "
             "by load, so to other engines in every run; take rollout.spec.routing=verl"
         )
-
-
-def _fit_router(config: DictConfig) -> None:
-    """Remove our router where there is one place only, and where verl knows no routers."""
-    if launch.verl_is_before_0_9_1():
-        del OmegaConf.select(config, ROLLOUT)[_ROUTER.rpartition(".")[2]]
-        if _num_places(config) > 1:
-            print(
-                "rollout_spec: this verl has no router, so it spreads the samples of a prompt over the "
-                "engines; rollout.spec.routing=group holds within an engine only",
-                file=sys.stderr,
-            )
-    elif _num_places(config) == 1:
-        OmegaConf.update(config, _ROUTER, None)
 
 
 def _group_router() -> str:
