@@ -42,7 +42,7 @@ def composed(*overrides: str) -> Any:
     return config
 
 
-def test_the_yaml_holds_every_field_with_its_default():
+def test_the_groups_hold_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
     plain = SpecConfig(method="off", verify="standard", routing="verl")
     for method, expected in (("sam", SpecConfig()), ("off", plain)):

@@ -148,10 +148,9 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
-    options = value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}")
-    if options is None or SpecConfig.from_mapping(options) != spec:
-        raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
     asked = value(config, "rollout.spec"), value(config, MTP)
+    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != drafter_options(*asked):
+        raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
     drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
     off = f"remove it; with rollout.spec=off only rollout.spec.{OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
@@ -156,10 +156,11 @@ def _bind_proposers() -> None:
 
             runner_v2.teach_speculator()
         init_device(self)
-        _bind(self.worker)
+        if config is not None:
+            _bind(self.worker, config)
 
 
-def _bind(worker: Any) -> None:
+def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm import recurrent_policies
@@ -168,8 +169,7 @@ def _bind(worker: Any) -> None:
     from rollout_spec.vllm.proposer import proposer_of
 
     runner = getattr(worker, "model_runner", None)
-    config = engine_options(worker.vllm_config)
-    if config is None or runner is None:
+    if runner is None:
         return
     if failure:
         raise ConfigError(failure)
