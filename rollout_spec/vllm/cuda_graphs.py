@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import reasons
-from rollout_spec.vllm.upstream.recurrent_chunks import in_prompt
+from rollout_spec.vllm.recurrent_policies import in_prompt
 
 logger = init_logger(f"vllm.{__name__}")
 

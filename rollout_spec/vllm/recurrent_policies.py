@@ -1,14 +1,18 @@
-"""Engines of policies with recurrent layers: what is refused, and the fix that their drafts need."""
+"""Engines of policies with recurrent layers: what is refused, the fixes that they need, how far rows are."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.vllm import reasons
-from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recurrent_rows
+from rollout_spec.vllm import reasons, upstream
 from rollout_spec.vllm.versions import minor, version
 
 
@@ -34,12 +38,21 @@ def keep_states_right(vllm_config: VllmConfig) -> None:
     """Fix what vLLM does with the states of a worker's policy, if it drafts; the worker has its runner.
 
     Raises:
-        PatchError: the installed vLLM is not one that the fix was written for.
+        PatchError: the installed vLLM is not one that the fixes were written for.
     """
-    model = vllm_config.model_config
-    if model.is_hybrid and vllm_config.speculative_config is not None:
-        recurrent_rows.fix(vllm_config.use_v2_model_runner)
-        if not vllm_config.use_v2_model_runner:
-            recurrent_counts.fix()
-            if recurrent.has_mamba_2(model.architecture):
-                recurrent_chunks.fix()
+    if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
+        is_mrv2 = vllm_config.use_v2_model_runner
+        for fix, name in upstream.fixes(upstream.RECURRENT_MRV2 if is_mrv2 else upstream.RECURRENT_MRV1):
+            upstream.mend(fix, importlib.import_module(name))
+
+
+def in_prompt(runner: Any) -> npt.NDArray[np.bool_]:
+    """Which rows of an MRV1 still compute their prompt, or their own tokens again."""
+    batch = runner.input_batch
+    return batch.num_computed_tokens_cpu[: batch.num_reqs] < num_known(batch)
+
+
+def num_known(batch: Any) -> npt.NDArray[np.int32]:
+    """Tokens to compute before each row decodes: its prompt, and its own tokens but the last."""
+    n = batch.num_reqs
+    return np.maximum(batch.num_prompt_tokens[:n], batch.num_tokens_no_spec[:n] - 1)

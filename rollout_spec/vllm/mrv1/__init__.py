@@ -2,6 +2,6 @@
 
 In: the runner, its batch, the calls of its samplers and of its drafter. Out: tokens drawn with a request's
 own noise; a model's drafts, for the proposer.
-May import: `drafting`, `patches`, `verification`, `vllm`, `vllm.upstream`, numpy, torch, vllm.
+May import: `drafting`, `patches`, `verification`, `vllm`, numpy, torch, vllm.
 It never imports `plugin`, `checks` or MRV2's.
 """

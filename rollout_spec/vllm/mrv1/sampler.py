@@ -29,9 +29,9 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.upstream.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
-from rollout_spec.vllm.upstream.min_tokens import MIN_TOKENS, counting_drafts
-from rollout_spec.vllm.upstream.plain_steps import PLAIN_STEPS, sample_plainly
+from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
+from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.mrv1.plain_steps import PLAIN_STEPS, sample_plainly
 
 logger = init_logger(f"vllm.{__name__}")
 
