@@ -26,18 +26,15 @@ from rollout_spec.verl.model_drafter import (
     engine_drafter,
     engine_scheduler,
 )
-from rollout_spec.verl.recurrent_policy import check_recurrent, fit_tokens, said_of_memory
+from rollout_spec.verl.recurrent_policy import fit_tokens, said_of_memory
 from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
-    has_recurrent_state,
-    is_for_npus,
     require,
     value,
 )
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.options import refuse_long_drafts
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -165,10 +162,6 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
 
 def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
     """What a run without drafts may have, and one with them may not."""
-    if is_for_npus(config):
-        refuse_long_drafts(spec)
-    if has_recurrent_state(config):
-        check_recurrent(config, spec)
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):

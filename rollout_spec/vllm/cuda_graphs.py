@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
-from rollout_spec.vllm import reasons
 from rollout_spec.vllm.recurrent_policies import in_prompt
+from rollout_spec.vllm.refusals import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -40,7 +40,7 @@ def capture_plain_steps(runner: Any) -> None:
         _keep_prompts_out(runner)
     if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)
+            logger.warning("rollout_spec: %s", WITHOUT_GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1
 
 

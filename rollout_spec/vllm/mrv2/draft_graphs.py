@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, PatchError, guard_parameters, misfit, wrap
-from rollout_spec.vllm import reasons
+from rollout_spec.vllm import refusals
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 logger = init_logger(f"vllm.{__name__}")
@@ -79,7 +79,7 @@ def capture_steps_with_drafts(runner: Any) -> None:
             return
         logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
         if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning_once(f"rollout_spec: {reasons.WITHOUT_GRAPHS}")
+            logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
 
     runner.initialize_kv_cache = initialize_and_add_graphs
 
