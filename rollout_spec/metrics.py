@@ -1,142 +1,12 @@
-"""What is counted, and the one place where the names of metrics are written."""
+"""What is counted, and the one list of metrics: of each its name, its value and what a user reads of it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 PREFIX = "rollout/spec_"
-
-
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """What the documentation says of one metric; `name` is without the PREFIX."""
-
-    name: str
-    meaning: str
-    advice: str  # what a user does about it
-
-
-METRICS = (
-    Metric(
-        "rollout_seconds",
-        "Seconds in which the busiest server worked on training requests; weight syncs do not count.",
-        "Compare two runs with `rollout-spec compare`.",
-    ),
-    Metric(
-        "generated_tokens",
-        "Tokens generated in this time, those of interrupted responses included.",
-        "`rollout-spec compare` divides it by `rollout_seconds`.",
-    ),
-    Metric(
-        "num_interrupted",
-        "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
-        "Nothing to do: verl sends them again after the sync.",
-    ),
-    Metric(
-        "tokens_per_step",
-        "Generated tokens per decode step of a request. Steps without a draft count too.",
-        "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows.",
-    ),
-    Metric(
-        "accept_rate",
-        "verl's own mean of the acceptance rate over requests, 0 for a request without a draft.",
-        "Prefer `acceptance_rate`.",
-    ),
-    Metric(
-        "accept_length",
-        "verl's own mean of the acceptance length over requests.",
-        "Prefer `tokens_per_step`.",
-    ),
-    Metric(
-        "num_drafts",
-        "Drafts verified in the step.",
-        "0: `share_off_threshold` and `share_off_cost` say why.",
-    ),
-    Metric("num_draft_tokens", "Draft tokens verified in the step.", "`acceptance_rate` divides by it."),
-    Metric("num_accepted_tokens", "Draft tokens accepted in the step.", "`acceptance_rate` counts them."),
-    Metric(
-        "acceptance_rate",
-        "Accepted tokens per draft token.",
-        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`.",
-    ),
-    Metric(
-        "num_failed_steps",
-        "Engine steps in which drafting failed. The rollout went on without drafts.",
-        "Above 0: the engine's log gives the reason once. Report it.",
-    ),
-    Metric(
-        "num_untracked_rows",
-        "Decoding requests that had no place in the index, summed over steps.",
-        "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
-    ),
-    Metric(
-        "share_on",
-        "Share of the engine's steps in which drafting was on.",
-        "Low at the end of a rollout: the `share_off_*` metrics say why.",
-    ),
-    Metric(
-        "draft_ms",
-        "Milliseconds in the drafter per engine step, indexing included.",
-        "Above 1: other work runs on the host's cores, or very many requests decode.",
-    ),
-    Metric(
-        "expected_gain",
-        "Speed of steps with drafts over plain ones, as `batch_threshold=auto` predicts it.",
-        "Far above `achieved_gain`: step times vary; look for other work on the machine.",
-    ),
-    Metric(
-        "achieved_gain",
-        "The same ratio as measured, in the steps with drafts only. A whole rollout gains less.",
-        "Below 1 for long: step times vary too much to predict. Set `batch_threshold` to a number.",
-    ),
-    Metric(
-        "share_off_threshold",
-        "Share of steps without drafts because more requests decode than `batch_threshold`.",
-        "High throughout: raise `batch_threshold`, or take `auto`.",
-    ),
-    Metric(
-        "share_off_cost",
-        "Share of steps without drafts because drafts would gain less than 2 % over a plain step.",
-        "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
-    ),
-    Metric(
-        "num_model_passes",
-        "Passes of a model that drafts beside the text.",
-        "Compare it with `num_model_passes_left_out`.",
-    ),
-    Metric(
-        "num_model_passes_left_out",
-        "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
-        "High at the end of a rollout: the model is rarely right.",
-    ),
-    Metric(
-        "model_ms",
-        "Milliseconds of the host per engine step for the model's passes, without the GPU's own time.",
-        "`rollout-spec compare` shows it beside `draft_ms`.",
-    ),
-    Metric(
-        "model_share",
-        "Share of the draft tokens that the model proposed too.",
-        "Low: most drafts come from the text; the model may not be worth its passes.",
-    ),
-    Metric(
-        "model_acceptance_rate",
-        "Accepted tokens per draft token of the model.",
-        "Falling: the head is stale. Train it too, or go without it.",
-    ),
-    Metric(
-        "text_acceptance_rate",
-        "Accepted tokens per draft token of the text alone.",
-        "As for `acceptance_rate`.",
-    ),
-    Metric(
-        "load_imbalance",
-        "Tokens of the busiest rollout engine over the mean, where there are several.",
-        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
-    ),
-)
 
 
 @dataclasses.dataclass
@@ -165,7 +35,6 @@ class EngineCounters(_Counters):
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
     num_model_passes: int = 0
     num_model_passes_left_out: int = 0
-    model_seconds: float = 0.0  # of the host; a GPU's passes may end later
     num_model_draft_tokens: int = 0
     num_model_accepted_tokens: int = 0
     # Steps without drafts, by what decided so
@@ -175,8 +44,6 @@ class EngineCounters(_Counters):
     # Over the steps with drafts that the automatic gate could compare
     gate_seconds: float = 0.0  # what they took
     gate_plain_seconds: float = 0.0  # what steps without drafts would have for the same tokens
-    gate_expected_seconds: float = 0.0  # the same two, as foreseen
-    gate_expected_plain_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -218,78 +85,184 @@ class RolloutReport:
         self.num_interrupted += other.num_interrupted
 
 
+@dataclasses.dataclass
+class Counted:
+    """What the metrics are made of; a part is None where nobody counts it, and then it has no metrics."""
+
+    servers: Sequence[RolloutReport] | None
+    requests: RequestCounters | None  # the sums over all servers
+    engine: EngineCounters | None
+
+    @property
+    def model(self) -> EngineCounters | None:
+        """The engine's counts, where a model drafts beside the text."""
+        return self.engine if self.engine is not None and self.engine.num_model_passes else None
+
+
+class Metric(NamedTuple):
+    """One metric: how it comes about, and what the documentation says of it."""
+
+    name: str  # without the PREFIX
+    part: str  # of Counted
+    value: Callable[[Any], float | None]  # of that part; None: a ratio to nothing
+    meaning: str
+    advice: str  # what a user does about it
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _load_imbalance(servers: Sequence[RolloutReport]) -> float | None:
+    nums = [server.num_generated_tokens for server in servers]
+    return _ratio(max(nums) * len(nums), sum(nums)) if len(nums) > 1 else None
+
+
+METRICS = (
+    Metric(
+        "rollout_seconds", "servers",
+        lambda servers: max((server.rollout_seconds for server in servers), default=0.0),
+        "Seconds in which the busiest server worked on training requests; weight syncs do not count.",
+        "Compare two runs with `rollout-spec compare`.",
+    ),
+    Metric(
+        "generated_tokens", "servers", lambda servers: sum(server.num_generated_tokens for server in servers),
+        "Tokens generated in this time, those of interrupted responses included.",
+        "`rollout-spec compare` divides it by `rollout_seconds`.",
+    ),
+    Metric(
+        "num_interrupted", "servers", lambda servers: sum(server.num_interrupted for server in servers),
+        "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
+        "Nothing to do: verl sends them again after the sync.",
+    ),
+    Metric(
+        "tokens_per_step", "requests",
+        lambda counts: _ratio(counts.num_decoded_tokens, counts.num_decode_steps),
+        "Generated tokens per decode step of a request. Steps without a draft count too.",
+        "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows.",
+    ),
+    Metric(
+        "num_drafts", "requests", lambda counts: counts.num_drafts,
+        "Drafts verified in the step.",
+        "0: `share_off_threshold` and `share_off_cost` say why.",
+    ),
+    Metric(
+        "num_draft_tokens", "requests", lambda counts: counts.num_draft_tokens,
+        "Draft tokens verified in the step.",
+        "`acceptance_rate` divides by it.",
+    ),
+    Metric(
+        "num_accepted_tokens", "requests", lambda counts: counts.num_accepted_tokens,
+        "Draft tokens accepted in the step.",
+        "`acceptance_rate` counts them.",
+    ),
+    Metric(
+        "acceptance_rate", "requests",
+        lambda counts: _ratio(counts.num_accepted_tokens, counts.num_draft_tokens),
+        "Accepted tokens per draft token.",
+        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`.",
+    ),
+    Metric(
+        "num_failed_steps", "engine", lambda counts: counts.num_failed_steps,
+        "Engine steps in which drafting failed. The rollout went on without drafts.",
+        "Above 0: the engine's log gives the reason once. Report it.",
+    ),
+    Metric(
+        "num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
+        "Decoding requests that had no place in the index, summed over steps.",
+        "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
+    ),
+    Metric(
+        "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
+        "Share of the engine's steps in which drafting was on.",
+        "Low at the end of a rollout: the `share_off_*` metrics say why.",
+    ),
+    Metric(
+        "draft_ms", "engine", lambda counts: _ratio(counts.draft_seconds * 1e3, counts.num_steps),
+        "Milliseconds in the drafter per engine step, indexing included.",
+        "Above 1: other work runs on the host's cores, or very many requests decode.",
+    ),
+    Metric(
+        "achieved_gain", "engine", lambda counts: _ratio(counts.gate_plain_seconds, counts.gate_seconds),
+        "Measured speed of steps with drafts over plain ones, with `batch_threshold=auto`. A whole rollout "
+        "gains less.",
+        "Below 1 for long: step times vary too much to predict. Look for other work on the machine, or set "
+        "`batch_threshold` to a number.",
+    ),
+    Metric(
+        "share_off_threshold", "engine",
+        lambda counts: _ratio(counts.num_steps_off_threshold, counts.num_steps),
+        "Share of steps without drafts because more requests decode than `batch_threshold`.",
+        "High throughout: raise `batch_threshold`, or take `auto`.",
+    ),
+    Metric(
+        "share_off_cost", "engine", lambda counts: _ratio(counts.num_steps_off_cost, counts.num_steps),
+        "Share of steps without drafts because drafts would gain less than 2 % over a plain step.",
+        "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
+    ),
+    Metric(
+        "num_model_passes", "model", lambda counts: counts.num_model_passes,
+        "Passes of a model that drafts beside the text.",
+        "Compare it with `num_model_passes_left_out`.",
+    ),
+    Metric(
+        "num_model_passes_left_out", "model", lambda counts: counts.num_model_passes_left_out,
+        "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
+        "High at the end of a rollout: the model is rarely right.",
+    ),
+    Metric(
+        "model_share", "model", lambda counts: _ratio(counts.num_model_draft_tokens, counts.num_draft_tokens),
+        "Share of the draft tokens that the model proposed too.",
+        "Low: most drafts come from the text; the model may not be worth its passes.",
+    ),
+    Metric(
+        "model_acceptance_rate", "model",
+        lambda counts: _ratio(counts.num_model_accepted_tokens, counts.num_model_draft_tokens),
+        "Accepted tokens per draft token of the model.",
+        "Falling: the head is stale. Train it too, or go without it.",
+    ),
+    Metric(
+        "load_imbalance", "servers", _load_imbalance,
+        "Tokens of the busiest rollout engine over the mean, where there are several.",
+        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
+    ),
+)  # fmt: skip
+
+
+def _values(counted: Counted) -> dict[str, float]:
+    """The metrics that have a value, by name."""
+    values = {}
+    for metric in METRICS:
+        part = getattr(counted, metric.part)
+        value = None if part is None else metric.value(part)
+        if value is not None:
+            values[metric.name] = float(value)
+    return values
+
+
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     """The token-weighted metrics of one training step over all rollout servers.
 
     Rollout time is that of the busiest server. Ratios appear only where their denominator is not 0.
     """
-    reports = list(reports)
-    engine, total, drafting = EngineCounters(), RequestCounters(), False
-    for report in reports:
-        if report.engine is not None:
-            engine.add(report.engine)
-            drafting = True
-        for request in (*report.requests, report.aborted):
-            total.add(request)
-    values: dict[str, float] = {
-        "rollout_seconds": max((report.rollout_seconds for report in reports), default=0.0),
-        "generated_tokens": sum(report.num_generated_tokens for report in reports),
-        "num_interrupted": sum(report.num_interrupted for report in reports),
-    }
-    if len(reports) > 1:
-        most = max(report.num_generated_tokens for report in reports)
-        values |= _ratio("load_imbalance", most * len(reports), values["generated_tokens"])
-    if drafting or total.num_decode_steps:
-        values |= {
-            "num_drafts": total.num_drafts,
-            "num_draft_tokens": total.num_draft_tokens,
-            "num_accepted_tokens": total.num_accepted_tokens,
-        }
-        values |= _ratio("tokens_per_step", total.num_decoded_tokens, total.num_decode_steps)
-        values |= _ratio("acceptance_rate", total.num_accepted_tokens, total.num_draft_tokens)
-    if drafting:
-        values |= {
-            "num_failed_steps": engine.num_failed_steps,
-            "num_untracked_rows": engine.num_untracked_rows,
-        }
-        values |= _engine_metrics(engine)
-    return {PREFIX + name: float(value) for name, value in values.items()}
+    servers, requests = list(reports), RequestCounters()
+    engine: EngineCounters | None = None
+    for server in servers:
+        if server.engine is not None:
+            engine = engine or EngineCounters()
+            engine.add(server.engine)
+        for request in (*server.requests, server.aborted):
+            requests.add(request)
+    has_drafts = engine is not None or requests.num_decode_steps
+    counted = Counted(servers, requests if has_drafts else None, engine)
+    return {PREFIX + name: value for name, value in _values(counted).items()}
 
 
 def engine_summary(engine: EngineCounters) -> str:
-    """The same metrics of one engine's steps, in one line for its log."""
-    values = _ratio("acceptance_rate", engine.num_accepted_tokens, engine.num_draft_tokens)
-    values |= _engine_metrics(engine)
-    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-
-
-def _engine_metrics(engine: EngineCounters) -> dict[str, float]:
-    """What the gate did."""
-    values = _ratio("share_on", engine.num_steps_on, engine.num_steps)
-    values |= _ratio("draft_ms", engine.draft_seconds * 1e3, engine.num_steps)
-    values |= _ratio("achieved_gain", engine.gate_plain_seconds, engine.gate_seconds)
-    values |= _ratio("expected_gain", engine.gate_expected_plain_seconds, engine.gate_expected_seconds)
-    for reason in ("threshold", "cost"):
-        num_steps_off = getattr(engine, f"num_steps_off_{reason}")
-        values |= _ratio(f"share_off_{reason}", num_steps_off, engine.num_steps)
-    return values | _model_metrics(engine)
-
-
-def _model_metrics(engine: EngineCounters) -> dict[str, float]:
-    """What each source gave, where a model drafts beside the text."""
-    if not engine.num_model_passes:
-        return {}
-    drafted, accepted = engine.num_model_draft_tokens, engine.num_model_accepted_tokens
-    values: dict[str, float] = {
-        "num_model_passes": engine.num_model_passes,
-        "num_model_passes_left_out": engine.num_model_passes_left_out,
-    }
-    values |= _ratio("model_ms", engine.model_seconds * 1e3, engine.num_steps)
-    values |= _ratio("model_share", drafted, engine.num_draft_tokens)
-    values |= _ratio("model_acceptance_rate", accepted, drafted)
-    others = engine.num_draft_tokens - drafted
-    return values | _ratio("text_acceptance_rate", engine.num_accepted_tokens - accepted, others)
-
-
-def _ratio(name: str, numerator: float, denominator: float) -> dict[str, float]:
-    return {name: numerator / denominator} if denominator else {}
+    """One engine's part of the same metrics, in one line for its log: ratios, and the passes of a model."""
+    drafts = RequestCounters(
+        num_draft_tokens=engine.num_draft_tokens, num_accepted_tokens=engine.num_accepted_tokens
+    )
+    names = [each.name for each in METRICS if each.part == "model" or not each.name.startswith("num_")]
+    values = _values(Counted(None, drafts, engine))
+    return ", ".join(f"{name} {values[name]:.3g}" for name in names if name in values)

@@ -241,7 +241,7 @@ RACE, TOKENS, LOGPROBS = (
     for name in (
         "verification.coupled._block_masses",
         "verification.transfers.fetched",
-        "vllm.upstream.kept_logprobs.kept_logprobs",
+        "vllm.mrv1.kept_logprobs.kept_logprobs",
     )
 )
 # By step: what the host waits in, and the copies to the device that nothing waits for.

@@ -31,7 +31,6 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict import roofline
 from rollout_spec.predict.model import Model
 from rollout_spec.verl.check_config import MODES, CheckConfig, check_config
-from rollout_spec.verl.launch import verl_is_before_0_9_1
 from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
@@ -88,9 +87,8 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
 
 def layouts() -> list[tuple[str, str, str, str]]:
     """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
-    modes = MODES[:1] if verl_is_before_0_9_1() else MODES
     places = itertools.product(enumerate(SIZES), enumerate(DEVICES))
-    return [(RECIPES[(i + j) % 2], size, device, modes[i % len(modes)]) for (i, size), (j, device) in places]
+    return [(RECIPES[(i + j) % 2], size, device, MODES[i % len(MODES)]) for (i, size), (j, device) in places]
 
 
 @pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())

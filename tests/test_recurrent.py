@@ -75,17 +75,21 @@ def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list
 def test_policies_whose_drafts_are_refused_by_name(
     fields: dict[str, Any], reason: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_spec.verl.recurrent_policy.version", lambda: "0.24.0")
+    monkeypatch.setattr("rollout_spec.vllm.versions.version", lambda: "0.24.0")
     fields = {"text_config": {"linear_num_value_heads": 32}} | fields
     check_config(run_of(fields, tmp_path, OFF))
-    with pytest.raises(ConfigError, match=rf"^rollout\.spec=sam: [^\n]*{reason}[^\n]*; run it with off$"):
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.spec\.method=sam: [^\n]*{reason}[^\n]*; run it with off$"
+    ):
         check_config(run_of(fields, tmp_path, SAM))
 
 
 def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path: pathlib.Path) -> None:
     config = run_of(QWEN3_NEXT, tmp_path, SAM, 3)
     config.trainer.device = "npu"
-    with pytest.raises(ConfigError, match=r"^rollout\.spec=sam: Qwen3NextForCausalLM has recurrent [^\n]*\Z"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.spec\.method=sam: Qwen3NextForCausalLM has recurrent [^\n]*\Z"
+    ):
         check_config(config)
 
 

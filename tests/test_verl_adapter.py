@@ -93,7 +93,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
         assert metrics["rollout/spec_num_draft_tokens"] == 2 * sum(tokens)
         assert metrics["rollout/spec_num_interrupted"] == (5 in tokens)
         assert metrics["rollout/spec_share_on"] == 1 and metrics["upstream"] == step
-        assert metrics["rollout/spec_accept_rate"] == 0.5
+        assert metrics["rollout/spec_acceptance_rate"] == 0.5
     # An asynchronous trainer: what is under way when a step is logged is of a later one.
     servers[0].serve(7)
     PPOTrainer._validate(trainer)

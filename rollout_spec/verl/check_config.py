@@ -26,18 +26,15 @@ from rollout_spec.verl.model_drafter import (
     engine_drafter,
     engine_scheduler,
 )
-from rollout_spec.verl.recurrent_policy import check_recurrent, fit_tokens, said_of_memory
+from rollout_spec.verl.recurrent_policy import fit_tokens, said_of_memory
 from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
-    has_recurrent_state,
-    is_for_npus,
     require,
     value,
 )
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.options import refuse_long_drafts
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
@@ -57,8 +54,8 @@ class CheckConfig(Callback):
         method = OmegaConf.select(config, "rollout.spec.method")
         with open_dict(config):
             OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
-            if value(config, _ROUTER) == _group_router():
-                _fit_router(config)
+            if value(config, _ROUTER) == _group_router() and _num_places(config) == 1:
+                OmegaConf.update(config, _ROUTER, None)
             fit_tokens(config)
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
@@ -114,6 +111,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(drafter_options(options, mtp))
     refuse_old_version()
+    launch.refuse_old_verl()
     _check_trainer(config, spec)
     _check_routing(config, spec)
     _check_arguments(config, spec)
@@ -143,19 +141,13 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     if spec.coupled or mode != "sync":
         way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
-    if mode != "sync" and launch.verl_is_before_0_9_1():
-        raise ConfigError(
-            f"trainer.v1.trainer_mode={mode}: this verl lets requests into an engine in the middle of a "
-            "weight sync, so nobody knows which weights served them; take verl 0.9.1, where they wait"
-        )
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
-    options = value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}")
-    if options is None or SpecConfig.from_mapping(options) != spec:
-        raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
     asked = value(config, "rollout.spec"), value(config, MTP)
+    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != drafter_options(*asked):
+        raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
     drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
     off = f"remove it; with rollout.spec=off only rollout.spec.{OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
@@ -170,10 +162,6 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
 
 def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
     """What a run without drafts may have, and one with them may not."""
-    if is_for_npus(config):
-        refuse_long_drafts(spec)
-    if has_recurrent_state(config):
-        check_recurrent(config, spec)
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):
@@ -183,7 +171,7 @@ def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if not launch.verl_is_before_0_9_1() and value(config, _ROUTER) != _group_router():
+    if value(config, _ROUTER) != _group_router():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
@@ -194,20 +182,6 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
             f"{ROLLOUT}.full_determinism: rollout.spec.routing=group (the default with sam) sends requests "
             "by load, so to other engines in every run; take rollout.spec.routing=verl"
         )
-
-
-def _fit_router(config: DictConfig) -> None:
-    """Remove our router where there is one place only, and where verl knows no routers."""
-    if launch.verl_is_before_0_9_1():
-        del OmegaConf.select(config, ROLLOUT)[_ROUTER.rpartition(".")[2]]
-        if _num_places(config) > 1:
-            print(
-                "rollout_spec: this verl has no router, so it spreads the samples of a prompt over the "
-                "engines; rollout.spec.routing=group holds within an engine only",
-                file=sys.stderr,
-            )
-    elif _num_places(config) == 1:
-        OmegaConf.update(config, _ROUTER, None)
 
 
 def _group_router() -> str:

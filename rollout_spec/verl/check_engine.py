@@ -12,20 +12,23 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig, refuse_first
 from rollout_spec.verl.model_drafter import OPTION, asked_drafter
+from rollout_spec.verl.recurrent_policy import states_of
 from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
     entry,
+    has_recurrent_state,
     is_for_npus,
     model_fields,
     of_text,
     policy_fields,
     value,
 )
-from rollout_spec.vllm import reasons
+from rollout_spec.vllm.refusals import WITHOUT_GRAPHS, of_our_drafter, refuse
 from rollout_spec.vllm.versions import drafts_by_modules, mrv2_has_draft_models, v2_architectures, version
 
 # By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.
@@ -36,7 +39,6 @@ _STEP3P5 = ("step3p5", "step3p7")
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _Drafter = Mapping[str, Any]  # of `asked_drafter`: one of the user's own names its model
 _Fields = Mapping[str, Any]  # of a config.json
-_Row = tuple[Any, str, str]  # whether it is so, the setting, why it is refused
 
 
 def check_engine(config: DictConfig, spec: SpecConfig) -> None:
@@ -46,14 +48,15 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
-    rows = _of_settings(config, spec, drafter, policy)
     if drafter is not None:  # first what no other setting puts right
-        rows = _of_weights(config, drafter, policy) + _of_model(config, spec, drafter, policy) + rows
-    refuse_first(*((is_so, f"{setting}: {reason}") for is_so, setting, reason in rows))
+        _refuse_weights(config, drafter, policy)
+    refuse(_facts(config, spec, drafter, policy), _name(drafter or {}), f"{ENGINE}.")
+    if spec.enabled and has_recurrent_state(config):
+        recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), states_of(config))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
         but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
-        print(f"rollout_spec: {ENGINE}.{reasons.WITHOUT_GRAPHS}. {but}", file=sys.stderr)
+        print(f"rollout_spec: {ENGINE}.{WITHOUT_GRAPHS}. {but}", file=sys.stderr)
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
         print(
@@ -63,59 +66,64 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _of_settings(
-    config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields
-) -> tuple[_Row, ...]:
-    processors, ahead = f"{ENGINE}.logits_processors", f"{ENGINE}.async_scheduling"
-    overrides = f"{ENGINE}.override_generation_config"
+def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields) -> dict[str, Any]:
+    facts = {
+        "processors": value(config, f"{ENGINE}.logits_processors"),
+        "min_p": entry(config, f"{ENGINE}.override_generation_config", "min_p"),
+        "ahead": _ahead(config, spec, drafter, policy),
+    }
+    if spec.enabled:
+        named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
+        facts |= of_our_drafter(spec, named, is_for_npus(config))
+    if drafter is not None and (spec.enabled or spec.coupled):
+        facts |= _of_model(config, spec, drafter, policy)
+    return facts
+
+
+def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields) -> str | None:
+    """Which MRV1 is asked to schedule ahead, in words."""
     is_small = drafter is not None and drafter["method"] == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
     allowed = (None, False) if spec.enabled or is_small else (False,)
-    is_ahead = (spec.enabled or spec.coupled) and value(config, ahead) not in allowed
-    return (
-        (value(config, processors), processors, reasons.PROCESSORS),
-        (entry(config, overrides, "min_p"), f"{overrides}.min_p", reasons.MIN_P),
-        (is_ahead and _has_mrv1(config, policy, is_small), f"{ahead}={value(config, ahead)}",
-         f"{reasons.AHEAD}, which vLLM {version()} has for this model"),
-    )  # fmt: skip
+    is_ahead = (spec.enabled or spec.coupled) and value(config, f"{ENGINE}.async_scheduling") not in allowed
+    is_so = is_ahead and _has_mrv1(config, policy, is_small)
+    return f"vLLM's MRV1, which vLLM {version()} has for this model" if is_so else None
 
 
-def _of_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> tuple[_Row, ...]:
-    has_whole_head = "model" not in drafter and policy.get("model_type") in _WHOLE_HEADS
-    load_format = value(config, f"{ROLLOUT}.load_format")
-    return (
-        (has_whole_head, _name(drafter),
-         "vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
-        (not _is_synced(config, drafter) and "dummy" in load_format, f"{ROLLOUT}.load_format={load_format}",
-         "the drafter would keep random weights, because no weight sync brings its own; set auto"),
-    )  # fmt: skip
-
-
-def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _Fields) -> tuple[_Row, ...]:
+def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _Fields) -> dict[str, Any]:
     model = model_fields(str(drafter["model"])) if "model" in drafter else policy
-    policy_text = of_text(policy)
-    sizes = [fields.get("vocab_size") for fields in (of_text(model), policy_text)]
-    has_other_tokens = drafter["method"] == "draft_model" and None not in sizes and sizes[0] != sizes[1]
     num_positions = _num_positions(of_text(model)) if "model" in drafter else None
-    most = value(config, f"{ROLLOUT}.max_model_len") or policy_text.get("max_position_embeddings")
+    most = value(config, f"{ROLLOUT}.max_model_len") or of_text(policy).get("max_position_embeddings")
     num_ranks = value(config, f"{ROLLOUT}.data_parallel_size") or 1
     num_tokens = (spec.to_dict() if spec.enabled else drafter)["num_speculative_tokens"]
-    kind = model.get("model_type") if drafter["method"] == "mtp" else None
-    of_verification = (  # whether it is so, why it is refused
-        (not spec.coupled, reasons.UNCOUPLED),
-        (is_for_npus(config), reasons.OWN_RUNNER),
-        (_has_adapters(config), f"LoRA: {reasons.ADAPTERS}"),
-        (num_ranks > 1 and any(map(policy_text.get, _NUM_EXPERTS)), reasons.EXPERTS),
-        (kind in _GEMMA4, reasons.GEMMA4),
-        (kind in _STEP3P5, reasons.STEP3P5),
-        (drafter["method"] == "mtp" and _has_modules(model, num_tokens), reasons.MODULES),
-        (num_positions and most and num_positions < most, reasons.POSITIONS.format(num_positions, most)),
-    )
-    is_verified, name = spec.enabled or spec.coupled, _name(drafter)
-    return (
-        *((is_verified and is_so, name, reason) for is_so, reason in of_verification),
-        (has_other_tokens, name, f"its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}"),
-    )
+    is_mtp, kind = drafter["method"] == "mtp", model.get("model_type")
+    return {
+        "uncoupled_model": not spec.coupled,
+        "model_on_own_runner": is_for_npus(config),
+        "gemma4_head": is_mtp and kind in _GEMMA4,
+        "step3p5_head": is_mtp and kind in _STEP3P5,
+        "several_modules": is_mtp and _has_modules(model, num_tokens),
+        "adapters": _has_adapters(config) and "LoRA",
+        "parallel_experts": num_ranks > 1 and any(map(of_text(policy).get, _NUM_EXPERTS)),
+        "few_positions": num_positions and most and num_positions < most and (num_positions, most),
+    }
+
+
+def _refuse_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> None:
+    """Raise for a model whose weights cannot come, or do not go with the policy's tokens."""
+    is_own, load_format = "model" in drafter, value(config, f"{ROLLOUT}.load_format")
+    models = (model_fields(str(drafter["model"])) if is_own else policy, policy)
+    sizes = [of_text(fields).get("vocab_size") for fields in models]
+    has_other_tokens = drafter["method"] == "draft_model" and None not in sizes and sizes[0] != sizes[1]
+    refuse_first(
+        (not is_own and policy.get("model_type") in _WHOLE_HEADS,
+         f"{_name(drafter)}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
+        (not _is_synced(config, drafter) and "dummy" in load_format,
+         f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
+         "sync brings its own; set auto"),
+        (has_other_tokens,
+         f"{_name(drafter)}: its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}"),
+    )  # fmt: skip
 
 
 def _name(drafter: _Drafter) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.metrics import end_validation, step_metrics, take_reports
+from rollout_spec.verl.metrics import end_validation, take_reports
 
 _PATCH = Patch(
     name="verl-trainer-hooks",
@@ -25,7 +26,8 @@ def install() -> None:
         compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
-        metrics.update(step_metrics(take_reports(self)))
+        if reports := take_reports(self):
+            metrics.update(rollout_metrics(reports))
         share_history(self)
         return result
 

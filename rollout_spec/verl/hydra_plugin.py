@@ -1,21 +1,28 @@
-"""Puts this package's configuration groups on Hydra's search path, and resolves their `${rollout_spec.*}`."""
+"""Gives Hydra this package's configuration groups, the defaults of the options, and `${rollout_spec.*}`."""
 
 from __future__ import annotations
 
 import sys
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.verl.launch import CONFIGS, config_file
-from rollout_spec.verl.model_drafter import drafter_options, engine_drafter, engine_scheduler
+from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
 
 
 def install() -> None:
     """Safe to call again."""
     Plugins.instance().register(RolloutSpecSearchPath)
+    # `routing` is a group of its own. The values are plain: OmegaConf would make those of a frozen class
+    # read-only, and convert those of a wrong type.
+    defaults = {**SpecConfig().to_dict(), OPTION: None}
+    del defaults["model_tokens"], defaults["routing"]
+    ConfigStore.instance().store("rollout_spec_options", defaults, package="rollout.spec")
     # OmegaConf keeps no mappings but its own.
     for name, resolve in (
         ("file", config_file),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from importlib import resources
 
+from rollout_spec.config import ConfigError
+
 CONFIGS = "rollout_spec_configs"
 ASKED_VARIABLE = "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, for Ray's processes
 V1_TRAINER_ONLY = (
@@ -21,7 +23,7 @@ def config_file(name: str) -> str:
     return str(resources.files(CONFIGS).joinpath(name))
 
 
-def verl_is_before_0_9_1() -> bool:
-    """Whether this is verl's main branch before 0.9.1: it has no router, and its requests do not wait while
-    weights are synced."""
-    return importlib.util.find_spec("verl.workers.rollout.router") is None
+def refuse_old_verl() -> None:
+    """Raise a ConfigError for verl's main branch before 0.9.1: its requests do not wait for a weight sync."""
+    if importlib.util.find_spec("verl.workers.rollout.router") is None:
+        raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")

@@ -8,17 +8,15 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec import recurrent
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import SpecConfig
 from rollout_spec.verl.settings import (
     ENGINE,
     ROLLOUT,
     has_recurrent_state,
-    is_for_npus,
     of_text,
     policy_fields,
     value,
 )
-from rollout_spec.vllm import reasons
 from rollout_spec.vllm.versions import minor, version
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
@@ -37,26 +35,12 @@ def fit_tokens(config: DictConfig) -> None:
         OmegaConf.update(config, _NUM_TOKENS, recurrent.DEFAULT_RECURRENT_TOKENS)
 
 
-def check_recurrent(config: DictConfig, spec: SpecConfig) -> None:
-    """Raise where drafts would change such a policy's tokens, or were never run with it.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    named = policy_fields(config).get("architectures") or ("This policy",)
-    if reason := recurrent.refusal(named[0], minor(version() or "")):
-        raise ConfigError(f"rollout.spec=sam: {reason}")
-    if is_for_npus(config):
-        raise ConfigError(f"rollout.spec=sam: {named[0]} has recurrent layers, and {reasons.OWN_RUNNER}")
-    recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), _states(config))
-
-
 def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     """How many requests the states of such a policy leave room for; None where that is not known.
 
     vLLM lets the others wait without a word.
     """
-    if not (spec.enabled and has_recurrent_state(config)) or (states := _states(config)) is None:
+    if not (spec.enabled and has_recurrent_state(config)) or (states := states_of(config)) is None:
         return None
     k, cached = spec.num_speculative_tokens, value(config, f"{ROLLOUT}.enable_prefix_caching") is not False
     drafted, plain = (states.num_bytes(each, cached) for each in (k, 0))
@@ -74,7 +58,7 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     )
 
 
-def _states(config: DictConfig) -> recurrent.States | None:
+def states_of(config: DictConfig) -> recurrent.States | None:
     dtype = value(config, f"{ENGINE}.mamba_ssm_cache_dtype") or "auto"
     ranks = value(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1
     return recurrent.states_of(of_text(policy_fields(config)), dtype, ranks)

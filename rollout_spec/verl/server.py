@@ -17,7 +17,7 @@ from rollout_spec.homes import Homes
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import config_file, verl_is_before_0_9_1
+from rollout_spec.verl.launch import config_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
@@ -30,10 +30,6 @@ from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
-
-# Whether requests wait for a weight sync in verl's server. We do not look for the method that does so: if a
-# newer verl renames it, a test must fail.
-VERL_HOLDS_REQUESTS = not verl_is_before_0_9_1()
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
@@ -111,8 +107,6 @@ class SpecHttpServer(vLLMHttpServer):
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
-            if not VERL_HOLDS_REQUESTS:
-                self._windows.admit()
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _take_counters(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")

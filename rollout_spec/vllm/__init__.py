@@ -8,7 +8,7 @@ A token's way: `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker
 hands its batch to the drafter and the drafts back; `keys` names each row's noise. On MRV1 `mrv1.sampler`
 verifies by `verification`. On MRV2 `mrv2.sampler` verifies by itself, with tokens that vLLM's sampler draws,
 and `mrv2.host_drafts` brings the tokens to the proposer.
-`upstream` fixes vLLM's faults, `checks` refuses what cannot work.
+`upstream` fixes vLLM's faults, `checks` refuses what cannot work, by the table of `refusals`.
 """
 
 from __future__ import annotations

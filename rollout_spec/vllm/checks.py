@@ -9,17 +9,14 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig, refuse_first
 from rollout_spec.drafting.corpus import check_corpus, open_corpus
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import reasons, recurrent_policies
 from rollout_spec.vllm.ascend import refuse_uncoupled
-from rollout_spec.vllm.options import (
-    MODEL_METHODS,
-    engine_options,
-    has_model_drafter,
-    refuse_long_drafts,
-)
+from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
+from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
+from rollout_spec.vllm.versions import minor, version
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _SLOWER = "; steps are then scheduled synchronously (slower)"
@@ -47,7 +44,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 def mrv2_misfit() -> str | None:
     """Why our drafter does not fit this vLLM's MRV2; None where it does."""
     if current_platform.is_out_of_tree():
-        return reasons.OWN_RUNNER
+        return OWN_RUNNER
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before MRV2's modules, which take what it replaces)
@@ -77,57 +74,75 @@ def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all."""
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
-    method = getattr(speculative, "method", None)
+    method, of_ours = getattr(speculative, "method", None), f"rollout.spec.method={config.method}"
+    misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
     if config.coupled:
         refuse_uncoupled(vllm_config.additional_config or {})
-    misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
-    refuse_first(
-        (
-            config.coupled and misfit is not None and not has_model,
-            f"rollout.spec.verify=coupled: {_NOT_MRV2.format(misfit)}",
-        ),
-        (
-            has_model and config.enabled and not config.coupled,
-            f"speculative_config.method={method}: {reasons.UNCOUPLED}",
-        ),
-        (
-            config.coupled and speculative is not None and not config.enabled and not has_model,
-            f"speculative_config.method={method}: rollout.spec.verify=coupled goes with our drafter, with "
-            f"{', '.join(MODEL_METHODS)}, or with none",
-        ),
-    )
+        refuse_first(
+            (misfit is not None and not has_model,
+             f"rollout.spec.verify=coupled: {_NOT_MRV2.format(misfit)}"),
+            (speculative is not None and not config.enabled and not has_model,
+             f"speculative_config.method={method}: rollout.spec.verify=coupled goes with our drafter, "
+             f"with {', '.join(MODEL_METHODS)}, or with none"),
+        )  # fmt: skip
+    of_model = f"speculative_config.method={method} with rollout_spec"
+    facts = _of_ours(vllm_config, config) if config.enabled else {}
+    if has_model and (config.enabled or config.coupled):
+        facts |= _of_model(vllm_config, config)
+    refuse(facts, of_model)
     if has_model and config.coupled:
-        _refuse_beside_model(vllm_config)
+        _refuse_beside_model(vllm_config, of_model)
     if config.enabled:
-        _refuse_beside_our_drafter(vllm_config, config)
+        _refuse_beside_ours(vllm_config, config, of_ours)
 
 
-def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> None:
+def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+    model = vllm_config.model_config
+    policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+    return {
+        **of_our_drafter(config, policy, current_platform.is_out_of_tree()),
+        "processors": model.logits_processors,
+        "min_p": model.get_diff_sampling_param().get("min_p"),
+    }
+
+
+def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
+    num_positions, most = speculative.draft_model_config.max_model_len, model.max_model_len
+    return {
+        "uncoupled_model": not config.coupled,
+        "model_on_own_runner": current_platform.is_out_of_tree(),
+        "gemma4_head": _uses(speculative, "use_gemma4_mtp"),
+        "step3p5_head": _uses(speculative, "use_step3p5_mtp"),
+        "several_modules": _uses(speculative, "use_multi_module_mtp"),
+        "adapters": vllm_config.lora_config is not None and "enable_lora",
+        "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "few_positions": num_positions < most and (num_positions, most),
+        "ahead": not is_mrv2 and vllm_config.scheduler_config.async_scheduling and "vLLM's MRV1",
+    }
+
+
+def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    parallel, method = vllm_config.parallel_config, f"rollout.spec.method={config.method}"
+    parallel, number = vllm_config.parallel_config, minor(version() or "")
+    if model.is_hybrid:
+        recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
-    recurrent_policies.refuse_recurrent(vllm_config, config)
     refuse_first(
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {method}, whose "
-            "drafts reach one stage only",
-        ),
-        (
-            launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto",
-            "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
-            "external_launcher, where each tensor-parallel rank would choose by its own clock",
-        ),
-        (
-            bool(getattr(speculative, "num_speculative_tokens_per_batch_size", None)),  # from 0.24 on
-            "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
-            "rollout.spec.batch_threshold instead",
-        ),
-        (bool(model.logits_processors), f"logits_processors: {reasons.PROCESSORS}"),
-        (bool(model.get_diff_sampling_param().get("min_p")), f"generation_config.min_p: {reasons.MIN_P}"),
-    )
-    if current_platform.is_out_of_tree():
-        refuse_long_drafts(config)
+        (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
+         f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
+         "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (parallel.pipeline_parallel_size > 1,
+         f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
+         "reach one stage only"),
+        (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto",
+         "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
+         "external_launcher, where each tensor-parallel rank would choose by its own clock"),
+        (getattr(speculative, "num_speculative_tokens_per_batch_size", None),  # from 0.24 on
+         "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
+         "rollout.spec.batch_threshold instead"),
+    )  # fmt: skip
     if config.corpus:
         largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
         if largest >= vocab_size:
@@ -137,14 +152,11 @@ def _refuse_beside_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> N
             )
 
 
-def _refuse_beside_model(vllm_config: VllmConfig) -> None:
+def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
     """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification."""
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
+    speculative, is_mrv2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
     misfit = mrv2_misfit() if is_mrv2 else None
-    num_positions = speculative.draft_model_config.max_model_len
     refusals = (
-        (current_platform.is_out_of_tree(), reasons.OWN_RUNNER),
         (speculative.parallel_drafting,
          "verify=coupled draws draft tokens one after the other; parallel drafting draws them at once"),
         (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
@@ -153,22 +165,14 @@ def _refuse_beside_model(vllm_config: VllmConfig) -> None:
          "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
         (speculative.rejection_sample_method != "standard",
          "rejection_sample_method must be standard: verify=coupled has a way of its own"),
-        (_uses(speculative, "use_gemma4_mtp"), reasons.GEMMA4),
-        (_uses(speculative, "use_step3p5_mtp"), reasons.STEP3P5),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
          "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
-        (_uses(speculative, "use_multi_module_mtp"), reasons.MODULES),
-        (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
-        (parallel.data_parallel_size > 1 and model.is_moe, reasons.EXPERTS),
-        (vllm_config.lora_config is not None, f"enable_lora: {reasons.ADAPTERS}"),
+        (vllm_config.parallel_config.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
         (misfit is not None, _NOT_MRV2.format(misfit) + _SLOWER),
-        (not is_mrv2 and vllm_config.scheduler_config.async_scheduling, f"async_scheduling {reasons.AHEAD}"),
-        (num_positions < model.max_model_len, reasons.POSITIONS.format(num_positions, model.max_model_len)),
         (not is_mrv2 and speculative.disable_padded_drafter_batch,
          "disable_padded_drafter_batch must be False"),
     )  # fmt: skip
-    where = f"speculative_config.method={speculative.method} with rollout_spec"
-    refuse_first(*((is_so, f"{where}: {reason}") for is_so, reason in refusals))
+    refuse_first(*((is_so, f"{of_model}: {reason}") for is_so, reason in refusals))
     if is_mrv2:
         from rollout_spec.vllm.mrv2.speculators import check_speculator
 

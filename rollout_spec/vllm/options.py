@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import MAX_ON_NPUS, ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig
 
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig, VllmConfig
@@ -92,12 +92,3 @@ def count_ahead(scheduler: SchedulerConfig) -> None:
     where SCHEDULER is asked for and steps are scheduled asynchronously."""
     if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
         scheduler.scheduler_cls = _ASYNC_SCHEDULER
-
-
-def refuse_long_drafts(config: SpecConfig) -> None:
-    """Raise a ConfigError for drafts with which an engine on an NPU ends in an assertion of its attention."""
-    if config.num_speculative_tokens > MAX_ON_NPUS:
-        raise ConfigError(
-            f"rollout.spec.num_speculative_tokens={config.num_speculative_tokens}: "
-            f"must be at most {MAX_ON_NPUS} with vllm-ascend"
-        )

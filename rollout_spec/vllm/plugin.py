@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
 from rollout_spec.vllm.options import (
     OPTIONS_KEY,
@@ -87,14 +87,12 @@ def connect() -> None:
     enable.offer_mrv2()
     enable.decide_scheduling()
     _number_samples()
-    for module, apply in (
-        (_CORE, _give_aborted_counts),
-        (RUNNER, give_runner_drafter),
-        *((fault.MODULE, fault.fix) for fault in upstream.OF_DRAFTS),
-    ):
+    for module, apply in ((_CORE, _give_aborted_counts), (RUNNER, give_runner_drafter)):
         when_imported(module, functools.partial(_apply, apply))
-    for fault in upstream.OF_VLLM:
-        when_imported(fault.MODULE, functools.partial(_apply_or_leave_out, fault))
+    for fix, module in upstream.fixes(upstream.WITH_DRAFTS):
+        when_imported(module, functools.partial(_apply, functools.partial(upstream.mend, fix)))
+    for fix, module in upstream.fixes(upstream.ALL):
+        when_imported(module, functools.partial(_apply_or_leave_out, fix))
 
 
 def import_patched() -> None:
@@ -103,7 +101,7 @@ def import_patched() -> None:
     from rollout_spec.vllm.ascend import import_worker
 
     import_worker()
-    for module in (_CORE, *(fault.MODULE for fault in (*upstream.OF_DRAFTS, *upstream.OF_VLLM))):
+    for module in (_CORE, *(name for _, name in upstream.fixes(upstream.WITH_DRAFTS, upstream.ALL))):
         with contextlib.suppress(ImportError):  # of another version, or for another platform
             importlib.import_module(module)
 
@@ -117,13 +115,15 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
         failure = _reason(error)
 
 
-def _apply_or_leave_out(fault: Any, module: Any) -> None:
+def _apply_or_leave_out(fix: Any, module: Any) -> None:
     """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
-    name = fault.__name__.rpartition(".")[2]
+    from rollout_spec.vllm import upstream
+
+    name = fix.__name__.rpartition(".")[2]
     try:
-        fault.fix(module)
+        upstream.mend(fix, module)
     except Exception as error:
         if name not in left_out:
             logger = init_logger(f"vllm.{__name__}")
@@ -155,14 +155,14 @@ def _bind_proposers() -> None:
 
             runner_v2.teach_speculator()
         init_device(self)
-        _bind(self.worker)
+        if config is not None:
+            _bind(self.worker, config)
 
 
-def _bind(worker: Any) -> None:
+def _bind(worker: Any, config: SpecConfig) -> None:
     from rollout_spec.vllm import recurrent_policies
 
-    config = engine_options(worker.vllm_config)
-    if config is None or getattr(worker, "model_runner", None) is None:
+    if getattr(worker, "model_runner", None) is None:
         return
     if failure:
         raise ConfigError(failure)

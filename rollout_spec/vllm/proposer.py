@@ -162,13 +162,12 @@ class SuffixProposer:
         self._counters.num_failed_steps += 1
         self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
-    def note_passes(self, num: int, num_left_out: int, seconds: float) -> None:
-        """A model has drafted beside the text: how many passes it took, and how many seconds of the host."""
+    def note_passes(self, num: int, num_left_out: int) -> None:
+        """A model has drafted beside the text: how many passes it took, and how many it left out."""
         if self._drafter is not None:
             counters = self._drafter.counters
             counters.num_model_passes += num
             counters.num_model_passes_left_out += num_left_out
-            counters.model_seconds += seconds
 
     def _count_model(
         self,

@@ -1,45 +1,36 @@
-"""Engines of policies with recurrent layers: what is refused, and the fix that their drafts need."""
+"""Engines of policies with recurrent layers: the fixes that they need, and how far MRV1's rows are."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
-from rollout_spec import recurrent
-from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.vllm import reasons
-from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_counts, recurrent_rows
-from rollout_spec.vllm.versions import minor, version
-
-
-def refuse_recurrent(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raise a ConfigError where our drafter would change such a policy's tokens, or was never run with it."""
-    model = vllm_config.model_config
-    if not (model.is_hybrid or model.is_attention_free):
-        return
-    number, method = minor(version() or ""), f"rollout.spec.method={config.method}"
-    if reason := recurrent.refusal(model.architecture, number):
-        raise ConfigError(f"{method}: {reason}")
-    if current_platform.is_out_of_tree():
-        raise ConfigError(f"{method}: {model.architecture} has recurrent layers, and {reasons.OWN_RUNNER}")
-    if vllm_config.use_v2_model_runner and number is not None and number < 29:
-        raise ConfigError(
-            f"{method}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
-            "set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
-    recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
+from rollout_spec.vllm import upstream
 
 
 def keep_states_right(vllm_config: VllmConfig) -> None:
     """Fix what vLLM does with the states of a worker's policy, if it drafts; the worker has its runner.
 
     Raises:
-        PatchError: the installed vLLM is not one that the fix was written for.
+        PatchError: the installed vLLM is not one that the fixes were written for.
     """
-    model = vllm_config.model_config
-    if model.is_hybrid and vllm_config.speculative_config is not None:
-        recurrent_rows.fix(vllm_config.use_v2_model_runner)
-        if not vllm_config.use_v2_model_runner:
-            recurrent_counts.fix()
-            if recurrent.has_mamba_2(model.architecture):
-                recurrent_chunks.fix()
+    if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
+        is_mrv2 = vllm_config.use_v2_model_runner
+        for fix, name in upstream.fixes(upstream.RECURRENT_MRV2 if is_mrv2 else upstream.RECURRENT_MRV1):
+            upstream.mend(fix, importlib.import_module(name))
+
+
+def in_prompt(runner: Any) -> npt.NDArray[np.bool_]:
+    """Which rows of an MRV1 still compute their prompt, or their own tokens again."""
+    batch = runner.input_batch
+    return batch.num_computed_tokens_cpu[: batch.num_reqs] < num_known(batch)
+
+
+def num_known(batch: Any) -> npt.NDArray[np.int32]:
+    """Tokens to compute before each row decodes: its prompt, and its own tokens but the last."""
+    n = batch.num_reqs
+    return np.maximum(batch.num_prompt_tokens[:n], batch.num_tokens_no_spec[:n] - 1)

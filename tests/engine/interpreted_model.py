@@ -41,11 +41,11 @@ def virtual_time() -> Iterator[list[int]]:
     nums: list[int] = []
     now, note_passes = 0.0, SuffixProposer.note_passes
 
-    def note_and_go_on(self: SuffixProposer, num: int, *others: Any) -> None:
+    def note_and_go_on(self: SuffixProposer, num: int, num_left_out: int) -> None:
         nonlocal now
         now += 10.0 + num
         nums.append(num)
-        note_passes(self, num, *others)
+        note_passes(self, num, num_left_out)
 
     def clock() -> float:
         return now

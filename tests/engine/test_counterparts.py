@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
+from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection, mend
 from rollout_spec.vllm.versions import version
 
 NAME = "expand_batch_to_tokens"
@@ -39,10 +39,9 @@ def test_the_signature_is_vllms() -> None:
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
 
 
-def test_one_that_takes_other_arguments_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_other_arguments_is_not_replaced() -> None:
     other, function = types.ModuleType("other"), lambda draft_token_ids, more: None
     setattr(other, NAME, function)
-    monkeypatch.setattr(cpu_expand, "is_right", lambda: False)
     with pytest.raises(patches.PatchError, match=f"other.{NAME} takes draft_token_ids, more"):
         cpu_expand.fix(other)
     assert getattr(other, NAME) is function
@@ -102,7 +101,7 @@ def test_a_mended_kernel_leaves_the_targets_distribution(fp64: bool, monkeypatch
 
     for name in ("rejection_random_sample_kernel", "expand_kernel", "sample_recovered_tokens_kernel"):
         monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
-    cpu_rejection.fix(rejection_sampler)
+    mend(cpu_rejection, rejection_sampler)
     torch.manual_seed(1)
     num, target = 20_000, torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
     ends = torch.arange(1, num + 1, dtype=torch.int32)

@@ -261,10 +261,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
     assert config.use_v2_model_runner == (with_runner == "V2")
     speculative = config.speculative_config
     of_runner: dict[str, tuple[tuple[Any, str, Any, str], ...]] = {
-        "V1": (
-            (config.scheduler_config, "async_scheduling", True, "async_scheduling must be False with"),
-            (speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),
-        ),
+        "V1": ((speculative, "disable_padded_drafter_batch", True, "disable_padded_drafter_batch"),),
         "V2": ((checks, "mrv2_misfit", lambda: "it is new", r"rollout_spec: it is new\. Set VLLM_USE_V2_M"),),
     }
     for owner, name, value, refusal in (
@@ -286,6 +283,11 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
             with pytest.raises(ConfigError, match=f"^speculative_config.method=eagle [^\\n]*: .*{refusal}"):
                 check_options(config)
     check_options(config)
+    if with_runner == "V1":
+        with monkeypatch.context() as patch:
+            patch.setattr(config.scheduler_config, "async_scheduling", True)
+            with pytest.raises(ConfigError, match=r"^async_scheduling: must be False with vLLM's MRV1$"):
+                check_options(config)
     monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", lambda self, logits: logits)
     if with_runner == "V1":
         with pytest.raises(

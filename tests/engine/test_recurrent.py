@@ -20,7 +20,7 @@ import pytest
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
-from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
+from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
@@ -139,12 +139,13 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
     """`results` has made the groups of processes that a dispatcher asks for."""
     import torch
     from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
     manager = graphs_of_mrv2(vllm_config)
     graphs(manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = manager._capture_descs[CUDAGraphMode.FULL]
-    recurrent_rows.fix(is_mrv2=True)
+    mend(recurrent_rows, mamba_hybrid)
     builder = builder_of(name, vllm_config)
     built = [
         builder.build_for_cudagraph_capture(dummy_rows(each.num_reqs, each.num_tokens)) for each in captured
@@ -270,7 +271,7 @@ def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     folder, plain = mamba_2
-    monkeypatch.setattr(recurrent_chunks, "fix", lambda: None)
+    monkeypatch.setattr(recurrent_chunks, "fix", lambda _: None)
     undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
     assert wrong(served(folder, GATED, SOME, **SHORT_STEPS), plain) == {"preempted"}
 

@@ -81,7 +81,7 @@ def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPat
     ):
         for kernel in (right, wrong):
             monkeypatch.setattr(cpu_triton_utils, name, kernel)
-            assert probe.is_right() == (kernel is right)
+            assert probe.applies(None) == (kernel is wrong)
 
 
 def test_seeded_requests_repeat_in_standard_verification(make_engine: Any) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.verl.launch import verl_is_before_0_9_1
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, core_of, proposer_of
 from tests.engine.serving import sampling
 from tests.engine.test_life_cycle import PROMPTS, generate
@@ -155,9 +154,8 @@ def check_versions(storm: Storm) -> RequestCounters:
         for request in (*report.requests, report.aborted):
             counts.add(request)
         total.add(counts)
-        if not verl_is_before_0_9_1():  # else requests come in the middle of a weight sync
-            assert report.num_generated_tokens == sum(served)
-            assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
+        assert report.num_generated_tokens == sum(served)
+        assert counts.num_decoded_tokens == sum(served) - len(served), "a part's first is of its prefill"
     return total
 
 

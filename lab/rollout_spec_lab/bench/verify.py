@@ -19,7 +19,7 @@ import torch
 
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise
-from rollout_spec.vllm.upstream import cpu_rejection
+from rollout_spec.vllm.upstream import cpu_rejection, mend
 from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
@@ -98,7 +98,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return None
     from vllm.utils import cpu_triton_utils
 
-    cpu_rejection.fix(rejection_sampler)
+    mend(cpu_rejection, rejection_sampler)
     kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
     for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
         setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))

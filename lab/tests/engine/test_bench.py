@@ -61,7 +61,7 @@ def test_what_a_model_drafts_behind_every_token_is_recorded(
                 assert said.tokens[place, : len(coming)].tolist() == coming
             assert np.isfinite(said.log_odds).all() and (said.log_odds[1:] != 0).all()
     counters = recorded["counters"]
-    assert counters["num_model_passes"] == 3 * counters["num_steps"] > 0 and counters["model_seconds"] > 0
+    assert counters["num_model_passes"] == 3 * counters["num_steps"] > 0
 
 
 class KnownEnds(IndexProposer):

@@ -196,11 +196,8 @@ class Costs:
         counters: EngineCounters,
     ) -> None:
         plain_seconds = plain_seconds_per_token * step.num_new_tokens
-        expected_tokens = step.num_rows + choice.promised * self.calibration
         counters.gate_seconds += seconds
         counters.gate_plain_seconds += plain_seconds
-        counters.gate_expected_seconds += choice.expected_seconds
-        counters.gate_expected_plain_seconds += plain_seconds_per_token * expected_tokens
         self._remember(seconds, plain_seconds, choice.promised, step.num_new_tokens - step.num_rows)
 
     def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:

@@ -6,7 +6,6 @@ and are handed to the proposer of the suffix drafts, if the engine has one.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -71,11 +70,11 @@ class ModelDrafts:
         self._drawn.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
 
-    def note_passes(self, seconds: float) -> None:
-        """The passes of the step have taken so many seconds of the host."""
+    def note_passes(self) -> None:
+        """The model has taken the passes of the step."""
         assert self.proposer is not None
         num = max(self.num_now, 1)  # the first pass, for no token
-        self.proposer.note_passes(num, self._num_tokens - num, seconds)
+        self.proposer.note_passes(num, self._num_tokens - num)
 
     def on_host(self) -> OnHost | None:
         """All that was drawn, for the proposer; waits for the device. None: nothing was."""
@@ -110,9 +109,8 @@ class BesideText(SharedNoise):
     """
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        begin = time.perf_counter()
         drafts = super().propose(self.drafts.num_now, *args, **kwargs)
-        self.drafts.note_passes(time.perf_counter() - begin)
+        self.drafts.note_passes()
         return drafts
 
 

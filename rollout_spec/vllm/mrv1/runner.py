@@ -18,15 +18,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_class, put_before
-from rollout_spec.vllm import reasons
+from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv1 import drafters, sampler
 from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelDrafts
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter, num_model_tokens
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
+from rollout_spec.vllm.recurrent_policies import in_prompt
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
-from rollout_spec.vllm.upstream.recurrent_chunks import in_prompt
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -160,5 +160,5 @@ def _capture_plain_steps(runner: Any) -> None:
         put_before(PromptsRunner, runner, PROMPTS)
     if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning("rollout_spec: %s", reasons.WITHOUT_GRAPHS)
+            logger.warning("rollout_spec: %s", refusals.WITHOUT_GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1

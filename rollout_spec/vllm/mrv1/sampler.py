@@ -39,8 +39,8 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.upstream.kept_logprobs import KEPT_LOGPROBS, kept_logprobs
-from rollout_spec.vllm.upstream.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, kept_logprobs
+from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
 
 logger = init_logger(f"vllm.{__name__}")
 

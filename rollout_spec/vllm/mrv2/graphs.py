@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, guard_parameters, misfit, wrap
-from rollout_spec.vllm import reasons
+from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.other_ranks import V2_NAME
 
@@ -83,7 +83,7 @@ def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
         return
     logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
     if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        logger.warning_once(f"rollout_spec: {reasons.WITHOUT_GRAPHS}")
+        logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
 
 
 def _refusal(runner: Any) -> str | None:

@@ -8,7 +8,6 @@ near the most that is possible.
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import torch
@@ -165,13 +164,12 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num, begin = max(1, self.host.model_tokens) if self.host.has_room else 1, time.perf_counter()
-        self.num_speculative_steps = num
+        self.num_speculative_steps = num = max(1, self.host.model_tokens) if self.host.has_room else 1
         try:
             drafts = super().propose(input_batch, *given, **more)
         finally:
             self.num_speculative_steps = self.num_tokens
-        self.host.proposer.note_passes(num, self.num_tokens - num, time.perf_counter() - begin)
+        self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
         taken = (drafts[:, :num], self.log_odds[: len(drafts), :num]) if self.host.has_room else ()
         return self.host.draft(input_batch, num_sampled, taken)

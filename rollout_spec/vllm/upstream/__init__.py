@@ -1,28 +1,58 @@
 """Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
-In: a module of vLLM that has just been imported (MODULE), to be fixed by `fix`. Out: the same module,
-patched where it is wrong; a PatchError where it is not the one that the fix knows.
-`kept_logprobs`, `min_tokens` and `plain_steps` have neither MODULE nor `fix`: `mrv1.sampler` calls them.
-`recurrent_rows`, `recurrent_counts` and `recurrent_chunks` have a `fix` of no one module: engines of
-recurrent policies call it.
-May import: `patches`, `verification`, `vllm`, numpy, torch, vllm.
-Of `rollout_spec.vllm` it imports `options` only. It never draws a token and knows no drafter.
+In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
+that the fix knows. Each file is a `Fix`, which `fixes` finds by itself.
+May import: `patches`, `recurrent`, `vllm`, numpy, torch, vllm.
+Of `rollout_spec.vllm` it imports `options` and `recurrent_policies` only. It never draws a token and knows no
+drafter.
 """
 
 from __future__ import annotations
 
-from rollout_spec.vllm.upstream import (
-    allowed_tokens,
-    cpu_expand,
-    cpu_rejection,
-    embedded_prompts,
-    reasoning_end,
-    refused_requests,
-    stop_strings,
-    thinking_budget,
-)
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
-# Wrong with drafts only: without the fix, drafts would change what a request gets.
-OF_DRAFTS = (cpu_expand, cpu_rejection, reasoning_end, refused_requests, stop_strings)
-# Wrong without drafts too: where a fix does not fit, vLLM is left as it is.
-OF_VLLM = (allowed_tokens, embedded_prompts, thinking_budget)
+from rollout_spec.patches import Patch
+
+# Which engines need a fix: where it does not fit,
+ALL = "all"  # vLLM is left as it is: the fault is there without drafts too
+WITH_DRAFTS = "with drafts"  # engines that ask for us are refused: drafts would change what a request gets
+RECURRENT_MRV1 = "recurrent on MRV1"  # these are refused: drafts would change the tokens of such a policy
+RECURRENT_MRV2 = "recurrent on MRV2"
+
+
+class Fix(Protocol):
+    """What each module of this package has."""
+
+    @property
+    def PATCH(self) -> Patch:  # noqa: N802
+        """Its name, its reason and its `until`."""
+
+    @property
+    def WHERE(self) -> Mapping[str, str]:  # noqa: N802
+        """The module of vLLM that is wrong, by the engines that need it right."""
+
+    def applies(self, module: Any) -> bool:
+        """Whether the installed vLLM has the fault."""
+
+    def fix(self, module: Any) -> None:
+        """Mend the module of vLLM. Idempotent.
+
+        Raises:
+            PatchError: it is not one that this was written for.
+        """
+
+
+def fixes(*engines: str) -> list[tuple[Fix, str]]:
+    """The fixes for these engines, each with the name of the module that it mends."""
+    names = (f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__))
+    found = [cast(Fix, importlib.import_module(name)) for name in names]
+    return [(fix, fix.WHERE[each]) for each in engines for fix in found if each in fix.WHERE]
+
+
+def mend(fix: Fix, module: Any) -> None:
+    """Apply the fix where vLLM has the fault; raises what `fix` does."""
+    if fix.applies(module):
+        fix.fix(module)

@@ -6,10 +6,11 @@ import inspect
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import ALL
 
-MODULE = "vllm.v1.worker.gpu_input_batch"
+WHERE = {ALL: "vllm.v1.worker.gpu_input_batch"}
 _MASK = "allowed_token_ids_mask_cpu_tensor"  # bool [max_num_reqs, vocab_size], True where it is not allowed
-_PATCH = Patch(
+PATCH = Patch(
     name="vllm-allowed-token-ids",
     reason="with drafts and without, the allowed_token_ids of a request stay in its row for the next one "
     "there: condense copies the row of a mask and does not clear it, swap_states swaps views",
@@ -18,13 +19,15 @@ _PATCH = Patch(
 )
 
 
+def applies(module: Any) -> bool:
+    return f"{_MASK}[last_req_index].fill_(False)" not in inspect.getsource(module.InputBatch.condense)
+
+
 def fix(module: Any) -> None:
     """Let each row of a batch have the mask of its own request."""
     batch = module.InputBatch
-    if f"{_MASK}[last_req_index].fill_(False)" in inspect.getsource(batch.condense):
-        return
 
-    @wrap(batch, "condense", _PATCH)
+    @wrap(batch, "condense", PATCH)
     def condense_and_clear(condense: Any, self: Any) -> None:
         num_before = len(self._req_ids)
         condense(self)
@@ -32,7 +35,7 @@ def fix(module: Any) -> None:
         if mask is not None:
             mask[self.num_reqs : num_before] = False
 
-    @wrap(batch, "swap_states", _PATCH)
+    @wrap(batch, "swap_states", PATCH)
     def swap_states_and_masks(swap_states: Any, self: Any, i1: int, i2: int) -> None:
         mask = getattr(self, _MASK)
         swapped = None if mask is None else mask[[i2, i1]]  # a copy

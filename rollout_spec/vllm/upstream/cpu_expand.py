@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.vllm.upstream import WITH_DRAFTS
 
-MODULE = "vllm.v1.sample.rejection_sampler"
-_PATCH = Patch(
+WHERE = {WITH_DRAFTS: "vllm.v1.sample.rejection_sampler"}
+PATCH = Patch(
     name="vllm-cpu-expand",
     reason="with draft tokens, temperature, top-k and top-p of a row are read from uninitialised memory, so "
     "tokens are drawn from the wrong distribution: _expand_kernel_impl fills an int64 copy of a float output",
@@ -19,26 +20,27 @@ _PATCH = Patch(
 )
 
 
-def fix(rejection_sampler: Any) -> None:
-    """Repeat each request's value for its draft tokens in plain torch, where the CPU's kernel is wrong."""
+def applies(_: Any) -> bool:
+    """Whether the CPU engine's expand kernel does not repeat a float value for each token."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and not is_right():
-        expected = tuple(inspect.signature(expand_batch_to_tokens).parameters)
-        guard_parameters(_PATCH, rejection_sampler, "expand_batch_to_tokens", expected)
-        replace_function(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens, patch=_PATCH)
-
-
-def is_right() -> bool:
-    """Whether the CPU engine's expand kernel repeats a float value for each token."""
+    if not current_platform.is_cpu():
+        return False
     from vllm.utils import cpu_triton_utils
 
     kernel = getattr(cpu_triton_utils, "_expand_kernel_impl", None)
     if kernel is None:  # Triton runs on the CPU instead
-        return True
+        return False
     output = torch.full((3,), -1.0)
     kernel(output, torch.tensor([0.5, 0.25]), torch.tensor([1, 3]), 0, 1, MAX_NUM_TOKENS=128)
-    return output.tolist() == [0.5, 0.25, 0.25]
+    return output.tolist() != [0.5, 0.25, 0.25]
+
+
+def fix(rejection_sampler: Any) -> None:
+    """Repeat each request's value for its draft tokens in plain torch."""
+    expected = tuple(inspect.signature(expand_batch_to_tokens).parameters)
+    guard_parameters(PATCH, rejection_sampler, "expand_batch_to_tokens", expected)
+    replace_function(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens, patch=PATCH)
 
 
 def expand_batch_to_tokens(

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from rollout_spec.patches import Patch, replace_function
+from rollout_spec.vllm.upstream import WITH_DRAFTS
 
-MODULE = "vllm.v1.sample.rejection_sampler"
-_PATCH = Patch(
+WHERE = {WITH_DRAFTS: "vllm.v1.sample.rejection_sampler"}
+PATCH = Patch(
     name="vllm-cpu-rejection-sample",
     reason="every sampled request with draft tokens fails: _sample_recovered_tokens_kernel_impl() got an "
     "unexpected keyword argument 'USE_FP64_GUMBEL'",
@@ -18,12 +19,30 @@ _PATCH = Patch(
 )
 
 
-def fix(_: Any) -> None:
-    """Leave the argument out, and give the kernel its noise in float32, as 0.29 does."""
+def applies(_: Any) -> bool:
+    """Whether the CPU engine's kernel for recovered tokens cannot be called as vLLM calls it."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or is_right():
-        return
+    if not current_platform.is_cpu():
+        return False
+    from vllm.utils import cpu_triton_utils
+
+    kernel = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
+    if kernel is None:
+        return False
+    output = torch.full((1,), -1, dtype=torch.int64)
+    try:
+        kernel(
+            output, torch.tensor([1]), torch.tensor([0]), None, torch.tensor([[0.5, 0.25, 0.25]]),
+            torch.tensor([[1.0, 1.0, 3.0]]), 3, 8192, NO_DRAFT_PROBS=True, USE_FP64_GUMBEL=False,
+        )  # fmt: skip
+    except TypeError:
+        return True
+    return output.tolist() != [2]
+
+
+def fix(_: Any) -> None:
+    """Leave the argument out, and give the kernel its noise in float32, as 0.29 does."""
     from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as launched
 
     recover = launched.func
@@ -32,22 +51,4 @@ def fix(_: Any) -> None:
         tokens, ends, drafts, draft_probs, probs, noise, *rest = args
         recover(tokens, ends, drafts, draft_probs, probs, noise.float(), *rest, **others)
 
-    replace_function(launched, "func", recover_with_fewer_arguments, patch=_PATCH)
-
-
-def is_right() -> bool:
-    """Whether the CPU engine's kernel for recovered tokens can be called as vLLM calls it."""
-    from vllm.utils import cpu_triton_utils
-
-    kernel = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
-    if kernel is None:
-        return True
-    output = torch.full((1,), -1, dtype=torch.int64)
-    try:
-        kernel(
-            output, torch.tensor([1]), torch.tensor([0]), None, torch.tensor([[0.5, 0.25, 0.25]]),
-            torch.tensor([[1.0, 1.0, 3.0]]), 3, 8192, NO_DRAFT_PROBS=True, USE_FP64_GUMBEL=False,
-        )  # fmt: skip
-    except TypeError:
-        return False
-    return output.tolist() == [2]
+    replace_function(launched, "func", recover_with_fewer_arguments, patch=PATCH)

@@ -6,10 +6,11 @@ import inspect
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import ALL
 
-MODULE = "vllm.v1.worker.gpu_input_batch"
+WHERE = {ALL: "vllm.v1.worker.gpu_input_batch"}
 _ROW = "self.token_ids_cpu[req_index, :num_prompt_tokens]"
-_PATCH = Patch(
+PATCH = Patch(
     name="vllm-embedded-prompts",
     reason="with drafts and without, the repetition_penalty of a request whose prompt is embeddings is for "
     "tokens of an earlier request in its row",
@@ -18,20 +19,14 @@ _PATCH = Patch(
 )
 
 
+def applies(module: Any) -> bool:
+    return inspect.getsource(module.InputBatch.add_request).count(_ROW) <= 1
+
+
 def fix(module: Any) -> None:
-    """Give a prompt of embeddings the tokens that it has in vLLM's scheduler, and in a new row: zeros.
+    """Give a prompt of embeddings the tokens that it has in vLLM's scheduler, and in a new row: zeros."""
 
-    Args:
-        module: `vllm.v1.worker.gpu_input_batch`.
-
-    Raises:
-        PatchError: its batch is not one that this was written for.
-    """
-    batch = module.InputBatch
-    if inspect.getsource(batch.add_request).count(_ROW) > 1:
-        return
-
-    @wrap(batch, "add_request", _PATCH)
+    @wrap(module.InputBatch, "add_request", PATCH)
     def add_request_and_clear(add_request: Any, self: Any, request: Any) -> int:
         row = add_request(self, request)
         if request.prompt_token_ids is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import WITH_DRAFTS
 
-MODULE = "vllm.v1.core.sched.scheduler"
-_PATCH = Patch(
+WHERE = {WITH_DRAFTS: "vllm.v1.core.sched.scheduler"}
+PATCH = Patch(
     name="vllm-reasoning-end",
     reason="a grammar begins where reasoning ends, and vLLM looks for that once a step: after an accepted "
     "draft that ends the reasoning, the answer breaks the grammar",
@@ -18,12 +19,17 @@ _PATCH = Patch(
 _SEES_REASONING_END = ("trim_reasoning_for_advance", "accept_tokens")
 
 
+def applies(_: Any) -> bool:
+    """Whether vLLM does not look for it inside a draft."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    return not any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END)
+
+
 def fix(scheduler: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
-    if sees_reasoning_end():
-        return
 
-    @wrap(scheduler.Scheduler, "update_draft_token_ids", _PATCH)
+    @wrap(scheduler.Scheduler, "update_draft_token_ids", PATCH)
     def update_with_cut_drafts(update: Any, self: Any, draft_token_ids: Any) -> None:
         for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(request_id)
@@ -44,10 +50,3 @@ def _num_reasoning(manager: Any, request: Any, draft: list[int]) -> int:
         if reasoner.is_reasoning_end_streaming(tokens, [token]):
             return i
     return len(draft)
-
-
-def sees_reasoning_end() -> bool:
-    """Whether vLLM itself looks for it inside a draft."""
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    return any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END)

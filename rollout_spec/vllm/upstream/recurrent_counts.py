@@ -6,12 +6,13 @@ where the drafts of the rows before it use up the step's tokens.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from rollout_spec.patches import Patch, guard_parameters, replace_function
+from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import RECURRENT_MRV1
 
-RECURRENT_COUNTS = Patch(
+WHERE = {RECURRENT_MRV1: "vllm.v1.worker.gpu_model_runner"}
+PATCH = Patch(
     name="vllm-recurrent-counts",
     reason="with drafts, the tokens of a policy with recurrent layers are wrong: a row that a step leaves "
     "out for want of tokens reads the state of its first slot when it comes back",
@@ -21,19 +22,15 @@ RECURRENT_COUNTS = Patch(
 _KEPT = "_rollout_spec_accepted"
 
 
-def fix() -> None:
-    """Give a row that comes back to MRV1's batch its number of accepted tokens. Idempotent.
+def applies(_: Any) -> bool:
+    return True
 
-    Raises:
-        PatchError: the installed vLLM is not one that this was written for.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
-    guard_parameters(RECURRENT_COUNTS, Runner, "_update_states", ("self", "scheduler_output"))
-    update = Runner._update_states
+def fix(module: Any) -> None:
+    """Give a row that comes back to MRV1's batch its number of accepted tokens."""
 
-    @functools.wraps(update)
-    def update_and_keep_counts(self: Any, scheduler_output: Any) -> Any:
+    @wrap(module.GPUModelRunner, "_update_states", PATCH)
+    def update_and_keep_counts(update: Any, self: Any, scheduler_output: Any) -> Any:
         if self.speculative_config is None or not self.model_config.is_hybrid:
             return update(self, scheduler_output)
         kept = _keep(self, scheduler_output)
@@ -41,8 +38,6 @@ def fix() -> None:
         for name in kept.keys() & self.input_batch.req_id_to_index.keys():
             self.input_batch.num_accepted_tokens_cpu[self.input_batch.req_id_to_index[name]] = kept.pop(name)
         return updated
-
-    replace_function(Runner, "_update_states", update_and_keep_counts, patch=RECURRENT_COUNTS)
 
 
 def _keep(runner: Any, scheduler_output: Any) -> dict[str, int]:

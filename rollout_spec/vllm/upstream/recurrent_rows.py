@@ -6,16 +6,20 @@ of the last accepted token. vLLM does so only in the rows that it takes for spec
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
-from rollout_spec.patches import Patch, guard_parameters, misfit, replace_function
+from rollout_spec.patches import Patch, misfit, wrap
+from rollout_spec.vllm.upstream import RECURRENT_MRV1, RECURRENT_MRV2
 
-RECURRENT_ROWS = Patch(
+WHERE = {
+    RECURRENT_MRV1: "vllm.v1.worker.gpu_model_runner",
+    RECURRENT_MRV2: "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+}
+PATCH = Patch(
     name="vllm-recurrent-rows",
     reason="with drafts, the tokens of a policy with recurrent layers are wrong: a row that has no draft "
     "after a step with one reads the state of its first slot, an old one",
@@ -25,42 +29,30 @@ RECURRENT_ROWS = Patch(
 )
 
 
-def fix(is_mrv2: bool) -> None:
-    """Let every decoding row of a recurrent policy be a speculative one. Idempotent; nothing from 0.32 on.
-
-    Args:
-        is_mrv2: which of vLLM's model runners the engine has.
-
-    Raises:
-        PatchError: the installed vLLM is not one that this was written for.
-    """
-    if is_right():
-        return
-    _mend_linear_attention()
-    if is_mrv2:
-        _mend_mrv2()
-    else:
-        _mend_mrv1()
-
-
-def is_right() -> bool:
-    """Whether this vLLM takes a decoding row without a draft for a speculative one."""
+def applies(_: Any) -> bool:
+    """Whether this vLLM does not take a decoding row without a draft for a speculative one."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    return "zero_draft_decode_mask" in inspect.getsource(GPUModelRunner._prepare_inputs)
+    return "zero_draft_decode_mask" not in inspect.getsource(GPUModelRunner._prepare_inputs)
 
 
-def _mend_linear_attention() -> None:
+def fix(module: Any) -> None:
+    """Let every decoding row of a recurrent policy be a speculative one."""
+    from vllm.v1.attention.backends import gdn_attn
+
+    _mend_linear_attention(gdn_attn.GDNAttentionMetadataBuilder)
+    if hasattr(module, "GPUModelRunner"):
+        _mend_mrv1(module.GPUModelRunner)
+    else:
+        _mend_mrv2(module)
+
+
+def _mend_linear_attention(builder: Any) -> None:
     """Of the numbers of drafts, the metadata's builder reads the signs, and whether their sum is 0."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
 
-    parameters = ("self", "common_prefix_len", "common_attn_metadata", "num_accepted_tokens",
-                  "num_decode_draft_tokens_cpu", "fast_build")  # fmt: skip
-    guard_parameters(RECURRENT_ROWS, Builder, "build", parameters)
-    build = Builder.build
-
-    @functools.wraps(build)
+    @wrap(builder, "build", PATCH)
     def build_with_speculative_rows(
+        build: Any,
         self: Any,
         common_prefix_len: int,
         common_attn_metadata: Any,
@@ -73,34 +65,26 @@ def _mend_linear_attention() -> None:
             numbers = torch.where(numbers == 0, 1, numbers)
         return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, numbers, fast_build)
 
-    replace_function(Builder, "build", build_with_speculative_rows, patch=RECURRENT_ROWS)
 
-
-def _mend_mrv1() -> None:
+def _mend_mrv1(runner: Any) -> None:
     """Mark the rows after `_prepare_inputs`, and have the marks read in steps without drafts too."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+    if "use_spec_decode" not in inspect.signature(runner._build_attention_metadata).parameters:
+        raise misfit(PATCH, "GPUModelRunner._build_attention_metadata takes no use_spec_decode")
 
-    parameters = ("self", "scheduler_output", "num_scheduled_tokens")
-    guard_parameters(RECURRENT_ROWS, Runner, "_prepare_inputs", parameters)
-    prepare, build = Runner._prepare_inputs, Runner._build_attention_metadata
-    if "use_spec_decode" not in inspect.signature(build).parameters:
-        raise misfit(RECURRENT_ROWS, "GPUModelRunner._build_attention_metadata takes no use_spec_decode")
-
-    @functools.wraps(prepare)
-    def prepare_and_mark(self: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray) -> Any:
+    @wrap(runner, "_prepare_inputs", PATCH)
+    def prepare_and_mark(
+        prepare: Any, self: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray
+    ) -> Any:
         prepared = prepare(self, scheduler_output, num_scheduled_tokens)
         if _has_states(self):
             _mark(self, scheduler_output, num_scheduled_tokens)
         return prepared
 
-    @functools.wraps(build)
-    def build_from_marks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(runner, "_build_attention_metadata", PATCH)
+    def build_from_marks(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if _has_states(self):
             kwargs["use_spec_decode"] = True
         return build(self, *args, **kwargs)
-
-    replace_function(Runner, "_prepare_inputs", prepare_and_mark, patch=RECURRENT_ROWS)
-    replace_function(Runner, "_build_attention_metadata", build_from_marks, patch=RECURRENT_ROWS)
 
 
 def _has_states(runner: Any) -> bool:
@@ -118,20 +102,14 @@ def _mark(runner: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray)
     numbers.copy_to_gpu()
 
 
-def _mend_mrv2() -> None:
+def _mend_mrv2(model_states: Any) -> None:
     """Mark the same rows in front of the metadata, which MRV2 builds for recurrent policies in a module."""
-    from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
-    guard_parameters(RECURRENT_ROWS, mamba_hybrid, "build_attn_metadata", ("attn_groups", "num_reqs"))
-    build = mamba_hybrid.build_attn_metadata
-
-    @functools.wraps(build)
-    def build_with_marks(*args: Any, **kwargs: Any) -> Any:
+    @wrap(model_states, "build_attn_metadata", PATCH)
+    def build_with_marks(build: Any, attn_groups: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         rows = kwargs["model_specific_attn_metadata"]
         numbers = rows.num_decode_draft_tokens_cpu
         if numbers is not None:  # not at the capture of a graph
             lengths = torch.diff(kwargs["query_start_loc_cpu"])[: len(numbers)]
             numbers[(numbers < 0) & (lengths == 1) & ~rows.is_prefilling] = 0
-        return build(*args, **kwargs)
-
-    replace_function(mamba_hybrid, "build_attn_metadata", build_with_marks, patch=RECURRENT_ROWS)
+        return build(attn_groups, num_reqs, *args, **kwargs)

@@ -6,10 +6,10 @@ from typing import Any
 
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import guards_requests, has_our_drafter
-from rollout_spec.vllm.upstream.reasoning_end import sees_reasoning_end
+from rollout_spec.vllm.upstream import WITH_DRAFTS, reasoning_end
 
-MODULE = "vllm.v1.engine.input_processor"
-_PATCH = Patch(
+WHERE = {WITH_DRAFTS: "vllm.v1.engine.input_processor"}
+PATCH = Patch(
     name="vllm-refuse-requests",
     reason="vLLM lets requests pass that it cannot serve together with drafts: they come out wrong, or end "
     "the engine",
@@ -42,7 +42,8 @@ def _overlooks_reasoning_end(vllm_config: Any) -> bool:
     if has_our_drafter(vllm_config) or not vllm_config.scheduler_config.async_scheduling:
         return False  # `reasoning_end` cuts those
     outputs = vllm_config.structured_outputs_config
-    return bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning and not sees_reasoning_end()
+    is_asked_for = outputs.reasoning_parser and not outputs.enable_in_reasoning
+    return bool(is_asked_for) and reasoning_end.applies(None)
 
 
 def _opens_its_mask(structured: Any) -> bool:
@@ -54,10 +55,14 @@ def _opens_its_mask(structured: Any) -> bool:
     return hasattr(OutlinesGrammar, "_prev_finished")
 
 
+def applies(_: Any) -> bool:
+    return True
+
+
 def fix(input_processor: Any) -> None:
     """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
 
-    @wrap(input_processor.InputProcessor, "process_inputs", _PATCH)
+    @wrap(input_processor.InputProcessor, "process_inputs", PATCH)
     def process_supported_inputs(process: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process(self, *args, **kwargs)
         reason = refusal(self.vllm_config, request)

@@ -6,9 +6,10 @@ import copy
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import WITH_DRAFTS
 
-MODULE = "vllm.v1.engine.output_processor"
-_PATCH = Patch(
+WHERE = {WITH_DRAFTS: "vllm.v1.engine.output_processor"}
+PATCH = Patch(
     name="vllm-stop-strings",
     reason="vLLM looks for stop strings once a step: with drafts, tokens and log-probabilities go on after "
     "the stop, and of two stop strings the first of the list ends the text, not the first in the text",
@@ -17,13 +18,14 @@ _PATCH = Patch(
 )
 
 
-def fix(output_processor: Any) -> None:
-    """Hand on a request's tokens one by one where it has stop strings: none comes after a stop."""
-    processor = output_processor.OutputProcessor
-    if hasattr(processor, "_trim_surplus_tokens"):
-        return
+def applies(module: Any) -> bool:
+    return not hasattr(module.OutputProcessor, "_trim_surplus_tokens")
 
-    @wrap(processor, "process_outputs", _PATCH)
+
+def fix(module: Any) -> None:
+    """Hand on a request's tokens one by one where it has stop strings: none comes after a stop."""
+
+    @wrap(module.OutputProcessor, "process_outputs", PATCH)
     def process_token_by_token(
         process: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
     ) -> Any:

@@ -9,9 +9,10 @@ import dataclasses
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.vllm.upstream import ALL
 
-MODULE = "vllm.v1.sample.thinking_budget_state"
-_PATCH = Patch(
+WHERE = {ALL: "vllm.v1.sample.thinking_budget_state"}
+PATCH = Patch(
     name="vllm-thinking-budget",
     reason="a request gets the end of another's reasoning: where it takes the place of one that has ended, "
     "whose budget stays there; where it is swapped with one that has a budget (before 0.29); and, in an "
@@ -22,10 +23,14 @@ _PATCH = Patch(
 )
 
 
+def applies(_: Any) -> bool:
+    return True
+
+
 def fix(module: Any) -> None:
     """Let each budget follow its request, and no other."""
 
-    @wrap(module.ThinkingBudgetStateHolder, "sync_batch", _PATCH)
+    @wrap(module.ThinkingBudgetStateHolder, "sync_batch", PATCH)
     def sync_batch_and_swap(sync_batch: Any, self: Any, batch_update: Any) -> None:
         if not batch_update:
             return
@@ -37,7 +42,7 @@ def fix(module: Any) -> None:
             if swapped is not None and direction == module.MoveDirectionality.SWAP:
                 self._state[row] = swapped
 
-    @wrap(module.ThinkingBudgetStateHolder, "apply_to_logits", _PATCH)
+    @wrap(module.ThinkingBudgetStateHolder, "apply_to_logits", PATCH)
     def apply_in_own_rows(
         apply: Any, self: Any, logits: Any, predict_bonus_token: bool, spec_token_ids: Any
     ) -> Any:

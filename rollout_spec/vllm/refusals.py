@@ -1,0 +1,77 @@
+"""What is refused, and why: one table, by which verl's driver and each engine judge what is asked for.
+
+The driver sees verl's configuration and each model's config.json, an engine vLLM's configuration. Both state
+the facts of the table that they can see. What only one of them can see, it refuses itself. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_spec import recurrent
+from rollout_spec.config import MAX_ON_NPUS, ConfigError, SpecConfig
+from rollout_spec.vllm import versions
+
+OWN_RUNNER = "this platform has a model runner of its own"
+WITHOUT_GRAPHS = (
+    "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs; "
+    "take FULL_AND_PIECEWISE"
+)
+# What is asked for; which setting asks for it; why it is refused. {} is what was found.
+REFUSALS = {
+    # Of our drafter.
+    "untested_policy": ("rollout.spec.method=sam", "{}"),
+    "recurrent_on_own_runner": ("rollout.spec.method=sam", f"{{}} has recurrent layers, and {OWN_RUNNER}"),
+    "long_drafts":  # an engine ends in an assertion of its attention
+        ("rollout.spec.num_speculative_tokens={}", f"must be at most {MAX_ON_NPUS} with vllm-ascend"),
+    # Of a model whose drafts we verify.
+    "uncoupled_model":
+        ("{model}", "a draft model needs rollout.spec.verify=coupled (the default); you set standard"),
+    "model_on_own_runner": ("{model}", OWN_RUNNER),
+    "gemma4_head": ("{model}", "Gemma 4's drafter shares the target's KV cache"),
+    "step3p5_head": ("{model}", "Step 3.5's drafter has a layer for each token"),
+    "several_modules": ("{model}", "an MTP head of several modules is not supported"),
+    "adapters": ("{model}", "{}: vLLM cannot apply a LoRA adapter to draft tokens"),
+    "parallel_experts":
+        ("{model}", "the data-parallel ranks of experts would not run the same passes of the drafter"),
+    "few_positions":
+        ("{model}", "the drafter takes {0[0]} positions, max_model_len is {0[1]}: set max_model_len to at "
+                    "most {0[0]}"),
+    # Of drafts, whoever makes them.
+    "processors":
+        ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
+    "min_p":
+        ("{engine}override_generation_config.min_p", "vLLM refuses min_p together with speculative decoding"),
+    "ahead": ("{engine}async_scheduling", "must be False with {}"),
+}  # fmt: skip
+
+
+def refuse(facts: Mapping[str, Any], model: str, engine: str = "") -> None:
+    """Raise a ConfigError for the first row of the table that is so; it names the setting and the reason.
+
+    Args:
+        facts: of the table, as far as they are known, each with what was found.
+        model: what asks for a model that drafts.
+        engine: what stands before the names of vLLM's options.
+    """
+    assert facts.keys() <= REFUSALS.keys(), facts
+    for fact, (setting, why) in REFUSALS.items():
+        if found := facts.get(fact):
+            where = setting.format(found, model=model, engine=engine)
+            raise ConfigError(f"{where}: {why.format(found)}")
+
+
+def of_our_drafter(config: SpecConfig, policy: str | None, has_own_runner: bool) -> dict[str, Any]:
+    """The facts of an engine with our drafter.
+
+    Args:
+        policy: its architecture, if it has recurrent layers.
+        has_own_runner: whether the platform has, as NPUs have.
+    """
+    k = config.num_speculative_tokens
+    return {
+        "untested_policy": policy and recurrent.refusal(policy, versions.minor(versions.version() or "")),
+        "recurrent_on_own_runner": has_own_runner and policy,
+        "long_drafts": has_own_runner and k > MAX_ON_NPUS and k,
+    }
