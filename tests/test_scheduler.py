@@ -35,12 +35,18 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
 
 
 @pytest.mark.parametrize(
-    ("is_open", "num_rows", "room"),
+    ("gives_room", "num_rows", "room"),
     [(False, 1, 0), (True, 1, 15), (True, 64, 15), (True, 256, 4), (True, 1025, 0)],
 )
-def test_room_for_drafts_leaves_half_of_a_step_for_prompts(is_open: bool, num_rows: int, room: int) -> None:
+def test_room_for_drafts_leaves_half_of_a_step_for_prompts(
+    gives_room: bool, num_rows: int, room: int
+) -> None:
     scheduler = AheadScheduler.__new__(AheadScheduler)
-    scheduler._is_open, scheduler.num_spec_tokens, scheduler.max_num_scheduled_tokens = is_open, 15, 2048
+    scheduler._gives_room, scheduler.num_spec_tokens, scheduler.max_num_scheduled_tokens = (
+        gives_room,
+        15,
+        2048,
+    )
     scheduler.running = [None] * num_rows
     assert scheduler._room() == room
 

@@ -40,7 +40,7 @@ class Filled(NamedTuple):
 
     nums_drafts: dict[str, int]
     """Draft tokens that the step has verified, of each request that had some."""
-    is_open: bool
+    wants_room: bool
     """Whether drafts may pay in the steps that are scheduled from now on."""
 
 
@@ -48,13 +48,13 @@ class AheadScheduler(Counting, AsyncScheduler):
     """Asynchronous scheduling for a drafter on the host, with MRV2; it never waits for a step's tokens.
 
     While the drafter's gate is closed, rows have no room for drafts, and steps are those of an engine without
-    a drafter. A step's output says whether it is open, and that acts two steps later.
+    a drafter. A step's output says whether it wants room, and that acts two steps later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._is_open = False
+        self._gives_room = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         told = Ahead(self._num_in_flight, self._room())
@@ -69,7 +69,7 @@ class AheadScheduler(Counting, AsyncScheduler):
 
     def _room(self) -> int:
         """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""
-        if not self._is_open:
+        if not self._gives_room:
             return 0
         return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
@@ -90,7 +90,7 @@ class AheadScheduler(Counting, AsyncScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         filled: Filled | None = getattr(model_runner_output, FILLED_KEY, None)
         if filled is not None:
-            self._is_open = filled.is_open
+            self._gives_room = filled.wants_room
             self._count_filled(scheduler_output, filled)
         self._num_in_flight -= scheduler_output.total_num_scheduled_tokens > 0
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -165,14 +165,14 @@ class HostDrafts:
     It is also the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
 
     Attributes:
-        is_open: whether the step that begins next has room for drafts; always, where the scheduler waits.
+        has_room: whether the step that begins next has room for drafts; always, where the scheduler waits.
             All workers are told so.
         model_tokens: how many a model is to draft for it, at most; which they are told too.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.proposer = SuffixProposer(vllm_config)
-        self.is_open = True
+        self.has_room = True
         self.model_tokens = num_model_tokens(vllm_config)
         self._has_model = drafts_with_model(vllm_config)
         self._device = device
@@ -208,7 +208,7 @@ class HostDrafts:
         batch = self._batch
         self._ahead = getattr(scheduler_output, AHEAD_KEY, None)
         self._receive(0 if self._ahead is None else self._ahead.num_in_flight, in_time=False)
-        self.is_open = self._ahead is None or self._ahead.room > 0
+        self.has_room = self._ahead is None or self._ahead.room > 0
         told = getattr(scheduler_output, MODEL_TOKENS_KEY, None)
         if told is not None:
             self.model_tokens = told
@@ -254,7 +254,7 @@ class HostDrafts:
         if not rooms:
             return
         nums = {name: num - rooms.get(name, 0) for name, num in scheduler_output.num_scheduled_tokens.items()}
-        if self.is_open:
+        if self.has_room:
             drafts |= self._draft_in_time(rooms)
         for name in drafts.keys() & rooms.keys():
             nums[name] += len(drafts[name])

@@ -94,14 +94,14 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         others.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return propose(input_batch, *given, dummy_run=True, **others)
-        num = max(1, host.model_tokens) if host.is_open else 1
+        num = max(1, host.model_tokens) if host.has_room else 1
         speculator.num_speculative_steps, begin = num, time.perf_counter()
         try:
             drafts = propose(input_batch, *given, **others)
         finally:
             speculator.num_speculative_steps = num_tokens
         host.proposer.note_passes(num, num_tokens - num, time.perf_counter() - begin)
-        taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.is_open else ()
+        taken = (drafts[:, :num], log_odds[: len(drafts), :num]) if host.has_room else ()
         return host.draft(input_batch, given[_NUM_SAMPLED], taken)
 
     speculator.propose = propose_and_take
