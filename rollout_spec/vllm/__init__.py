@@ -7,6 +7,7 @@ It never imports verl, and changes vLLM through `patches` only.
 A token's way: `plugin` binds a worker; `proposer` hands its batch to the drafter and the drafts back; `keys`
 names each row's noise. On MRV1 `mrv1.sampler` verifies by `verification`. On MRV2 `mrv2.sampler` verifies by
 itself, with tokens that vLLM's sampler draws, and `mrv2.host_drafts` brings the tokens to the proposer.
+Between steps a rollout server asks by `control` for texts and counts.
 `upstream` fixes vLLM's faults, `checks` refuses what cannot work.
 """
 
