@@ -299,6 +299,15 @@ const char *rs_corpus_check(const rs_corpus *corpus) {
                : "corpus: a state without exactly one transition from its longest string's prefix";
 }
 
+bool rs_cursor_holds(const rs_corpus *corpus, rs_cursor cursor, int32_t level) {
+    if (cursor.state >= corpus->num_states || cursor.len > (uint32_t)level) {
+        return false;
+    }
+    const rs_corpus_state *state = corpus->states + cursor.state;
+    return cursor.state == RS_ROOT ? cursor.len == 0
+                                   : cursor.len <= state->len && cursor.len > corpus->states[state->link].len;
+}
+
 rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error) {
     rs_corpus corpus;
     if (!rs_corpus_open(&corpus, content, num_bytes)) {

@@ -57,4 +57,7 @@ const rs_transition *rs_corpus_next(const rs_corpus *corpus, uint32_t state);
 /* Check every invariant, in time linear in the size of the block: NULL, or what is broken. */
 const char *rs_corpus_check(const rs_corpus *corpus);
 
+/* Whether the cursor can be that of a text of `level` tokens. */
+bool rs_cursor_holds(const rs_corpus *corpus, rs_cursor cursor, int32_t level);
+
 #endif

@@ -13,94 +13,11 @@
 #include <inttypes.h>
 #include <string.h>
 
-int32_t rs_abi_version(void) { return RS_ABI_VERSION; }
-
-rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
-    if (options->num_speculative_tokens < 1 || options->num_speculative_tokens > RS_MAX_SPECULATIVE_TOKENS) {
-        return rs_fail(error, RS_EINVAL, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
-                       options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
-    }
-    if (options->max_idle_groups < 0) {
-        return rs_fail(error, RS_EINVAL, "max_idle_groups=%" PRId32 ": must not be negative", options->max_idle_groups);
-    }
-    rs_memory memory = {.max_bytes = options->max_bytes};
-    rs_index *made = NULL;
-    uint32_t capacity = 0;
-    rs_status status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
-    if (status != RS_OK) {
-        return rs_memory_error(&memory, error, status);
-    }
-    memset(made, 0, sizeof *made);
-    made->options = *options;
-    made->memory = memory;
-    made->memory.index = made;
-    made->free_group = made->free_sequence = -1;
-    rs_calibration_init(&made->calibration);
-    if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
-        status = rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
-    } else {
-        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
-    }
-    if (status != RS_OK) {
-        rs_index_free(made);
-        return status;
-    }
-    *index = made;
-    return RS_OK;
-}
-
-static void free_text(rs_index *index, rs_sequence *sequence) {
-    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
-}
-
-/* Every waiting text of the group; of every group where it is -1. */
-static void drop_waiting(rs_index *index, int32_t group) {
-    for (rs_waiting **at = &index->waiting; *at != NULL;) {
-        if (group >= 0 && (*at)->group != group) {
-            at = &(*at)->next;
-            continue;
-        }
-        void *dropped = *at;
-        uint32_t num_bytes = rs_waiting_bytes((*at)->num_tokens);
-        *at = (*at)->next;
-        rs_resize(&index->memory, &dropped, &num_bytes, 0, 1);
-    }
-}
-
-void rs_index_clear(rs_index *index) {
-    drop_waiting(index, -1);
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        if (index->groups[i].open) {
-            rs_automaton_free(&index->groups[i].automaton);
-        }
-    }
-    for (uint32_t i = 0; i < index->num_sequences; i++) {
-        free_text(index, index->sequences + i);
-    }
-    rs_memory *memory = &index->memory;
-    rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
-    rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
-    rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
-    index->num_groups = index->num_sequences = 0;
-    index->num_idle = index->num_given_up = 0;
-    index->free_group = index->free_sequence = -1;
-}
-
-void rs_index_free(rs_index *index) {
-    rs_index_clear(index);
-    rs_release(&index->memory, UINT64_MAX);
-    rs_contexts_free(&index->contexts, &index->memory);
-    rs_memory memory = index->memory;
-    void *block = index;
-    uint32_t capacity = 1;
-    rs_resize(&memory, &block, &capacity, 0, sizeof *index);
-}
-
 /* ---- groups ---- */
 
 /* Its slot is not free yet. */
 static void close_group(rs_index *index, rs_group *group) {
-    drop_waiting(index, (int32_t)(group - index->groups));
+    rs_waiting_drop(&index->waiting, &index->memory, (int32_t)(group - index->groups));
     index->num_idle -= group->idle_since > 0;
     rs_automaton_free(&group->automaton);
     *group = (rs_group){.next_free = -1};
@@ -111,7 +28,9 @@ static void free_slot(rs_index *index, int32_t group) {
     index->free_group = group;
 }
 
-bool rs_give_up_idle(rs_index *index) {
+/* Close the group that has been idle longest; false where none is. The only place where an index gives up text. */
+static bool give_up_idle(void *owner) {
+    rs_index *index = owner;
     rs_group *oldest = NULL;
     for (uint32_t i = 0; i < index->num_groups; i++) {
         rs_group *group = index->groups + i;
@@ -145,19 +64,18 @@ static void set_idle(rs_index *index, rs_group *group) {
     index->num_idle++;
 }
 
-/* While somebody is in a group, it is not given up. */
-static void enter(rs_index *index, rs_group *group) {
+void rs_group_enter(rs_index *index, rs_group *group) {
     index->num_idle -= group->idle_since > 0;
     group->idle_since = 0;
     group->num_sequences++;
 }
 
-static void leave(rs_index *index, rs_group *group) {
+void rs_group_leave(rs_index *index, rs_group *group) {
     if (--group->num_sequences == 0) {
         set_idle(index, group);
     }
     while (index->num_idle > index->options.max_idle_groups) {
-        rs_give_up_idle(index);
+        give_up_idle(index);
     }
 }
 
@@ -181,26 +99,6 @@ rs_status rs_append(rs_index *index, rs_group *group, rs_place *at, uint64_t ser
         at->level++;
         group->num_tokens++;
     }
-    return RS_OK;
-}
-
-/* `tokens` wait for their turn. */
-static rs_status queue(rs_index *index, int32_t group, bool is_prompt, const int32_t *tokens, int64_t num_tokens) {
-    void *made = NULL;
-    uint32_t capacity = 0;
-    rs_status status = rs_resize(&index->memory, &made, &capacity, rs_waiting_bytes((int32_t)num_tokens), 1);
-    if (status != RS_OK) {
-        return status;
-    }
-    rs_waiting *waiting = made;
-    *waiting = (rs_waiting){.group = group, .is_prompt = is_prompt, .num_tokens = (int32_t)num_tokens};
-    memcpy(waiting->tokens, tokens, (size_t)num_tokens * sizeof *tokens);
-    rs_waiting **at = &index->waiting;
-    while (*at != NULL && ((*at)->is_prompt || !is_prompt)) {
-        at = &(*at)->next;
-    }
-    waiting->next = *at;
-    *at = waiting;
     return RS_OK;
 }
 
@@ -228,7 +126,8 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         status = rs_append(index, &opened, &opened.prompt, 0, prompt_token_ids, now);
     }
     if (status == RS_OK && now < num_prompt_tokens) {
-        status = queue(index, slot, true, prompt_token_ids + now, num_prompt_tokens - now);
+        status = rs_waiting_add(&index->waiting, &index->memory, slot, true, prompt_token_ids + now,
+                                num_prompt_tokens - now);
     }
     if (status != RS_OK) {
         rs_automaton_free(&opened.automaton);
@@ -253,9 +152,9 @@ rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids,
     if (status != RS_OK || num_tokens == 0) {
         return status;
     }
-    enter(index, index->groups + group);
-    status = queue(index, group, false, token_ids, num_tokens);
-    leave(index, index->groups + group);
+    rs_group_enter(index, index->groups + group);
+    status = rs_waiting_add(&index->waiting, &index->memory, group, false, token_ids, num_tokens);
+    rs_group_leave(index, index->groups + group);
     return rs_memory_error(&index->memory, error, status);
 }
 
@@ -271,47 +170,6 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     close_group(index, found);
     free_slot(index, group);
     return RS_OK;
-}
-
-/* Up to max_tokens of the first text that waits. */
-static rs_status append_first(rs_index *index, rs_waiting *first, int64_t max_tokens) {
-    rs_group *group = index->groups + first->group;
-    rs_place *at = first->is_prompt ? &group->prompt : &first->at;
-    if (!first->is_prompt && first->serial == 0) {
-        first->serial = ++index->num_serials;
-        first->at = group->prompt;
-    }
-    const int32_t num_left = first->num_tokens - first->num_indexed;
-    const int32_t before = at->level;
-    rs_status status = rs_append(index, group, at, first->serial, first->tokens + first->num_indexed,
-                                 num_left < max_tokens ? num_left : max_tokens);
-    first->num_indexed += at->level - before;
-    for (uint32_t i = 0; first->is_prompt && rs_is_whole(group) && i < index->num_sequences; i++) {
-        if (index->sequences[i].open && index->sequences[i].group == first->group) {
-            rs_sequence_restart(index, index->sequences + i); /* it waited for the prompt */
-        }
-    }
-    return status;
-}
-
-void rs_append_waiting(rs_index *index, int64_t max_tokens) {
-    while (index->waiting != NULL && max_tokens > 0) {
-        rs_waiting *first = index->waiting;
-        rs_group *group = index->groups + first->group;
-        max_tokens += first->num_indexed;
-        enter(index, group);
-        rs_status status = append_first(index, first, max_tokens - first->num_indexed);
-        max_tokens -= first->num_indexed;
-        if (status != RS_OK) {
-            drop_waiting(index, first->group);
-        } else if (first->num_indexed == first->num_tokens) {
-            void *done = first;
-            uint32_t num_bytes = rs_waiting_bytes(first->num_tokens);
-            index->waiting = first->next;
-            rs_resize(&index->memory, &done, &num_bytes, 0, 1);
-        }
-        leave(index, group);
-    }
 }
 
 /* ---- sequences ---- */
@@ -338,11 +196,11 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, in
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
     }
-    enter(index, found);
+    rs_group_enter(index, found);
     if (index->free_sequence < 0) {
         rs_status status = reserve_sequence(index);
         if (status != RS_OK) {
-            leave(index, found);
+            rs_group_leave(index, found);
             return rs_memory_error(&index->memory, error, status);
         }
         *sequence = (int32_t)index->num_sequences++;
@@ -360,6 +218,10 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, in
     return RS_OK;
 }
 
+static void free_text(rs_index *index, rs_sequence *sequence) {
+    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
+}
+
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
     rs_sequence *found = rs_find_sequence(index, sequence);
     if (found == NULL) {
@@ -369,7 +231,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
     free_text(index, found);
     *found = (rs_sequence){.next_free = index->free_sequence};
     index->free_sequence = sequence;
-    leave(index, group);
+    rs_group_leave(index, group);
     return RS_OK;
 }
 
@@ -387,8 +249,77 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     return RS_OK;
 }
 
+/* ---- the index ---- */
+
+int32_t rs_abi_version(void) { return RS_ABI_VERSION; }
+
+rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error) {
+    if (options->num_speculative_tokens < 1 || options->num_speculative_tokens > RS_MAX_SPECULATIVE_TOKENS) {
+        return rs_fail(error, RS_EINVAL, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
+                       options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
+    }
+    if (options->max_idle_groups < 0) {
+        return rs_fail(error, RS_EINVAL, "max_idle_groups=%" PRId32 ": must not be negative", options->max_idle_groups);
+    }
+    rs_memory memory = {.max_bytes = options->max_bytes};
+    rs_index *made = NULL;
+    uint32_t capacity = 0;
+    rs_status status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
+    if (status != RS_OK) {
+        return rs_memory_error(&memory, error, status);
+    }
+    memset(made, 0, sizeof *made);
+    made->options = *options;
+    made->memory = memory;
+    made->memory.make_room = give_up_idle;
+    made->memory.owner = made;
+    made->free_group = made->free_sequence = -1;
+    rs_calibration_init(&made->calibration);
+    if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
+        status = rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
+    } else {
+        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
+    }
+    if (status != RS_OK) {
+        rs_index_free(made);
+        return status;
+    }
+    *index = made;
+    return RS_OK;
+}
+
+void rs_index_clear(rs_index *index) {
+    rs_waiting_drop(&index->waiting, &index->memory, -1);
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        if (index->groups[i].open) {
+            rs_automaton_free(&index->groups[i].automaton);
+        }
+    }
+    for (uint32_t i = 0; i < index->num_sequences; i++) {
+        free_text(index, index->sequences + i);
+    }
+    rs_memory *memory = &index->memory;
+    rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
+    rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
+    rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
+    index->num_groups = index->num_sequences = 0;
+    index->num_idle = index->num_given_up = 0;
+    index->free_group = index->free_sequence = -1;
+}
+
+void rs_index_free(rs_index *index) {
+    rs_index_clear(index);
+    rs_release(&index->memory, UINT64_MAX);
+    rs_contexts_free(&index->contexts, &index->memory);
+    rs_memory memory = index->memory;
+    void *block = index;
+    uint32_t capacity = 1;
+    rs_resize(&memory, &block, &capacity, 0, sizeof *index);
+}
+
 void rs_index_stats(const rs_index *index, rs_stats *stats) {
-    *stats = (rs_stats){.num_bytes = index->memory.num_bytes};
+    *stats = (rs_stats){.num_waiting_tokens = rs_waiting_num_tokens(index->waiting),
+                        .num_bytes = index->memory.num_bytes};
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
         if (group->open) {
@@ -398,7 +329,48 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
             stats->num_tokens += group->num_tokens;
         }
     }
-    for (const rs_waiting *waiting = index->waiting; waiting != NULL; waiting = waiting->next) {
-        stats->num_waiting_tokens += (uint64_t)(waiting->num_tokens - waiting->num_indexed);
+}
+
+/* ---- checking ---- */
+
+/* Every closed slot is in its list exactly once. */
+static bool free_slots_hold(const rs_index *index, bool groups) {
+    uint32_t num_slots = groups ? index->num_groups : index->num_sequences;
+    uint32_t num_closed = 0;
+    for (uint32_t i = 0; i < num_slots; i++) {
+        num_closed += groups ? !index->groups[i].open && !index->groups[i].given_up : !index->sequences[i].open;
     }
+    uint32_t num_listed = 0;
+    int32_t slot = groups ? index->free_group : index->free_sequence;
+    for (; slot >= 0 && num_listed <= num_closed; num_listed++) {
+        bool open = (uint32_t)slot >= num_slots || (groups ? index->groups[slot].open : index->sequences[slot].open);
+        if (open) {
+            return false;
+        }
+        slot = groups ? index->groups[slot].next_free : index->sequences[slot].next_free;
+    }
+    return num_listed == num_closed;
+}
+
+
+const char *rs_tables_check(const rs_index *index) {
+    int64_t num_sequences = 0;
+    for (uint32_t i = 0; i < index->num_sequences; i++) {
+        num_sequences += index->sequences[i].open;
+    }
+    int32_t num_idle = 0;
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        const rs_group *group = index->groups + i;
+        num_sequences -= group->num_sequences;
+        num_idle += group->idle_since > 0;
+        if (group->open ? group->given_up || (group->idle_since > 0) != (group->num_sequences == 0)
+                        : group->idle_since > 0 || group->num_sequences > 0) {
+            return "group: it is not open, idle or given up";
+        }
+    }
+    if (num_sequences != 0 || num_idle != index->num_idle) {
+        return "groups: num_sequences or num_idle is wrong";
+    }
+    const bool hold = free_slots_hold(index, true) && free_slots_hold(index, false);
+    return hold ? NULL : "index: broken list of closed slots";
 }

@@ -2,17 +2,9 @@
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
-#include "corpus.h"
 #include "error.h"
 #include "evidence.h"
-
-/* How far a text is indexed, and where it is there. Zeros: the empty one. */
-typedef struct {
-    int32_t level;    /* tokens of it */
-    uint32_t last;    /* their state */
-    rs_recent recent; /* their end */
-    rs_cursor cursor; /* their place in the corpus */
-} rs_place;
+#include "waiting.h"
 
 typedef struct {
     bool open;
@@ -39,22 +31,6 @@ typedef struct {
     uint64_t latest_step;
 } rs_sequence;
 
-/* A text that is indexed a part in each step: the rest of a prompt, or one that follows the prompt of its group. */
-typedef struct rs_waiting {
-    struct rs_waiting *next;
-    int32_t group;
-    bool is_prompt;
-    rs_place at;     /* of a text after the prompt */
-    uint64_t serial; /* of the same, 0: nothing of it is indexed yet */
-    int32_t num_tokens;
-    int32_t num_indexed;
-    int32_t tokens[];
-} rs_waiting;
-
-static inline uint32_t rs_waiting_bytes(int32_t num_tokens) {
-    return (uint32_t)(sizeof(rs_waiting) + (size_t)num_tokens * sizeof(int32_t));
-}
-
 struct rs_index {
     rs_options options;
     rs_memory memory;
@@ -68,7 +44,7 @@ struct rs_index {
     int32_t free_sequence;
     rs_prediction *predictions; /* [sequences][num_speculative_tokens] */
     uint32_t predictions_capacity;
-    rs_waiting *waiting;    /* prompts first, else in the order in which they came */
+    rs_waiting *waiting;
     int32_t num_idle;       /* groups */
     int32_t num_given_up;   /* groups that rs_group_given_up has not named yet */
     uint64_t num_idle_ever; /* how often a group became idle */
@@ -103,8 +79,12 @@ void rs_sequence_restart(const rs_index *index, rs_sequence *sequence);
 rs_status rs_append(rs_index *index, rs_group *group, rs_place *at, uint64_t serial, const int32_t *tokens,
                     int64_t num_tokens);
 
-/* Index up to max_tokens of the texts that wait. Where there is no room, the group's are dropped. */
-void rs_append_waiting(rs_index *index, int64_t max_tokens);
+/* While somebody is in a group, it is not given up. */
+void rs_group_enter(rs_index *index, rs_group *group);
+void rs_group_leave(rs_index *index, rs_group *group);
+
+/* Check what groups and sequences say of each other, and the closed slots: NULL, or what is broken. */
+const char *rs_tables_check(const rs_index *index);
 
 static inline rs_prediction *rs_predictions(const rs_index *index, int32_t sequence) {
     return index->predictions + (size_t)sequence * (size_t)index->options.num_speculative_tokens;

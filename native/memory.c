@@ -4,7 +4,7 @@
  *                     rs_release cuts pieces off the end of the first, until nothing of it is left
  *
  * Invariants: num_bytes is the sum of capacity * element_size over all arrays and of what is discarded, and never
- * above max_bytes; what is discarded, and then an idle group, gives way to what is needed. */
+ * above max_bytes; what is discarded, and then what its owner can spare, gives way to what is needed. */
 #include "memory.h"
 
 #include <stdlib.h>
@@ -80,9 +80,9 @@ uint64_t rs_num_discarded(const rs_memory *memory) {
     return num_bytes;
 }
 
-/* Free something that nobody needs; false where there is nothing. The only place where an index gives up text. */
+/* Free something that nobody needs; false where there is nothing. */
 static bool make_room(rs_memory *memory) {
-    if (memory->discarded == NULL && (memory->index == NULL || !rs_give_up_idle(memory->index))) {
+    if (memory->discarded == NULL && (memory->make_room == NULL || !memory->make_room(memory->owner))) {
         return false;
     }
     rs_release(memory, 1);

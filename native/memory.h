@@ -14,11 +14,9 @@ typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
     rs_discarded *discarded; /* arrays that are still to be freed; part of num_bytes */
-    rs_index *index;         /* whose idle groups make room, NULL: nobody's */
+    bool (*make_room)(void *owner); /* frees what its owner can spare; false: nothing. NULL: nobody is asked */
+    void *owner;
 } rs_memory;
-
-/* index.c: give up the group of the index that has been idle longest; false where none is. */
-bool rs_give_up_idle(rs_index *index);
 
 #ifdef RS_TEST
 /* Let the n-th allocation from now on fail (1: the next); 0: none. C tests only. */

@@ -79,7 +79,48 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
     return status;
 }
 
-/* ---- index ---- */
+/* ---- waiting texts ---- */
+
+/* Up to max_tokens of the first text that waits. */
+static rs_status append_first(rs_index *index, rs_waiting *first, int64_t max_tokens) {
+    rs_group *group = index->groups + first->group;
+    rs_place *at = first->is_prompt ? &group->prompt : &first->at;
+    if (!first->is_prompt && first->serial == 0) {
+        first->serial = ++index->num_serials;
+        first->at = group->prompt;
+    }
+    const int32_t num_left = first->num_tokens - first->num_indexed;
+    const int32_t before = at->level;
+    rs_status status = rs_append(index, group, at, first->serial, first->tokens + first->num_indexed,
+                                 num_left < max_tokens ? num_left : max_tokens);
+    first->num_indexed += at->level - before;
+    for (uint32_t i = 0; first->is_prompt && rs_is_whole(group) && i < index->num_sequences; i++) {
+        if (index->sequences[i].open && index->sequences[i].group == first->group) {
+            rs_sequence_restart(index, index->sequences + i); /* it waited for the prompt */
+        }
+    }
+    return status;
+}
+
+/* Index up to max_tokens of the texts that wait. Where there is no room, the group's are dropped. */
+static void append_waiting(rs_index *index, int64_t max_tokens) {
+    while (index->waiting != NULL && max_tokens > 0) {
+        rs_waiting *first = index->waiting;
+        rs_group *group = index->groups + first->group;
+        max_tokens += first->num_indexed;
+        rs_group_enter(index, group);
+        rs_status status = append_first(index, first, max_tokens - first->num_indexed);
+        max_tokens -= first->num_indexed;
+        if (status != RS_OK) {
+            rs_waiting_drop(&index->waiting, &index->memory, first->group);
+        } else if (first->num_indexed == first->num_tokens) {
+            rs_waiting_drop_first(&index->waiting, &index->memory);
+        }
+        rs_group_leave(index, group);
+    }
+}
+
+/* ---- rows ---- */
 
 /* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
  * are about a text that did not come. */
@@ -94,12 +135,10 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
     }
 }
 
-/* Whether the sequence can have this level, and there is text from `first` up to `end`. */
-static bool holds_text(const rs_index *index, const rs_batch *batch, int32_t i, int32_t first, int32_t end) {
-    const int32_t level = batch->levels[i];
+/* Whether the row can have its level, and there is text from `first` up to `end`. */
+static bool holds_text(const rs_batch *batch, int32_t i, int32_t first, int32_t end) {
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
-    bool holds = level >= rs_start_level(index, index->sequences + batch->sequences[i]) &&
-                 level <= batch->num_columns && level <= RS_MAX_TEXT_TOKENS;
+    bool holds = batch->levels[i] <= batch->num_columns && batch->levels[i] <= RS_MAX_TEXT_TOKENS;
     for (int32_t position = first; holds && position < end; position++) {
         holds = tokens[position] >= 0;
     }
@@ -114,6 +153,9 @@ static bool index_row(rs_index *index, const rs_batch *batch, int32_t i, int64_t
         return true; /* it waits for its prompt */
     }
     const int32_t start = rs_start_level(index, sequence);
+    if (batch->levels[i] < start) {
+        return false; /* whatever it is: INT32_MIN, too */
+    }
     const int32_t first = batch->levels[i] >= sequence->at.level ? sequence->at.level : start;
     int64_t num_new = (int64_t)batch->levels[i] - first;
     if (num_new > TOKENS_OF_A_STEP) {
@@ -122,7 +164,7 @@ static bool index_row(rs_index *index, const rs_batch *batch, int32_t i, int64_t
         *num_left -= num_new;
     }
     const int32_t end = first + (int32_t)num_new;
-    if (!holds_text(index, batch, i, first, end) ||
+    if (!holds_text(batch, i, first, end) ||
         rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity, (uint64_t)(end - start),
                    sizeof *sequence->text) != RS_OK) {
         return false;
@@ -186,7 +228,7 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     if (status != RS_OK) {
         return status;
     }
-    rs_append_waiting(index, batch->max_waiting_tokens);
+    append_waiting(index, batch->max_waiting_tokens);
     batch->num_left_out = index_rows(index, batch);
     if (batch->num_model_tokens > 0 && batch->survivals_of_fewer != NULL) {
         draft_rows(index, batch, batch->num_model_tokens - 1, batch->survivals_of_fewer, batch->nums_of_fewer);

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, speculative_config
-from rollout_spec.vllm import proposer as proposer_module
+from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.other_ranks import most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -56,6 +56,7 @@ class Engine:
         )  # fmt: skip
         self.proposer.bind(self.runner)
         self.proposer.load_model(None)
+        self.control = ProposerControl(self.proposer)
         self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
         self.drafts: dict[str, list[int]] = {}  # to be verified in its next step
 
@@ -104,18 +105,19 @@ class Engine:
 
     @property
     def index(self) -> Any:
-        return self.proposer._drafter.index  # type: ignore[union-attr]
+        return self.proposer.drafter.index  # type: ignore[union-attr]
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the proposer logs as an exception."""
+    """What is logged as an exception or a warning."""
     messages: list[str] = []
 
     def note(message: str, *args: Any) -> None:
         messages.append(message % args)
 
-    monkeypatch.setattr(proposer_module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
+    for module in (counts, control):
+        monkeypatch.setattr(module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
     return messages
 
 
@@ -160,7 +162,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
         for name, draft in drafts.items():
             said = len(engine.texts[name]) - 3
             assert draft == texts[name][said : said + len(draft)]
-        assert engine.proposer._drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
+        assert engine.proposer.drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
     counters = engine.proposer.take_counters()
     assert serial > 30 and counters.num_accepted_tokens > 200
     assert (counters.num_row_steps, counters.num_accepted_tokens) == (num_rows, num_said - num_rows)
@@ -192,7 +194,7 @@ def drafts_of(history: bytes | None, group: str) -> list[int]:
     """What a new engine with this history drafts after the first two tokens of the group's text."""
     assert history is not None
     engine = Engine(min_survival=0.0, history=4)
-    engine.proposer.add_history([history])
+    engine.control.add_history([history])
     engine.add("new", extra_args={GROUP_KEY: group})
     return engine.step({"new": TEXT[:2]})["new"]
 
@@ -202,9 +204,9 @@ def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
-    engine.proposer.drop_texts(["cut"])  # by the name that its sender gave it
+    engine.control.drop_texts(["cut"])  # by the name that its sender gave it
     assert engine.index.stats().num_sequences == engine.index.stats().num_groups == 0
-    content = engine.proposer.pack_history()
+    content = engine.control.pack_history()
     assert drafts_of(content, "done") == TEXT[2:6]
     assert drafts_of(content, "cut") == []
 
@@ -215,13 +217,13 @@ def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
     for name in names:
         engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
     engine.step({f"{name}-0123abcd": TEXT[:9] for name in names})
-    taken = engine.proposer.take_history(aborted=["cut"], finished=["done"])
+    taken = engine.control.take_history(aborted=["cut"], finished=["done"])
     assert engine.index.stats().num_sequences == 1
     assert [drafts_of(taken, name) for name in names] == [TEXT[2:6], [], []]
-    again = engine.proposer.take_history(finished=[])
+    again = engine.control.take_history(finished=[])
     assert [drafts_of(again, name) for name in names] == [[], [], []]
     # By default all have ended; `pack_history` has what was taken before, too.
-    content = engine.proposer.pack_history()
+    content = engine.control.pack_history()
     assert [drafts_of(content, name) for name in names] == [TEXT[2:6], [], TEXT[2:6]]
     assert engine.index.stats().num_sequences == 0
 
@@ -231,8 +233,8 @@ def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
     engine.finish("a")
-    other.proposer.add_history([b"nothing of ours", engine.proposer.pack_history()])
-    assert drafts_of(other.proposer.pack_history(), "g") == TEXT[2:6]
+    other.control.add_history([b"nothing of ours", engine.control.pack_history()])
+    assert drafts_of(other.control.pack_history(), "g") == TEXT[2:6]
     assert len(said) == 1 and "without a part of the history" in said[0]
 
 
@@ -242,7 +244,7 @@ def test_what_is_on_its_way_is_received_first() -> None:
     received: list[str] = []
     for name in ("take_counters", "drop_texts", "take_history", "pack_history"):
         engine.proposer.receive = lambda name=name: received.append(name)
-        getattr(engine.proposer, name)()
+        getattr(engine.control, name)()
     engine.proposer.take_counters(waits=False)
     assert received == ["take_counters", "drop_texts", "take_history", "pack_history"]
 
@@ -257,7 +259,7 @@ def test_what_a_warm_up_has_left_is_forgotten() -> None:
     engine.proposer.start_afresh()
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_groups == 0
-    assert engine.proposer.pack_history() == Engine(history=4).proposer.pack_history()
+    assert engine.control.pack_history() == Engine(history=4).control.pack_history()
     engine.add("a")
     engine.step()
     assert engine.proposer.take_counters().num_steps == 1
@@ -287,16 +289,16 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
     engine.batch.req_ids.remove("stranger")
     assert engine.step() == {"a": []}
-    assert not engine.proposer.makes_room
+    assert not engine.proposer.wants_room
     counters = engine.proposer.take_counters()
     assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
     [message] = said
     assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
     # What the trainer asks of the engine goes on.
-    engine.proposer.drop_texts(["a"])
-    engine.proposer.add_history([b""])
-    assert engine.proposer.take_history() is None
-    assert engine.proposer.pack_history() is None
+    engine.control.drop_texts(["a"])
+    engine.control.add_history([b""])
+    assert engine.control.take_history() is None
+    assert engine.control.pack_history() is None
     assert engine.proposer.take_counters().num_steps == 0
 
 
@@ -356,7 +358,7 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any],
     drafts = proposer.propose([[5]], np.array([5], np.int32), matrix)
     assert drafts == [[6, 5, 6] if is_used else []]
     assert proposer.take_counters().num_steps == is_used
-    assert (proposer.take_history() is not None) == is_used
+    assert (ProposerControl(proposer).take_history() is not None) == is_used
 
 
 @pytest.mark.parametrize(

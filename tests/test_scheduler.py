@@ -40,7 +40,7 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
 )
 def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks: bool, num_rows: int, room: int) -> None:
     scheduler = AheadScheduler.__new__(AheadScheduler)
-    scheduler._asks_for_room, scheduler.num_spec_tokens = asks, 15
+    scheduler._gives_room, scheduler.num_spec_tokens = asks, 15
     scheduler.max_num_scheduled_tokens = 2048
     scheduler.running = [None] * num_rows
     assert scheduler._room() == room

@@ -477,6 +477,25 @@ static void test_arguments(void) {
     free(f);
 }
 
+/* A level that is no level costs its row, and no more: nothing overflows on the way (asan). */
+static void test_least_level(void) {
+    rs_index *index = new_index(default_options());
+    fixture *f = new_fixture(2);
+    const int32_t prompt[] = {1, 2, 1};
+    int32_t group;
+    CHECK(rs_group_open(index, prompt, 3, 3, &group, NULL) == RS_OK);
+    for (int32_t row = 0; row < 2; row++) {
+        CHECK(rs_sequence_open(index, group, true, f->sequences + row, NULL) == RS_OK);
+    }
+    f->levels[0] = INT32_MIN;
+    f->levels[1] = 3;
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_left_out == 1);
+    CHECK(f->num_draft_tokens[0] == -1 && f->num_draft_tokens[1] > 0);
+    check_valid(index);
+    rs_index_free(index);
+    free(f);
+}
+
 /* The validator finds what is broken. */
 static void test_validator(void) {
     rs_index *index = new_index(default_options());
@@ -673,6 +692,7 @@ int main(void) {
     test_wide_blocks();
     test_max_branches();
     test_arguments();
+    test_least_level();
     test_validator();
     test_validator_of_the_calibration();
     test_corpus_allocation_failures(2);

@@ -19,6 +19,7 @@ from rollout_spec.drafting.gate.gate import make_gate
 from rollout_spec.drafting.groups import MAX_IDLE_GROUPS, MAX_TOKENS_AT_ONCE, Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
+from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
@@ -50,10 +51,10 @@ class _Rows:
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
-    def set_levels(self, levels: Int32Array, is_open: bool, rooms: Int32Array | None) -> None:
-        """Take over the levels of this step, int32 [>= rows of the matrix]; is_open: of the gate."""
+    def set_levels(self, levels: Int32Array, may_draft: bool, rooms: Int32Array | None) -> None:
+        """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
-        if is_open:
+        if may_draft:
             np.subtract(self._last_levels, self.levels, out=self.max_draft_tokens)
             np.maximum(self.max_draft_tokens, 0, out=self.max_draft_tokens)
             if rooms is not None:
@@ -102,6 +103,7 @@ class Drafter:
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
         self._requests: dict[str, _Request] = {}
+        self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
         self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
 
@@ -116,7 +118,7 @@ class Drafter:
         return self._gate.model_tokens
 
     @property
-    def makes_room(self) -> bool:
+    def wants_room(self) -> bool:
         """Whether the step after the next one is to get room for drafts: for engines that schedule ahead. Not
         shortly before the gate measures a plain step, which must not wait for drafts either.
         """
@@ -204,38 +206,24 @@ class Drafter:
         """
         started = time.perf_counter()
         self._check_lengths(request_ids, nums_new_tokens, levels)
-        has_no_new_rows = self._map_rows(request_ids)
-        ended_step = self._ended_step(has_no_new_rows, nums_new_tokens, levels, ranks, ended, model_drafts)
-        rows = self._rows
-        assert rows is not None
-        if ended_step.num_rows < len(request_ids):
-            rows = rows.among(np.array(nums_new_tokens) > 0)
+        step = self._step_that_ended(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
+        rows = self._decoding_rows(step, nums_new_tokens)
+        if step.num_rows == 0:
+            self._gate.discard()
+            self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
+            return [[] for _ in request_ids]
+        price = self._gate.begin(step, self.counters)
+        proposed = self._propose_after(rows, token_ids, levels, price, model_drafts, rooms)
+        self._count(step, rows, proposed)
         drafts: list[list[int]] = [[] for _ in request_ids]
-        if ended_step.num_rows == 0:
-            self._gate.discard()
-            self._index(rows, token_ids, levels, None, model_drafts, False, None)  # what waits there
-            return drafts
-        price = self._gate.begin(ended_step, self.counters)
-        is_asked = price is not None and model_drafts is not None and len(rows) > 0
-        compares = is_asked and self._gate.compares(ended_step.num_passes)
-        proposed = self._index(rows, token_ids, levels, price, model_drafts, compares, rooms)
-        self._count(ended_step.num_rows, len(rows), proposed)
-        # For a step that does not wait the model has no drafts. The text's alone would wrongly tell the gate
-        # that drafting does not pay.
-        is_weighed = len(rows) > 0 and (in_time or not self._has_model)
-        chosen = self._choose(proposed if is_weighed else None) if price is not None else None
-        # A model has something for every step.
-        would_draft = price is not None if self._has_model else chosen is not None and bool(chosen.any())
-        self.next_step_waits = price is not None if in_time else would_draft
-        if not in_time:
-            self._gate.discard()
-        elif chosen is not None:
-            for row, draft in zip(rows.numbers.tolist(), self._leading(proposed, chosen), strict=True):
-                drafts[row] = draft
-        if in_time and self._fill_to and self._gate.fills:
-            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
-                if num_new:
-                    draft += [FILLER] * (self._fill_to - len(draft))
+        if price is None:
+            self.next_step_waits = False
+        elif in_time:
+            self._choose_for_next_step(rows, proposed, drafts)
+            self._model_share.count_drafted(request_ids, drafts, model_drafts, self.counters)
+            self._fill_up(drafts, nums_new_tokens)
+        else:
+            self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 
@@ -250,78 +238,21 @@ class Drafter:
                 self._gate.discard()
                 raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
 
-    def _count(self, num_decoding: int, num_tracked: int, proposed: StepResult) -> None:
-        """Count a step: its decoding rows, and those of them that had a place in the index before it."""
-        self.counters.num_steps += 1
-        self.counters.num_row_steps += num_decoding
-        self.counters.num_untracked_rows += num_decoding - num_tracked + proposed.num_left_out
-
-    def _index(
+    def _step_that_ended(
         self,
-        rows: _Rows,
-        token_ids: Int32Array,
-        levels: Int32Array,
-        price: float | None,
-        model_drafts: ModelDrafts | None,
-        compares: bool,
-        rooms: Int32Array | None,
-    ) -> StepResult:
-        """The one call of the index in a step; what is left out of it has no place there any more."""
-        rows.set_levels(levels, price is not None, rooms)
-        result = self.index.index_and_draft(
-            rows.sequences,
-            token_ids,
-            rows.numbers,
-            rows.levels,
-            rows.max_draft_tokens,
-            price or 0.0,
-            MAX_TOKENS_AT_ONCE,
-            _WAITING_TOKENS + len(self._row_ids) * _WAITING_TOKENS_PER_ROW,
-            model_drafts,
-            compares,
-        )
-        if result.num_left_out:
-            for row in rows.numbers[result.num_draft_tokens < 0].tolist():
-                self._requests[self._row_ids[row]].member = None
-            self._rows = None
-            for numbers in (result.num_draft_tokens, *(result.fewer or ())[1:]):
-                np.maximum(numbers, 0, out=numbers)
-        return result
-
-    def _choose(self, proposed: StepResult | None) -> Int32Array | None:
-        """How much of each row's draft the open gate takes, int32 [rows]; None where none is weighed."""
-        chosen, was_refused = None, False
-        if proposed is not None:
-            if proposed.fewer is not None:
-                self._gate.note_fewer(*proposed.fewer)
-            chosen = self._gate.choose(proposed.survivals, proposed.num_draft_tokens, self.counters)
-            was_refused = bool(proposed.num_draft_tokens.any()) and not chosen.any()
-        if not was_refused:  # that the gate has counted as off
-            self.counters.num_steps_on += 1
-        return chosen
-
-    def _leading(self, proposed: StepResult, chosen: Int32Array) -> list[list[int]]:
-        """The first chosen[i] tokens of every row's draft."""
-        numbers = chosen.tolist()
-        self.counters.num_drafts += len(numbers) - numbers.count(0)
-        self.counters.num_draft_tokens += sum(numbers)
-        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
-        tokens = proposed.draft_tokens[is_chosen].tolist()
-        end = 0
-        return [tokens[end : (end := end + number)] for number in numbers]
-
-    def _ended_step(
-        self,
-        has_no_new_rows: bool,
+        request_ids: Sequence[str],
         nums_new_tokens: Sequence[int],
         levels: Int32Array,
         ranks: Ranks | None,
         ended: float | None,
         model_drafts: ModelDrafts | None,
     ) -> Step:
-        num_rows = len(nums_new_tokens) - nums_new_tokens.count(0)
+        """What the gate learns from it; called once a step."""
+        num_rows, num_new = len(nums_new_tokens) - nums_new_tokens.count(0), sum(nums_new_tokens)
+        has_no_new_rows = self._map_rows(request_ids)
+        self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
         if not self._gate.weighs_costs:
-            return Step(num_rows)
+            return Step(num_rows, num_new_tokens=num_new)
         now = self._clock() if ended is None else ended
         # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
         all_decode = num_rows == len(nums_new_tokens)
@@ -333,10 +264,15 @@ class Drafter:
         self._last_end, self._all_decoded = now, all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
-        return Step(num_rows, context, sum(nums_new_tokens), seconds, ranks, num_passes)
+        return Step(num_rows, context, num_new, seconds, ranks, num_passes)
+
+    def _decoding_rows(self, step: Step, nums_new_tokens: Sequence[int]) -> _Rows:
+        rows = self._rows
+        assert rows is not None
+        return rows if step.num_rows == len(nums_new_tokens) else rows.among(np.array(nums_new_tokens) > 0)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether all were rows of the step before, of which some may have ended; called once a step."""
+        """Whether all were rows of the step before, of which some may have ended."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._rows is not None and self._row_ids == request_ids:
             return True
@@ -349,6 +285,98 @@ class Drafter:
         # The target adds a token of its own, so a draft that ends one short of the limit is enough.
         tracked = [(row, r.member.sequence, r.max_level - 1) for row, r in rows if r.member is not None]
         return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
+
+    def _count(self, step: Step, rows: _Rows, proposed: StepResult) -> None:
+        """Count the step that ended: its decoding rows, and those of them that had a place in the index."""
+        self.counters.num_steps += 1
+        self.counters.num_row_steps += step.num_rows
+        self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
+        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_left_out
+
+    def _propose_after(
+        self,
+        rows: _Rows,
+        token_ids: Int32Array,
+        levels: Int32Array,
+        price: float | None,
+        model_drafts: ModelDrafts | None = None,
+        rooms: Int32Array | None = None,
+    ) -> StepResult:
+        """Index what these rows have got, and what waits; propose tokens of at least that price, None: none.
+
+        The one call of the index in a step. What is left out of it has no place there any more.
+        """
+        rows.set_levels(levels, price is not None, rooms)
+        result = self.index.index_and_draft(
+            rows.sequences,
+            token_ids,
+            rows.numbers,
+            rows.levels,
+            rows.max_draft_tokens,
+            price or 0.0,
+            MAX_TOKENS_AT_ONCE,
+            _WAITING_TOKENS + len(self._row_ids) * _WAITING_TOKENS_PER_ROW,
+            model_drafts,
+            price is not None and self._compares(rows, model_drafts),
+        )
+        if result.num_left_out:
+            for row in rows.numbers[result.num_draft_tokens < 0].tolist():
+                self._requests[self._row_ids[row]].member = None
+            self._rows = None
+            for numbers in (result.num_draft_tokens, *(result.fewer or ())[1:]):
+                np.maximum(numbers, 0, out=numbers)
+        return result
+
+    def _compares(self, rows: _Rows, model_drafts: ModelDrafts | None) -> bool:
+        """Whether the gate wants to know what the model's last token brings."""
+        if model_drafts is None or len(rows) == 0:
+            return False
+        return self._gate.compares(model_drafts.tokens.shape[1])
+
+    def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, drafts: list[list[int]]) -> None:
+        """Put into `drafts` what the open gate takes of each row's draft."""
+        self.next_step_waits = True
+        chosen = self._chosen(rows, proposed)
+        for row, draft in zip(rows.numbers.tolist(), self._leading(proposed, chosen), strict=True):
+            drafts[row] = draft
+
+    def _choose_whether_to_wait(self, rows: _Rows, proposed: StepResult) -> None:
+        """The next step has begun without drafts: should the one after it wait for them?"""
+        if self._has_model:
+            # It has something for every step, but not for this one. The text's drafts alone would wrongly
+            # tell the gate that drafting does not pay.
+            self.next_step_waits = True
+            self.counters.num_steps_on += 1
+        else:
+            self.next_step_waits = bool(self._chosen(rows, proposed).any())
+        self._gate.discard()
+
+    def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
+        """How much of each row's draft the open gate takes, int32 [rows]."""
+        numbers = proposed.num_draft_tokens
+        if proposed.fewer is not None:
+            self._gate.note_fewer(*proposed.fewer)
+        chosen = self._gate.choose(proposed.survivals, numbers, self.counters) if len(rows) else numbers
+        if chosen.any() or not numbers.any():  # else the gate has counted the step as off
+            self.counters.num_steps_on += 1
+        return chosen
+
+    def _fill_up(self, drafts: list[list[int]], nums_new_tokens: Sequence[int]) -> None:
+        """Give every decoding row a draft of one length, where steps with drafts are of one shape only."""
+        if self._fill_to and self._gate.fills:
+            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
+                if num_new:
+                    draft += [FILLER] * (self._fill_to - len(draft))
+
+    def _leading(self, proposed: StepResult, chosen: Int32Array) -> list[list[int]]:
+        """The first chosen[i] tokens of every row's draft."""
+        numbers = chosen.tolist()
+        self.counters.num_drafts += len(numbers) - numbers.count(0)
+        self.counters.num_draft_tokens += sum(numbers)
+        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
+        tokens = proposed.draft_tokens[is_chosen].tolist()
+        end = 0
+        return [tokens[end : (end := end + number)] for number in numbers]
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""

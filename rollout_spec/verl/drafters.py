@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
+from rollout_spec.vllm.control import Control
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
+
+Answer = TypeVar("Answer")
 
 
 class Drafters:
@@ -30,7 +33,7 @@ class Drafters:
     async def drop_texts(self) -> None:
         """The weights have changed."""
         aborted, _ = self.take_ended()
-        await self.call("drop_texts", aborted)
+        await self.call(Control.drop_texts, aborted)
 
     def take_ended(self) -> tuple[list[str], list[str]]:
         """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
@@ -42,7 +45,7 @@ class Drafters:
         """The sums over the engine cores; None where none has a drafter."""
         total: EngineCounters | None = None
         decoded, self._decoded = self._decoded, set()
-        for core, counts in enumerate(await self.call("take_counters")):
+        for core, counts in enumerate(await self.call(Control.take_counters)):
             self._check(core, counts, core in decoded)
             if counts is not None:
                 total = total or EngineCounters()
@@ -63,17 +66,19 @@ class Drafters:
         elif has_decoded and counts["num_steps"] + counts["num_failed_steps"] == 0:
             self.defect = f"{where} decoded without calling its drafter"
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        """What the drafter's method returns in each engine core; None where no worker has a drafter."""
+    async def call(self, method: Callable[..., Answer], *args: Any) -> list[Answer | None]:
+        """What a method of `Control` returns in each engine core; None where no worker has a drafter."""
         return await self.call_each(method, [args] * len(EngineCores(self._engine())))
 
-    async def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method in each engine core, each with its own arguments."""
-        cores = EngineCores(self._engine())
-        calls = (cores.call_workers(core, "rollout_spec_call", method, *own) for core, own in enumerate(args))
+    async def call_each(
+        self, method: Callable[..., Answer], args: Sequence[tuple[Any, ...]]
+    ) -> list[Answer | None]:
+        """The same, each engine core with its own arguments."""
+        cores, name = EngineCores(self._engine()), method.__name__
+        calls = (cores.call_workers(core, "rollout_spec_call", name, *own) for core, own in enumerate(args))
         return [next(iter(kept(answers)), None) for answers in await asyncio.gather(*calls)]
 
 
-def kept(answers: Sequence[Any]) -> list[Any]:
+def kept(answers: Sequence[Answer | None]) -> list[Answer]:
     """The answers that are not None."""
     return [answer for answer in answers if answer is not None]

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
-from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
+from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file
@@ -23,6 +23,7 @@ from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
@@ -56,12 +57,11 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
     """How the server reaches the drafter of a worker."""
 
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
-        """What the drafter's method returns; None where there is no drafter, or its drafts are not used."""
-        drafter = proposer_of(getattr(self, "model_runner", None))
-        if drafter is None or not drafter.is_used:
+        """What this method of `Control` returns; None where there is no drafter whose drafts are used."""
+        proposer = proposer_of(getattr(self, "model_runner", None))
+        if proposer is None or not proposer.is_used:
             return None
-        result = getattr(drafter, method)(*args)
-        return result.to_dict() if isinstance(result, EngineCounters) else result
+        return getattr(ProposerControl(proposer), method)(*args)
 
     def _get_drafter_model(self) -> Any:
         """The MTP head that a weight sync loads into; verl and its helpers look for it where MRV1 has it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,15 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.history import HistoryError
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
-from rollout_spec.metrics import EngineCounters, engine_summary
+from rollout_spec.metrics import EngineCounters
+from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.options import drafts_with_model, engine_options, num_model_tokens
 from rollout_spec.vllm.other_ranks import OtherRanks
 
-LOG_EVERY = 1000  # engine steps in which rows decoded
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
-MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -50,16 +47,15 @@ class SuffixProposer:
             fills=fills_drafts(vllm_config),
             model_tokens=num_model_tokens(vllm_config) if drafts_with_model(vllm_config) else 0,
         )
-        self._drafter: Drafter | None = self._make_drafter() if self.is_used else None
+        self.drafter: Drafter | None = (
+            self._make_drafter() if self.is_used else None
+        )  # None: or it has failed
         self.other_ranks = OtherRanks(vllm_config)
         self._runner: Any = None
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         # Takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
-        self._warned: set[str] = set()
-        # Not taken yet, and no longer the drafter's: of steps that failed, or were logged.
-        self._counters = EngineCounters()
-        self._model_lengths: dict[str, int] = {}  # how many tokens of a request's draft are the model's
+        self._counts = Counts()
 
     def bind(self, runner: Any) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
@@ -84,9 +80,8 @@ class SuffixProposer:
 
     def start_afresh(self) -> None:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
-        self.receive()
-        self._counters, self._model_lengths = EngineCounters(), {}
-        self._drafter = self._make_drafter() if self.is_used else None
+        self.take_counters()
+        self.drafter = self._make_drafter() if self.is_used else None
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
@@ -113,161 +108,61 @@ class SuffixProposer:
         return self.draft(nums_new_tokens, token_ids_cpu, num_tokens_no_spec, ranks=ranks)
 
     @property
-    def makes_room(self) -> bool:
+    def wants_room(self) -> bool:
         """Whether a step that is scheduled now, two ahead, is to have room for drafts."""
-        return self._drafter is not None and self._drafter.makes_room
+        return self.drafter is not None and self.drafter.wants_room
 
     @property
     def model_tokens(self) -> int:
         """How many tokens a model is to draft in the next step; 0 where it does not wait for drafts."""
-        if self._drafter is None or not self._drafter.next_step_waits:
+        if self.drafter is None or not self.drafter.next_step_waits:
             return 0
-        return self._drafter.model_tokens
+        return self.drafter.model_tokens
 
     def draft(
         self,
         nums_new_tokens: list[int],
         token_ids: npt.NDArray[np.int32],
         levels: npt.NDArray[np.int32],
-        *,
-        model_drafts: ModelDrafts | None = None,
         **others: Any,
     ) -> list[list[int]]:
         """`propose`, with the number of tokens that each row got; `others` are those of `Drafter.draft`."""
         if not self.is_used:
             return [[] for _ in nums_new_tokens]
-        if self._drafter is not None:
+        if self.drafter is not None:
             try:
-                self._add_and_remove(self._drafter)
+                self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                drafts = self._drafter.draft(
-                    request_ids, nums_new_tokens, token_ids, levels, model_drafts=model_drafts, **others
-                )
-                self._count_model(self._drafter.counters, request_ids, nums_new_tokens, drafts, model_drafts)
-                self._count_and_log(self._drafter, nums_new_tokens)
+                drafts = self.drafter.draft(request_ids, nums_new_tokens, token_ids, levels, **others)
+                self._counts.log(self.drafter)
                 return drafts
             except NativeError as error:  # the index is as it was before the step
-                self._warn("step", f"this step goes without drafts: {error}")
+                self._counts.warn("step", f"this step goes without drafts: {error}")
             except Exception as error:
                 self.fail(error)
                 return [[] for _ in nums_new_tokens]
-        self._counters.num_failed_steps += 1
+        self._counts.count_failed_step()
         return [[] for _ in nums_new_tokens]
 
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""
-        if self._drafter is not None:
-            self._counters.add(self._drafter.take_counters())
-            self._drafter = None
-        self._counters.num_failed_steps += 1
-        self._warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
+        self._counts.keep(self.drafter)
+        self.drafter = None
+        self._counts.count_failed_step()
+        self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int, num_left_out: int) -> None:
         """A model has drafted beside the text: how many passes it took, and how many it left out."""
-        if self._drafter is not None:
-            counters = self._drafter.counters
+        if self.drafter is not None:
+            counters = self.drafter.counters
             counters.num_model_passes += num
             counters.num_model_passes_left_out += num_left_out
-
-    def _count_model(
-        self,
-        counters: EngineCounters,
-        request_ids: list[str],
-        nums_new_tokens: list[int],
-        drafts: list[list[int]],
-        model_drafts: ModelDrafts | None,
-    ) -> None:
-        """Count what was accepted of the model's tokens in the last drafts, and what is theirs in these."""
-        last, self._model_lengths = self._model_lengths, {}
-        if last:
-            for request_id, num_new in zip(request_ids, nums_new_tokens, strict=True):
-                counters.num_model_accepted_tokens += min(max(num_new - 1, 0), last.get(request_id, 0))
-        if model_drafts is None:
-            return
-        for request_id, draft, proposed in zip(
-            request_ids, drafts, model_drafts.tokens.tolist(), strict=True
-        ):
-            self._model_lengths[request_id] = _num_alike(draft, proposed)
-        counters.num_model_draft_tokens += sum(self._model_lengths.values())
 
     def take_counters(self, *, waits: bool = True) -> EngineCounters:
         """The counts since the last call; with `waits` also those of steps whose tokens are on their way."""
         if waits:
             self.receive()
-        taken, self._counters = self._counters, EngineCounters()
-        if self._drafter is not None:
-            taken.add(self._drafter.take_counters())
-        return taken
-
-    def drop_texts(self, aborted: Collection[str] = ()) -> None:
-        """The target's weights have changed: the text of the older policy is dropped, but for the history.
-
-        Args:
-            aborted: the requests, by the name that their sender gave them, that were aborted. They go on
-                under other names, so the history does not keep what they have said so far.
-        """
-        self.receive()
-        if self._drafter is not None:
-            self._drafter.clear(self._known_as(aborted))
-
-    def take_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
-    ) -> bytes | None:
-        """The responses that this engine has kept since the last call; None where the drafter is off.
-
-        Args:
-            aborted: as of `drop_texts`.
-            finished: the requests that have come to their end, which vLLM itself names with its next step
-                only; by default all others. Those in neither of the two run on.
-        """
-        if self._drafter is None:
-            return None
-        self._remove_ended(self._drafter, aborted, finished)
-        return self._drafter.history.take_new()
-
-    def pack_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
-    ) -> bytes | None:
-        """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
-
-        `aborted` and `finished` as of `take_history`.
-        """
-        if self._drafter is None:
-            logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
-            return None
-        self._remove_ended(self._drafter, aborted, finished)
-        if self._drafter.history.num_bytes > MAX_MESSAGE_BYTES:
-            logger.warning("rollout_spec: no history from this engine: more than vLLM can pass on, 2 GiB")
-            return None
-        try:
-            return self._drafter.history.pack()
-        except MemoryError as error:
-            logger.warning("rollout_spec: no history from this engine: %r", error)
-            return None
-
-    def add_history(self, contents: Sequence[bytes]) -> None:
-        """Keep what `take_history` or `pack_history` of other engines gave."""
-        if self._drafter is None:
-            return
-        for content in contents:
-            try:
-                self._drafter.history.merge(content)
-            except (HistoryError, MemoryError) as error:
-                logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
-
-    def _remove_ended(
-        self, drafter: Drafter, aborted: Collection[str], finished: Collection[str] | None
-    ) -> None:
-        self.receive()
-        aborted = self._known_as(aborted)
-        leaving = set(drafter.request_ids) if finished is None else self._known_as(finished) | aborted
-        for request_id in [each for each in drafter.request_ids if each in leaving]:  # in order of arrival
-            drafter.remove(request_id, remember=request_id not in aborted)
-
-    def _known_as(self, names: Collection[str]) -> set[str]:
-        """The requests of these names that it knows: vLLM adds a dash and eight characters to each."""
-        known, names = self._drafter.request_ids if self._drafter is not None else (), set(names)
-        return {each for each in known if each in names or each.rpartition("-")[0] in names}
+        return self._counts.take(self.drafter)
 
     def _add_and_remove(self, drafter: Drafter) -> None:
         """Add the requests that are new in the engine and remove those that have left it."""
@@ -290,30 +185,6 @@ class SuffixProposer:
             max_level = min(max_level, len(prompt) + max_tokens)
         names = names_of(getattr(params, "extra_args", None))
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
-
-    def _count_and_log(self, drafter: Drafter, nums_new_tokens: list[int]) -> None:
-        """Count what was accepted. Say every so often how drafting does, unless the counters are taken before
-        (as with verl)."""
-        counters = drafter.counters
-        counters.num_accepted_tokens += sum(nums_new_tokens) - sum(map(bool, nums_new_tokens))
-        if counters.num_steps < LOG_EVERY:
-            return
-        self._counters.add(drafter.take_counters())
-        logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind in self._warned:
-            return
-        self._warned.add(kind)
-        logger.exception(
-            "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
-        )
-
-
-def _num_alike(draft: list[int], proposed: list[int]) -> int:
-    """With how many equal tokens both begin."""
-    pairs = enumerate(zip(draft, proposed, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(proposed)))
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:

@@ -29,7 +29,7 @@ class Report(NamedTuple):
     """How many tokens a model is to draft in the next step."""
     nums_drafts: dict[str, int] | None = None
     """Draft tokens that the step has verified, of each request that had some; None: the scheduler waits."""
-    asks_for_room: bool = False
+    wants_room: bool = False
     """Whether drafts may pay in the steps that are scheduled from now on."""
 
 

@@ -91,9 +91,9 @@ def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(
             serve(llm, siblings({"max_tokens": 30}))
             [counts] = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
             assert counts["num_accepted_tokens"] > 0 == counts["num_failed_steps"]
-            assert len(proposer_of(llm)._drafter.request_ids) > 0
+            assert len(proposer_of(llm).drafter.request_ids) > 0
             llm.collective_rpc("sleep", kwargs={"level": 1})  # as verl's server has it on NPUs
             llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
             llm.collective_rpc("rollout_spec_call", args=("drop_texts", []))
-            assert len(proposer_of(llm)._drafter.request_ids) == 0
+            assert len(proposer_of(llm).drafter.request_ids) == 0
         assert llm.collective_rpc("_use_mtp_drafter_weight_sync") == [False], "ours has no weights to take"

@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 from rollout_spec.drafting.history import prompt_key
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import v2_architectures
 from tests.engine.conftest import OFF, close, engine_settings
@@ -204,8 +205,8 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
             tokens = list(output.outputs[0].token_ids)
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
-    if (drafter := proposer_of(runner)) is not None:
-        drafter.drop_texts(aborted)
+    if (proposer := proposer_of(runner)) is not None:
+        ProposerControl(proposer).drop_texts(aborted)
     in_flight.append(len(arrivals))
     [rest] = serve(llm, [request(name, {"prompt_token_ids": PROMPT + tokens}, len(tokens))])
     return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}
@@ -228,12 +229,12 @@ def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {"reset": found, "reset_in_flight": in_flight}
 
 
-def history(drafter: Any) -> list[list[int]]:
+def history(proposer: Any) -> list[list[int]]:
     """The responses to the prompt that the drafter remembers."""
     import numpy as np
 
-    drafter.pack_history()  # takes in those that have ended
-    return [each.tolist() for each in drafter._drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
+    ProposerControl(proposer).pack_history()  # takes in those that have ended
+    return [each.tolist() for each in proposer.drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
 
 
 def graphs(manager: Any, mode: str) -> list[str]:

@@ -76,7 +76,7 @@ def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], m
         assert_same(one["logprobs"], whole["logprobs"][:most], f"{i}")
     assert bool(preempted) == ("preemption" in name)
     if spec is not None:
-        proposer_of(llm)._drafter.index.validate()
+        proposer_of(llm).drafter.index.validate()
         counters = proposer_of(llm).take_counters()
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         assert counters.num_failed_steps == 0

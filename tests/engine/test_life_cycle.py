@@ -135,23 +135,25 @@ def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
         assert not any(output.finished for output in engine.step())
     proposer.take_counters()
     if level is None:
-        proposer.drop_texts()
+        from rollout_spec.vllm.control import ProposerControl
+
+        ProposerControl(proposer).drop_texts()
         assert llm.reset_prefix_cache(reset_running_requests=True)
-        assert proposer._drafter.index.stats().num_tokens == 0
+        assert proposer.drafter.index.stats().num_tokens == 0
     else:
         llm.sleep(level=level, mode="keep")
-        before = proposer._drafter.index.stats()
+        before = proposer.drafter.index.stats()
         engine.step()
-        assert proposer._drafter.index.stats().num_tokens == before.num_tokens, "it must be asleep"
+        assert proposer.drafter.index.stats().num_tokens == before.num_tokens, "it must be asleep"
         llm.wake_up()
     while len(finished) < len(PROMPTS):
         finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
     assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * LENGTH
-    assert proposer._drafter.index.stats().num_tokens == num_tokens
+    assert proposer.drafter.index.stats().num_tokens == num_tokens
     counters = proposer.take_counters()
     assert counters.num_accepted_tokens > 0 == counters.num_failed_steps
-    proposer._drafter.index.validate()
+    proposer.drafter.index.validate()
 
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:

@@ -192,7 +192,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(
     assert counts.num_accepted_tokens > 0 == total.engine.num_failed_steps
 
     for server in servers:
-        drafter = proposer_of(server.engine.llm)._drafter
+        drafter = proposer_of(server.engine.llm).drafter
         scheduler = core_of(server.engine.llm).scheduler
         history = server._history
         left = (server._windows._requests, *server._drafters.take_ended(), history._shared, history.received)

@@ -35,7 +35,7 @@ def serve_a_step(server: Any) -> RolloutReport:
 
 def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_server: Any) -> None:
     server = make_server({})
-    index = proposer_of(server.engine.llm)._drafter.index
+    index = proposer_of(server.engine.llm).drafter.index
     asyncio.run(server.generate(PROMPTS[0], {"max_tokens": 1}, "id"))
     assert index.stats().num_groups == 1
     assert asyncio.run(server.take_rollout_report()) == RolloutReport()

@@ -52,13 +52,13 @@ class Ours:
             self._time(self._drafter, "propose")
         if isinstance(self._drafter, SuffixProposer):
             time.perf_counter = self._clock.now
-            assert self._drafter._drafter is not None
-            self._drafter._drafter._clock = self._clock.now
+            assert self._drafter.drafter is not None
+            self._drafter.drafter._clock = self._clock.now
 
     def forget_costs(self) -> None:
         """The gate learns anew what steps take: those of another device's are worth nothing."""
         if isinstance(self._drafter, SuffixProposer):
-            drafter = self._drafter._drafter
+            drafter = self._drafter.drafter
             assert drafter is not None
             drafter._gate = make_gate(self._drafter.config, drafter._fill_to)
 

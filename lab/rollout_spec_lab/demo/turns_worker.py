@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, runner_of, settings_of, warm_up
 from rollout_spec_lab.bench.jobs import reply
@@ -44,7 +45,7 @@ def forget(engine: Any) -> None:
     """What a weight sync makes an engine forget: cached prefixes, and texts but for the history."""
     engine.reset_prefix_cache()
     if proposer := proposer_of(runner_of(engine)):
-        proposer.drop_texts()
+        ProposerControl(proposer).drop_texts()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class ForcedDrafts:
 
     def take_the_place_of(self, proposer: Any) -> None:
         """Every step is to wait for drafts; no drafter runs that would say otherwise."""
-        proposer._drafter.next_step_waits = True
+        proposer.drafter.next_step_waits = True
         proposer.draft = self.step
 
     def start(self, num_rows: int, most: int) -> None:

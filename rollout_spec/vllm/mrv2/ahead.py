@@ -24,20 +24,18 @@ logger = init_logger(f"vllm.{__name__}")
 
 AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
 
-AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
-
 
 class AheadScheduler(SpecScheduler, AsyncScheduler):
     """Asynchronous scheduling for a drafter on the host, with MRV2; it never waits for a step's tokens.
 
-    While the drafter does not ask for it, rows have no room for drafts, and steps are those of an engine
-    without a drafter. A step's output says whether it asks, and that acts two steps later.
+    While the drafter wants none, rows have no room for drafts, and steps are those of an engine without a
+    drafter. A step's output says whether it wants some, and that acts two steps later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._asks_for_room = False  # the drafting worker
+        self._gives_room = False  # as the drafting worker wants
         self._given_room = 0  # in the step that is being scheduled
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -55,7 +53,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
 
     def _room(self) -> int:
         """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""
-        if not self._asks_for_room:
+        if not self._gives_room:
             return 0
         return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
@@ -76,7 +74,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         report = report_of(model_runner_output)
         if report is not None and report.nums_drafts is not None:
-            self._asks_for_room = report.asks_for_room
+            self._gives_room = report.wants_room
             self._count_filled(scheduler_output, report.nums_drafts)
         self._num_in_flight -= scheduler_output.total_num_scheduled_tokens > 0
         return super().update_from_output(scheduler_output, model_runner_output)

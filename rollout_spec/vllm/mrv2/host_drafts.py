@@ -237,7 +237,7 @@ class HostDrafts:
         if isinstance(said, ModelRunnerOutput):
             report = Report(self.proposer.model_tokens)
             if self._plan.is_ahead:
-                report = Report(self.proposer.model_tokens, self._nums_drafts, self.proposer.makes_room)
+                report = Report(self.proposer.model_tokens, self._nums_drafts, self.proposer.wants_room)
             attach(said, report)
         if isinstance(output, AsyncOutput) and self._arrivals:
             output.arrival = self._arrivals[-1]

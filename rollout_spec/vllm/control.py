@@ -1,0 +1,117 @@
+"""What a rollout server asks of the drafter in each engine core, between two steps: texts and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from vllm.logger import init_logger
+
+from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.history import HistoryError
+from rollout_spec.vllm.proposer import SuffixProposer
+
+MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Control(Protocol):
+    """The calls. Arguments and results are what vLLM can send between processes.
+
+    `aborted` and `finished` are requests, by the name that their sender gave them. The aborted go on under
+    other names, so the history does not keep what they have said so far.
+    """
+
+    def take_counters(self) -> dict[str, Any]:
+        """The fields of `EngineCounters`, counted since the last call."""
+
+    def drop_texts(self, aborted: Collection[str] = ()) -> None:
+        """The target's weights have changed: the older policy's text is dropped, but for the history."""
+
+    def take_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
+        """The responses that this engine has kept since the last call; None where the drafter is off.
+
+        Args:
+            aborted: those that were aborted.
+            finished: those that have come to their end, which vLLM itself names with its next step only; by
+                default all others. Those in neither of the two run on.
+        """
+
+    def pack_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
+        """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
+
+        `aborted` and `finished` as of `take_history`.
+        """
+
+    def add_history(self, contents: Sequence[bytes]) -> None:
+        """Keep what `take_history` or `pack_history` of other engines gave."""
+
+
+class ProposerControl(Control):
+    """Answers for a proposer, after it has taken in the tokens that are still on their way."""
+
+    def __init__(self, proposer: SuffixProposer) -> None:
+        self._proposer = proposer
+
+    def take_counters(self) -> dict[str, Any]:
+        return self._proposer.take_counters().to_dict()
+
+    def drop_texts(self, aborted: Collection[str] = ()) -> None:
+        self._proposer.receive()
+        drafter = self._proposer.drafter
+        if drafter is not None:
+            drafter.clear(_known_as(aborted, drafter))
+
+    def take_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
+        drafter = self._without_ended(aborted, finished)
+        return None if drafter is None else drafter.history.take_new()
+
+    def pack_history(
+        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+    ) -> bytes | None:
+        drafter = self._without_ended(aborted, finished)
+        if drafter is None:
+            reason = "drafting is off, see above"
+        elif drafter.history.num_bytes > MAX_MESSAGE_BYTES:
+            reason = "more than vLLM can pass on, 2 GiB"
+        else:
+            try:
+                return drafter.history.pack()
+            except MemoryError as error:
+                reason = repr(error)
+        logger.warning("rollout_spec: no history from this engine: %s", reason)
+        return None
+
+    def add_history(self, contents: Sequence[bytes]) -> None:
+        drafter = self._proposer.drafter
+        if drafter is None:
+            return
+        for content in contents:
+            try:
+                drafter.history.merge(content)
+            except (HistoryError, MemoryError) as error:
+                logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
+
+    def _without_ended(self, aborted: Collection[str], finished: Collection[str] | None) -> Drafter | None:
+        """The drafter, if it is on, once the requests that have ended are in its history."""
+        self._proposer.receive()
+        drafter = self._proposer.drafter
+        if drafter is not None:
+            aborted = _known_as(aborted, drafter)
+            leaving = set(drafter.request_ids) if finished is None else _known_as(finished, drafter) | aborted
+            for request_id in [each for each in drafter.request_ids if each in leaving]:  # as they arrived
+                drafter.remove(request_id, remember=request_id not in aborted)
+        return drafter
+
+
+def _known_as(names: Collection[str], drafter: Drafter) -> set[str]:
+    """The requests of these names that it knows: vLLM adds a dash and eight characters to each."""
+    names = set(names)
+    return {each for each in drafter.request_ids if each in names or each.rpartition("-")[0] in names}
