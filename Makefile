@@ -1,5 +1,5 @@
-# `make demo` and `make test` do all set-up themselves; everything lands in .venv and .cache. What is in .venv, and
-# how it is built: requirements/environments.py and requirements/install.py.
+# Every target sets up what it needs; everything lands in .venv and .cache. What is in an environment:
+# requirements/NAME.in and NAME.txt; how it is built: requirements/install.py.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -10,15 +10,12 @@ VLLM ?=
 # `make test VERL=DIR`: a checkout of verl in an environment of its own, with the vLLM that it pins, or with VLLM.
 VERL ?=
 # `cpu` or `cuda`; by default cuda where a GPU is.
-ENGINE ?= engine
-DEMO_ARGS ?=
-TEST_ARGS ?=
-MUTANTS ?=
+ENGINE ?= $(if $(filter GPU,$(shell nvidia-smi -L 2>/dev/null)),cuda,cpu)
 MUTANT_JOBS ?= 2
 
 # The first Python that runs (a pyenv shim may exist and fail), fits, and can build an extension module.
 PYTHON ?= $(or $(shell for p in python3.12 python3.11 python3; do \
-	"$$p" requirements/install.py --fits >/dev/null 2>&1 && echo "$$p" && break; done),python3)
+	"$$p" requirements/install.py >/dev/null 2>&1 && echo "$$p" && break; done),python3)
 
 # Nothing is written outside the checkout; a cache that the user has chosen stays in use.
 export XDG_CACHE_HOME := $(CURDIR)/.cache
@@ -33,17 +30,15 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 # `$(IN) NAME PROGRAM ...` builds an environment, if it is not as it should be, and runs a program in it.
 IN = $(PYTHON) requirements/install.py --venv $(VENV) $(VERL:%=--verl %)
-NAME = $(or $(VLLM),$(ENGINE))
-RUN = $(IN) $(NAME)
+RUN = $(IN) $(or $(VLLM),$(ENGINE))
 PYTEST = $(RUN) python -m pytest
 TWO := --numprocesses 2 --dist loadfile
-# Exit code 5: TEST_ARGS chose none of them.
-SOME = || [ $$? = 5 ]
-FAST = -m 'not slow and not long' $(TWO)
 ORDERED := $(TWO) --no-loadscope-reorder # as tests/conftest.py orders them
 SLOW = -m 'slow and not training' $(ORDERED)
-# A training takes half of the memory, and one process after the other: tests without engines run beside it.
-FAST_AND_TRAINING = -m 'training and not long or not slow and not long' $(ORDERED)
+# Exit code 5: TEST_ARGS chose none of them.
+SOME = || [ $$? = 5 ]
+# vLLM's `suffix` runs on this: C++20, built with the torch that is there. Where that fails, its tests are skipped.
+SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python python arctic-inference==0.1.1
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
@@ -53,8 +48,8 @@ VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_c
 	$(patsubst %,lab/tests/test_%.py,verl_cpu checkpoint_engine)
 ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1
 
-.PHONY: help demo recording test test-fast test-long test-ascend check format asan bench mutants docs dev packages \
-	lock lock-check cuda-imports clean
+.PHONY: help demo recording test test-fast test-long test-ascend check format asan mutants docs dev packages \
+	lock cuda-imports clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -73,12 +68,15 @@ ifneq ($(VERL),)
 else ifneq ($(VLLM),)
 	$(PYTEST) $(SLOW) $(ENGINE_TESTS) $(TEST_ARGS)
 else
-	$(IN) --with-suffix $(NAME) python -m pytest $(FAST_AND_TRAINING) $(TEST_ARGS) $(SOME)
+	$(SUFFIX)
+	@# A training takes half of the memory, and one process after the other: tests without engines run beside it.
+	$(PYTEST) -m 'not long and (training or not slow)' $(ORDERED) $(TEST_ARGS) $(SOME)
 	$(PYTEST) $(SLOW) $(TEST_ARGS) $(SOME)
 endif
 
 test-fast: ## run the tests that start no engine and train nothing
-	$(IN) --with-suffix $(NAME) python -m pytest $(FAST) $(TEST_ARGS)
+	$(SUFFIX)
+	$(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS)
 
 test-long: ## train in verl's asynchronous modes, resume, and have faults
 	$(PYTEST) -m long $(TEST_ARGS)
@@ -99,9 +97,6 @@ format: ## format the Python code and sort its imports
 asan: ## native tests under AddressSanitizer and UBSan
 	$(RUN) make -s -C native asan BUILD=$(CURDIR)/build/native
 
-bench: ## time the native core
-	$(RUN) rollout-spec-lab bench native
-
 mutants: dev ## break the code in small ways: do tests see it? (MUTANTS="FILE ... native", MUTANT_JOBS=2)
 	$(IN) mutants
 	$(RUN) python -m rollout_spec_lab.studies.mutants --jobs $(MUTANT_JOBS) $(MUTANTS)
@@ -112,19 +107,17 @@ docs: ## build the documentation into build/site
 dev: ## set up .venv
 	$(RUN)
 
-packages: # of VLLM=0.32.0, VLLM=ascend-0.23.0: without this checkout, which only one may build at a time
-	$(IN) --packages-only $(NAME)
+packages: # without this checkout, which only one may build at a time
+	$(IN) --packages-only $(or $(VLLM),$(ENGINE))
 
-lock: ## write requirements/lock.txt anew, after an edit of environments.py (LOCK_ARGS=--upgrade: newest versions)
-	$(IN) docs python requirements/environments.py lock $(LOCK_ARGS)
-
-lock-check: ## see that requirements/lock.txt is what environments.py asks for, for machines with a GPU too
-	$(IN) docs python requirements/environments.py lock --check
+lock: ## write requirements/NAME.txt anew, after an edit of a NAME.in (LOCK_ARGS=--upgrade: newest versions)
+	$(IN) docs requirements/lock.sh $(LOCK_ARGS)
 
 # As far as that goes without a driver: vLLM's own kernels do not load.
 cuda-imports: ## see, without a GPU, that all modules import with the CUDA engine (.venv/cuda, 11 GB)
-	$(PYTHON) requirements/install.py --venv $(VENV)/cuda cuda python -W ignore tests/imports.py
-	$(PYTHON) requirements/install.py --venv $(VENV)/cuda cuda python -m pytest -q tests/test_device_waits.py
+	$(MAKE) dev VENV=$(VENV)/cuda ENGINE=cuda
+	$(VENV)/cuda/bin/python -W ignore tests/imports.py
+	$(VENV)/cuda/bin/python -m pytest -q tests/test_device_waits.py
 
 clean: ## remove everything that was built or downloaded
 	rm -rf $(VENV) .cache build dist outputs *.egg-info lab/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,8 +1,9 @@
 """Model-free, lossless speculative decoding for RL rollouts with verl and vLLM.
 
 The modules beside the packages hold what all of them share: the options (`config`), what is counted
-(`metrics`), the register of changes to other packages (`patches`), recorded rollouts (`trace`) and policies
-with recurrent layers (`recurrent`).
+(`metrics`), the register of changes to other packages (`patches`), recorded rollouts (`trace`), policies with
+recurrent layers (`recurrent`), where a group is served (`homes`) and what a record is made with
+(`environment`).
 May import: numpy. They import no package of ours, and start nothing.
 """
 

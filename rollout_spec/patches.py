@@ -80,12 +80,8 @@ def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
     """
 
     def replace(replacement: Callable) -> Callable:
-        parameters = list(inspect.signature(replacement).parameters.values())[1:]
-        expected = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-        guard_parameters(patch, owner, name, expected)
+        _guard_call(patch, owner, name, list(inspect.signature(replacement).parameters.values())[1:])
         original = getattr(owner, name)
-        if len(parameters) == len(expected) < len(found := inspect.signature(original).parameters):
-            raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found)}")
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +91,55 @@ def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
         return replacement
 
     return replace
+
+
+def put_before(ours: type, instance: Any, patch: Patch) -> None:
+    """Let a class of ours stand before an object's own class: its methods override and call `super()`.
+
+    So what a platform has made of the object's class stays below ours. Idempotent.
+
+    Raises:
+        PatchError: as `guard_class`, and the object stays as it was.
+    """
+    if not isinstance(instance, ours):
+        instance.__class__ = _standing_before(ours, type(instance), patch)  # type: ignore[arg-type]
+    record(patch)
+
+
+@functools.cache
+def _standing_before(ours: type, base: type, patch: Patch) -> type:
+    guard_class(patch, ours, base)
+    return type(f"{ours.__name__}{base.__name__}", (ours, base), {"__module__": base.__module__})
+
+
+def guard_class(patch: Patch, ours: type, base: type) -> None:
+    """Check that each method of `ours`, and of the classes of ours below it, overrides one of `base`.
+
+    What it is called with says what the patch counts on, as in `wrap`.
+
+    Raises:
+        PatchError: `base` has no such method, or one that takes others.
+    """
+    for each in ours.__mro__:
+        if issubclass(base, each):  # upstream's
+            continue
+        for name, method in vars(each).items():
+            if inspect.isfunction(method) and name != "__init__":
+                _guard_call(patch, base, name, list(inspect.signature(method).parameters.values()))
+
+
+def _guard_call(patch: Patch, owner: Any, name: str, parameters: list[inspect.Parameter]) -> None:
+    """Check that a function can be called as one with these parameters is.
+
+    The first of its own have the same names in the same order. It has those that are keywords only, and no
+    others unless *args or **kwargs stand for them.
+    """
+    ordered = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    guard_parameters(patch, owner, name, ordered)
+    found = inspect.signature(getattr(owner, name)).parameters
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not found.keys() >= set(named) or len(parameters) == len(named) < len(found):
+        raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found)}")
 
 
 _waiting: dict[str, list[Callable[[Any], None]]] = {}

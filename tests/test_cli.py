@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollout_spec import __version__
-from rollout_spec.certify import diagnosis
 from rollout_spec.cli import COMMANDS, build_parser, main
+from rollout_spec.doctor import diagnosis
 from rollout_spec.trace import read_trace, to_line
 
 FOLDER = Path(__file__).parent
@@ -60,7 +60,6 @@ MISTAKES = [
     ("compare '' {TRACE}", "RUN_OFF: must name a file or a folder"),
     ("compare {TRACE} {TRACE}", "not a line of verl's file logger"),
     ("certify", "the following arguments are required: --model"),
-    ("certify --model ''", "--model: must name a file or a folder"),
     ("certify --model /nowhere", "--model /nowhere: no Hugging Face folder"),
     ("certify --model x --train-file /nowhere", "--train-file /nowhere: no such file"),
     ("certify --model x --train-file {HERE}", "--train-file {HERE}: cannot be read as parquet"),
@@ -68,7 +67,6 @@ MISTAKES = [
     ("certify --model x --top-k -5", "--top-k: -5 must be at least 0"),
     ("certify --model x --top-p 0", "--top-p: 0 must be above 0 and at most 1"),
     ("certify --model x --temperatures 1 nan", "--temperatures: nan must be at least 0"),
-    ("certify --model x --temperatures inf", "--temperatures: inf must be at least 0"),
     ("certify --model x --seed 2147483647", "--seed: 2147483647 must be at least 0 and at most 2,147"),
     ("certify --model x --dtype int8", "--dtype: invalid choice: 'int8'"),
     ("certify --model x --group-sizes two", "--group-sizes: invalid int value: 'two'"),
@@ -79,12 +77,6 @@ MISTAKES = [
     ),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
-    *(
-        (f"replay {{TRACE}} {option} ''", f"{option}: must name a file or a folder")
-        for option in ("--tokenizer", "--output")
-    ),
-    ("replay {TRACE} --limit-groups 0", "--limit-groups: 0 must be at least 1"),
-    ("simulate {TRACE} --model-config {QWEN} --tp 8", "--gpu: must be one of h100, h200, a100, 910b"),
     ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
     ("replay {TRACE} --spec routing=group", "--spec routing=group: replay drafts in every step"),
     ("replay {TRACE} --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
@@ -99,14 +91,10 @@ MISTAKES = [
     ("doctor --history 0", "unrecognized arguments: --history 0"),
     ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
     ("simulate /nowhere.jsonl --step-times 1:0.1", "/nowhere.jsonl"),
-    ("simulate {TRACE} --step-times 1:1e-300,2:1", "seconds from 1e-09 to 1e+06"),
-    ("simulate {TRACE} --step-times 1:0.02,1:0.03", "1 tokens have more than one time"),
     ("simulate {TRACE} --step-times /nowhere.json", "neither a file nor tokens:seconds"),
     ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
     ("simulate {TRACE} --model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
     ("simulate {TRACE} --model-config /nowhere.json --gpu h100", "/nowhere.json"),
-    ("simulate {TRACE} --model-config {HERE} --gpu h100", "{HERE}: not JSON"),
-    ("simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 5", "--tp 5: does not divide the model's"),
     ("simulate {TRACE} --model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
     ("simulate --gpu-memory-utilization 1.5", "--gpu-memory-utilization: 1.5 must be above 0 and at most 1"),
     (
@@ -118,14 +106,11 @@ MISTAKES = [
         (f"simulate {{TRACE}} --limit-groups 2 --step-times 1:0.1 {options}", message)
         for options, message in (
             ("--tp 2", "--tp: belongs to --model-config"),
-            ("--replicas 1 0", "--replicas: 0 must be at least 1"),
             ("--batch-thresholds few", "rollout.spec.batch_threshold='few': must be a number or auto"),
             ("--model-acceptance 0.7", "--step-times: a table has no times of a draft model"),
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
-            ("--spec batch_threshold=4", "--spec batch_threshold=4: --batch-thresholds sets it"),
-            ("--spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
             ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),
         )
     ),

@@ -25,21 +25,27 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_input_batch
+from vllm.v1.worker.gpu import model_runner as mrv2
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.mrv1.model_drafter import ModelDrafter, SharedNoise
+from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv2 import host_drafts, model_drafter
-from rollout_spec.vllm.mrv2.ahead import AHEAD_KEY, FILLED_KEY, Ahead, Filled
-from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+from rollout_spec.vllm.mrv2 import host_drafts, speculators
+from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
+from rollout_spec.vllm.mrv2.runner import DraftingRunner
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
+from rollout_spec.vllm.proposer import BESIDE_MODEL
+from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from rollout_spec_lab.bench.waits import WAITS
 from tests.accelerator import DEVICE, Accelerator
@@ -55,6 +61,31 @@ def forbidden_but(allowed: tuple[int, ...], num_rows: int) -> torch.Tensor:
     mask[0] = True
     mask[0, list(allowed)] = False
     return mask
+
+
+SAMPLED_TOKENS = torch.tensor([[5, -1], [6, -1], [7, 8]])
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """An object of a class of vLLM's that has these attributes, and nothing that its constructor makes."""
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+class SomeMRV1(GPUModelRunner):
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *_: Any) -> Any:
+        return self.drafter.propose(num_speculative_tokens=2)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self.propose_draft_token_ids(None, self.sampled)
+        return SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
+
+
+class SomeDrafter(SpecDecodeBaseProposer):
+    def propose(self, num_speculative_tokens: int) -> torch.Tensor:
+        passes = range(num_speculative_tokens)
+        return torch.stack([self._sample_draft_tokens(self.logits, self.sampling)[0] for _ in passes], 1)
 
 
 class Engine:
@@ -125,40 +156,38 @@ class Engine:
         )  # fmt: skip
         return self._counted(lambda: self.verifier(metadata, None, put(logits), self.sampling))
 
-    def model(self) -> torch.Tensor:
-        """Give MRV1 a model that drafts so many tokens for each row, of flat logits; what a step sampled."""
-        self.plain()  # which tells the rows their keys
-        logits, runner = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous()), self.runner
-
-        def propose(num_speculative_tokens: int) -> torch.Tensor:
-            passes = range(num_speculative_tokens)
-            return torch.stack([draw(logits, self.sampling)[0] for _ in passes], 1)
-
-        def draw(*given: Any) -> Any:
-            return runner.drafter._sample_draft_tokens(*given)
-
-        runner.drafter = SimpleNamespace(model=SimpleNamespace(compute_logits=lambda x: x), propose=propose)
-        runner.propose_draft_token_ids = lambda *_: runner.drafter.propose(num_speculative_tokens=2)
-        return self.accelerator.put(torch.tensor([[5, -1], [6, -1], [7, 8]]))
-
     def with_model(self) -> Accelerator:
-        """A model drafts alone."""
-        sampled, model = self.model(), SharedNoise(self.runner, self.rows)
-        return self._counted(lambda: model.propose(None, sampled))
+        """A model drafts alone; `output` has its tokens."""
+        runner, sampled = self._model({}), self.accelerator.put(SAMPLED_TOKENS)
+        return self._counted(lambda: runner.propose_draft_token_ids(None, sampled))
 
     def with_model_and_text(self) -> tuple[Accelerator, ModelDrafts]:
         """A model drafts beside the text; and what the proposer of both is given of it."""
-        sampled, given, runner = self.model(), list[Any](), self.runner
-        runner.vllm_config = vllm_config({"model_tokens": 2})
-        runner.input_batch.token_ids_cpu = None
-        output = SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
-        runner.sample_tokens = lambda: model.propose(None, sampled) and output
+        runner, given = self._model({"model_tokens": 2}), list[Any]()
+        runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
         proposer: Any = SimpleNamespace(
             is_used=True, model_tokens=2, note_passes=lambda *_: None,
             draft=lambda *_, model_drafts, **__: given.append(model_drafts) or [[]] * 3,
         )  # fmt: skip
-        model = ModelDrafter(runner, self.rows, proposer)
-        return self._counted(lambda: runner.sample_tokens()), given[0]
+        runner.model_drafts.proposer = proposer
+        setattr(runner, BESIDE_MODEL, proposer)
+        return self._counted(lambda: runner.sample_tokens(None)), given[0]
+
+    def _model(self, options: dict[str, int]) -> Any:
+        """Give MRV1 a model that drafts two tokens for each row, of flat logits."""
+        self.plain()  # which tells the rows their keys
+        logits = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous())
+        config = vllm_config(options)
+        if not options:
+            config.additional_config = None
+        config.speculative_config.method = "eagle"
+        model = SimpleNamespace(compute_logits=lambda x: x)
+        drafter = bare(SomeDrafter, logits=logits, sampling=self.sampling, model=model)
+        batch = SimpleNamespace(**vars(self.runner.input_batch), token_ids_cpu=None)
+        runner = bare(SomeMRV1, vllm_config=config, drafter=drafter, parallel_config=config.parallel_config)
+        runner.input_batch, runner.max_model_len = batch, 64
+        bind_model_drafter(runner, self.rows)
+        return runner
 
     def _counted(self, step: Callable[[], Any]) -> Accelerator:
         """Run a step; `output` has what it gives."""
@@ -274,7 +303,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
     accelerator, given = Engine(temperature).with_model_and_text()
     assert given.tokens.tolist() == drafts
     assert np.isfinite(given.log_odds).all()
-    fetched = "rollout_spec.vllm.mrv1.model_drafter.<genexpr>"
+    fetched = "rollout_spec.vllm.mrv1.drafters.<genexpr>"
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 
@@ -318,20 +347,31 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
 
 
-def mrv2_host(accelerator: Accelerator, rows: dict[str, int], **methods: Any) -> tuple[Any, Any]:
-    """`HostDrafts` and the runner of MRV2 to which it is bound, with these requests in these rows."""
+class SomeMRV2(mrv2.GPUModelRunner):
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.add_requests(scheduler_output)
+        self.update_requests(scheduler_output)
+        self.executed = scheduler_output
+
+    def add_requests(self, scheduler_output: Any) -> None: ...
+    def update_requests(self, scheduler_output: Any) -> None: ...
+    def postprocess_sampled(self, idx_mapping: Any, sampled_tokens: Any) -> None: ...
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return ModelRunnerOutput([*self.executed.num_scheduled_tokens], {})
+
+
+def mrv2_host(accelerator: Accelerator, rows: dict[str, int]) -> tuple[Any, Any]:
+    """`HostDrafts` and the runner of MRV2 to which it belongs, with these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
-    config.scheduler_config = SimpleNamespace(max_num_seqs=4)
-    names = ("add_requests", "update_requests", "execute_model", "postprocess_sampled")
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
-    runner = SimpleNamespace(
-        **{**dict.fromkeys(names, lambda *_: None), "sample_tokens": lambda: None, **methods},
-        parallel_config=config.parallel_config, max_num_reqs=4, max_model_len=64,
+    runner = bare(
+        SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
+        parallel_config=config.parallel_config,
         req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
     )  # fmt: skip
-    host = HostDrafts(config, DEVICE)
-    host.bind(runner)
-    return host, runner
+    runner.host_drafts = HostDrafts(runner)
+    patches.put_before(DraftingRunner, runner, SPECULATOR)
+    return runner.host_drafts, runner
 
 
 def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = None, **asked: Any) -> Any:
@@ -377,39 +417,31 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
     group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
-    names, run = ["b", "a", "new", "grammar"], []
+    names = ["b", "a", "new", "grammar"]
 
-    def execute_model(output: Any) -> None:
-        runner.add_requests(output)
-        runner.update_requests(output)
-        run.append(output)
-
-    def step(output: Any, ahead: Ahead) -> Any:
+    def step(output: Any, plan: Plan) -> Any:
         rooms = output.scheduled_spec_decode_tokens
         output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        setattr(output, AHEAD_KEY, ahead)
+        attach(output, plan)
         return output
 
     with Accelerator() as accelerator:
-        host, runner = mrv2_host(
-            accelerator, {name: row for row, name in enumerate(names)}, execute_model=execute_model,
-            sample_tokens=lambda: ModelRunnerOutput(names, {}),
-        )  # fmt: skip
+        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
         asked = SimpleNamespace(structured_outputs=object(), extra_args=None)
-        runner.execute_model(step(scheduled((*names,), grammar=asked), Ahead(0, 0)))
+        runner.execute_model(step(scheduled((*names,), grammar=asked), Plan(None, 0, 0)))
         accelerator.start()
         after_sampling(host, runner, accelerator.put, names, [6, 6, 40, 6])
         rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K, "grammar": [-1] * 3}
-        given = step(scheduled(drafts=dict(rooms)), Ahead(1, K))
+        given = step(scheduled(drafts=dict(rooms)), Plan(None, 1, K))
         runner.execute_model(given)
-        filled = getattr(runner.sample_tokens(), FILLED_KEY)
+        report = report_of(runner.sample_tokens(None))
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
-    assert run[-1].scheduled_spec_decode_tokens == drafts | {"grammar": [-1] * 3}
-    assert run[-1].num_scheduled_tokens == {"b": 3, "a": 5, "new": 1, "grammar": 4}
-    assert run[-1].total_num_scheduled_tokens == 13
+    assert runner.executed.scheduled_spec_decode_tokens == drafts | {"grammar": [-1] * 3}
+    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1, "grammar": 4}
+    assert runner.executed.total_num_scheduled_tokens == 13
     assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 17
-    assert filled == Filled({"b": 2, "a": 4}, True)
+    assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
     assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
@@ -421,13 +453,12 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
     accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
     put = accelerator.put
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
-    monkeypatch.setattr(model_drafter, "check_speculator", lambda: None)
-    speculator: Any = SimpleNamespace(
-        model=SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
+    speculator = bare(
+        EagleSpeculator, model=SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
     )
-    log_odds = put(torch.zeros(4, 2))
+    speculator.log_odds = log_odds = put(torch.zeros(4, 2))
     with accelerator:
-        model_drafter.share_noise(speculator, log_odds)
+        patches.put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
         accelerator.start()
         rows = put(torch.arange(3))
         tokens = speculator.sample_draft(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rollout_spec.certify import diagnosis
+from rollout_spec.doctor import diagnosis
 
 
 def doctor(code: str, *arguments: str) -> subprocess.CompletedProcess:

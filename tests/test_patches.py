@@ -65,6 +65,66 @@ def test_what_wraps_a_function_says_what_it_counts_on(module):
         patches.wrap(module, "g", PATCH)(lambda f: 0)
 
 
+class Base:
+    def f(self, a, b=1):
+        return [a, b]
+
+    def g(self):
+        return "g"
+
+
+class Doubling(Base):
+    def f(self, a, *others):
+        return 2 * super().f(a, *others)
+
+
+def test_a_class_stands_before_an_objects_own(module):
+    class Platforms(Base):
+        def f(self, a, b=1):
+            return [*super().f(a, b), "platform"]
+
+    made = Platforms()
+    for _ in range(2):  # once
+        patches.put_before(Doubling, made, PATCH)
+    assert made.f(3) == [3, 1, "platform"] * 2
+    assert made.g() == "g" and isinstance(made, Platforms)
+    assert Platforms().f(3) == [3, 1, "platform"], "no other object is changed"
+    assert patches.applied() == [PATCH]
+
+
+def test_a_class_that_no_longer_fits_stands_before_nothing(module):
+    class Renamed(Base):
+        def f(self, b, a=1):
+            return [b, a]
+
+    class More(Base):
+        def f(self, a, b=1, *, c=2):
+            return [a, b, c]
+
+    class Gone(Base):
+        def h(self):
+            return super().h()
+
+    class Fewer(Base):
+        def f(self, a):
+            return super().f(a)
+
+    class Keyword(Base):
+        def f(self, *args, b, c=0):
+            return super().f(*args, b)
+
+    class Below(Doubling, Gone):
+        """The methods of the classes below it are looked at too."""
+
+    for ours, base in ((Doubling, Renamed), (Gone, Base), (Fewer, Base), (Keyword, Base), (Below, Base)):
+        with pytest.raises(patches.PatchError, match=r"(Renamed\.f takes self, b, a)|(Base\.[fh] takes)"):
+            patches.put_before(ours, made := base(), PATCH)
+        assert type(base()) is base and type(made) is base
+    patches.put_before(Doubling, made := More(), PATCH)
+    assert made.f(3) == [3, 1, 2] * 2
+    assert patches.applied() == [PATCH]
+
+
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     """`write(name, text)`: a module that can be imported, and what has been applied to it."""

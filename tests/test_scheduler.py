@@ -13,8 +13,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
-from rollout_spec.vllm.mrv2.ahead import AheadScheduler, Filled
-from rollout_spec.vllm.scheduler import Counting, CountingScheduler
+from rollout_spec.vllm.mrv2.ahead import AheadScheduler
+from rollout_spec.vllm.scheduler import CountingScheduler, SpecScheduler
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -30,17 +30,18 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
         assert decided.scheduler_cls == asked
         return
     chosen = decided.get_scheduler_cls()
-    assert issubclass(chosen, Counting) and not issubclass(chosen, AheadScheduler)
+    assert issubclass(chosen, SpecScheduler) and not issubclass(chosen, AheadScheduler)
     assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is CountingScheduler)
 
 
 @pytest.mark.parametrize(
-    ("is_open", "num_rows", "room"),
+    ("asks", "num_rows", "room"),
     [(False, 1, 0), (True, 1, 15), (True, 64, 15), (True, 256, 4), (True, 1025, 0)],
 )
-def test_room_for_drafts_leaves_half_of_a_step_for_prompts(is_open: bool, num_rows: int, room: int) -> None:
+def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks: bool, num_rows: int, room: int) -> None:
     scheduler = AheadScheduler.__new__(AheadScheduler)
-    scheduler._is_open, scheduler.num_spec_tokens, scheduler.max_num_scheduled_tokens = is_open, 15, 2048
+    scheduler._asks_for_room, scheduler.num_spec_tokens = asks, 15
+    scheduler.max_num_scheduled_tokens = 2048
     scheduler.running = [None] * num_rows
     assert scheduler._room() == room
 
@@ -50,7 +51,7 @@ def test_room_that_stays_empty_is_no_draft() -> None:
     scheduler._request_counters, scheduler.log_stats = defaultdict(RequestCounters), False
     scheduler.requests = {"a": request, "b": request, "stale": SimpleNamespace(async_tokens_to_discard=1)}
     output = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * 4 for name in ("a", "b", "stale")})
-    scheduler._count_filled(output, Filled({"a": 3}, True))
+    scheduler._count_filled(output, {"a": 3})
     assert output.num_invalid_spec_tokens == {"a": 1, "b": 4}
     for name, room in output.scheduled_spec_decode_tokens.items():
         scheduler.make_spec_decoding_stats(

@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils.import_utils import load_class_from_fqn
 
-from rollout_spec.verl import routing
+from rollout_spec import homes
 from rollout_spec.verl.launch import config_file
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
 from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one
 
+SHIPPED = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
 
-def make(num_servers: int = 2, max_imbalance: Any = 16) -> GroupRouter:
-    return GroupRouter({f"s{i}": f"handle{i}" for i in range(num_servers)}, {"max_imbalance": max_imbalance})
+
+def make(num_servers: int = 2, **settings: Any) -> GroupRouter:
+    return GroupRouter({f"s{i}": f"handle{i}" for i in range(num_servers)}, SHIPPED | settings)
 
 
 def of(prompt: int) -> dict[str, Any]:
@@ -30,9 +32,8 @@ def loads(router: GroupRouter) -> dict[str, int]:
 
 
 def test_verl_finds_and_makes_it():
-    config = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
-    assert load_class_from_fqn(config["router_class"], "router") is GroupRouter
-    assert GroupRouter({"a": 1}, config).acquire_server("r", sampling_params=of(1)) == ("a", 1)
+    assert load_class_from_fqn(SHIPPED["router_class"], "router") is GroupRouter
+    assert GroupRouter({"a": 1}, SHIPPED).acquire_server("r", sampling_params=of(1)) == ("a", 1)
     assert make().require_acquire_fields() == ["sampling_params"]
 
 
@@ -55,11 +56,11 @@ def test_a_wrong_limit_is_refused(limit):
 def test_siblings_go_together_and_prompts_are_spread(interleaved):
     """verl submits all at once; which sample arrives next is chance."""
     router, placed = make(num_servers=4), defaultdict(set)
-    arrivals = [(prompt, sample) for prompt in range(8) for sample in range(16)]
+    arrivals = [(prompt, sample) for prompt in range(8) for sample in range(8)]
     for prompt, sample in sorted(arrivals, key=lambda pair: pair[interleaved]):
         placed[prompt].add(router.acquire_server(f"{prompt}-{sample}", sampling_params=of(prompt))[0])
     assert all(len(servers) == 1 for servers in placed.values())
-    assert set(loads(router).values()) == {32}
+    assert set(loads(router).values()) == {16}
 
 
 def test_a_request_that_goes_on_stays_and_needs_no_prompt():
@@ -94,7 +95,7 @@ def test_servers_come_and_go():
 
 
 def test_old_groups_are_forgotten(monkeypatch):
-    monkeypatch.setattr(routing, "MAX_GROUPS", 3)
+    monkeypatch.setattr(homes, "MAX_GROUPS", 3)
     router = make()
     for prompt in range(10):
         server, _ = router.acquire_server(str(prompt), sampling_params=of(prompt))
@@ -111,7 +112,7 @@ def test_old_groups_are_forgotten(monkeypatch):
 )
 def test_no_request_exceeds_the_bound(num_servers, limit, events):
     """`events`: a prompt whose next sample arrives, or (False) the oldest request ends."""
-    router, running = make(num_servers, limit), []
+    router, running = make(num_servers, max_imbalance=limit), []
     for number, (prompt, arrives) in enumerate(events):
         if not arrives:
             if running:

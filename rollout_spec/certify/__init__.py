@@ -1,7 +1,6 @@
-"""What a user checks before a training: drafts change no token (`certify`), and all fits (`doctor`).
+"""Do drafts change a token? The same requests with drafts and without, compared token by token (`certify`).
 
-In: a model and prompts; or nothing but this machine. Out: a record with every difference and its explanation;
-or a list of checks with what to do.
-May import: `config`, `metrics`, `patches`, `drafting`, `report`, `verification`, `vllm`, `verl`, hydra,
-numpy, omegaconf, torch, verl, vllm. Only `certify.py` starts engines, and nothing here prints.
+In: a model and prompts. Out: a record with every difference and its explanation.
+May import: `config`, `environment`, `metrics`, `report`, `verification`, `vllm`, numpy, torch, vllm. Only
+`certify.py` starts engines, and nothing here prints.
 """

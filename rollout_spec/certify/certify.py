@@ -29,7 +29,6 @@ from rollout_spec.certify.counts import (
     verdict,
 )
 from rollout_spec.certify.engine_arguments import drafting_arguments
-from rollout_spec.certify.environment import environment
 from rollout_spec.certify.numerics import (
     DISTRIBUTION_TOKENS,
     FALSE_ALARM_RATE,
@@ -37,6 +36,7 @@ from rollout_spec.certify.numerics import (
     p_values,
     rounding,
 )
+from rollout_spec.environment import environment
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.keys import KEY, key_of_name

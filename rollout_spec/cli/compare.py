@@ -21,12 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output",
-        type=path,
-        default=Path("outputs/comparison"),
-        metavar="DIR",
+        "--output", type=path, default=Path("outputs/comparison"), metavar="DIR",
         help="folder for page, picture and JSON",
-    )
+    )  # fmt: skip
     output.add_argument(
         "--wandb",
         action="store_true",

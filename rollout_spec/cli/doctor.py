@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.certify.diagnosis import report
+    from rollout_spec.doctor.diagnosis import report
 
     found = report()
     if args.json:
@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 def _print(checks: list[dict[str, str]]) -> None:
     from rich.text import Text
 
-    from rollout_spec.certify.diagnosis import FAIL, OK, WARN
     from rollout_spec.cli.console import make_console
+    from rollout_spec.doctor.diagnosis import FAIL, OK, WARN
 
     colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
     console = make_console()

@@ -20,8 +20,8 @@ from rollout_spec.cli.inputs import (
     spec_options,
     with_model,
 )
-from rollout_spec.config import SpecConfig, UserError, parse_threshold
-from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
+from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
@@ -109,9 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.progress import counted
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.predict.load import comes_back, copied, requests_of
-    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.predict.simulate import Cluster, compare, configurations
 
     spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus"):
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     lines = copied(list(itertools.islice(read(args, args.traces), args.limit_groups)), args.copies)
     lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
-    configs = _configs(args, spec, times)
+    configs = configurations(spec, args.batch_thresholds, args.num_speculative_tokens, times)
     clusters = [
         Cluster(
             *combination,
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
     model = _model(args, lines, times)
-    results = [_simulate(lines, cluster, configs, times, model) for cluster in clusters]
+    results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
     if args.json:
         print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
     else:
@@ -175,49 +176,6 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
             f"--dp {args.dp}: engines refuse a draft model on data-parallel ranks of experts; use --tp"
         )
     return model
-
-
-def _configs(args: argparse.Namespace, spec: dict[str, Any], times: Any) -> list[Any]:
-    """Without drafts, then every threshold with every K."""
-    configs = [SpecConfig(method="off")]
-    has_states = times.row_tokens(0) > 0
-    default = DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens
-    for threshold, k in itertools.product(args.batch_thresholds, args.num_speculative_tokens or [default]):
-        fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
-        configs.append(SpecConfig.from_mapping(spec | fixed))
-        if has_states:
-            check_settings(configs[-1], None)
-    return configs
-
-
-def _simulate(lines: Any, cluster: Any, configs: Any, times: Any, model: Any) -> dict[str, Any]:
-    """One cluster with each configuration, the first of which has no drafts; then again with the model."""
-    from rollout_spec.cli.progress import counted
-    from rollout_spec.predict.simulate import simulate
-
-    num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
-    runs = []
-    for drafter, config in itertools.product((None, model) if model else (None,), configs):
-        threshold = config.batch_threshold if config.enabled else "off"
-        name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
-        title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
-        with counted(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, times, on_tokens=advance, model=drafter)
-        k = config.num_speculative_tokens if config.enabled else None
-        setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
-        runs.append({**setting, **figures})
-    for figures in runs:
-        figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
-    best = min(runs, key=lambda figures: figures["makespan_s"])
-    return {
-        "replicas": cluster.num_replicas,
-        "max_num_seqs": cluster.max_num_seqs,
-        "group_size": cluster.group_size,
-        "best_drafter": best["drafter"],
-        "best_threshold": best["batch_threshold"],
-        "best_num_speculative_tokens": best["num_speculative_tokens"],
-        "runs": runs,
-    }
 
 
 def _headline(results: list[dict[str, Any]]) -> str:

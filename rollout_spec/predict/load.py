@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rollout_spec.drafting.native import Int32Array
+from rollout_spec.homes import Homes
 from rollout_spec.trace import Proposals, Rollout
-from rollout_spec.verl.routing import Homes
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 

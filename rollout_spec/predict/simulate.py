@@ -6,14 +6,16 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, parse_threshold
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.engine import Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
+from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
 from rollout_spec.trace import Rollout
 
 TAIL_ROWS = 8
@@ -34,6 +36,71 @@ def model_of(lines: Iterable[Rollout], times: Times) -> SimulatedModel | None:
     """The model whose drafts the lines have; None where they have none. `times`: of one of its passes."""
     num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
     return SimulatedModel(num_tokens, times) if num_tokens else None
+
+
+def configurations(
+    options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int] | None, times: Times
+) -> list[SpecConfig]:
+    """Without drafts, then every threshold with every K.
+
+    Args:
+        options: of `rollout.spec`, besides these two.
+        ks: None: the default, which is another with recurrent layers.
+
+    Raises:
+        UserError: an option's value is wrong, or does not go with recurrent layers.
+    """
+    has_states = times.row_tokens(0) > 0
+    default = DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens
+    configs = [SpecConfig(method="off")]
+    for threshold, k in itertools.product(thresholds, ks or [default]):
+        fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
+        configs.append(SpecConfig.from_mapping({**options, **fixed}))
+        if has_states:
+            check_settings(configs[-1], None)
+    return configs
+
+
+def compare(
+    lines: Sequence[Rollout],
+    cluster: Cluster,
+    configs: Sequence[SpecConfig],
+    times: Times,
+    model: SimulatedModel | None,
+    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
+) -> dict[str, Any]:
+    """One cluster with each configuration, the first of which has no drafts; then again with the model.
+
+    Args:
+        progress: of a title and a number of tokens: gives what is told how many were served.
+
+    Returns:
+        the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
+        speedup over the first.
+    """
+    num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
+    runs = []
+    for drafter, config in itertools.product((None, model) if model else (None,), configs):
+        threshold = config.batch_threshold if config.enabled else "off"
+        name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
+        title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
+        with progress(title, num_tokens) as advance:
+            figures = simulate(lines, cluster, config, times, on_tokens=advance, model=drafter)
+        k = config.num_speculative_tokens if config.enabled else None
+        setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
+        runs.append({**setting, **figures})
+    for figures in runs:
+        figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
+    best = min(runs, key=lambda figures: figures["makespan_s"])
+    return {
+        "replicas": cluster.num_replicas,
+        "max_num_seqs": cluster.max_num_seqs,
+        "group_size": cluster.group_size,
+        "best_drafter": best["drafter"],
+        "best_threshold": best["batch_threshold"],
+        "best_num_speculative_tokens": best["num_speculative_tokens"],
+        "runs": runs,
+    }
 
 
 def simulate(
@@ -63,22 +130,14 @@ def simulate(
     times = times if config.enabled else times.without_drafter
     k = config.num_speculative_tokens if config.enabled else model.num_tokens if model else 0
     row_tokens = times.row_tokens(k)
-    replicas = [
-        [
-            Engine(
-                config,
-                times,
-                cluster.max_num_seqs,
-                tail_rows,
-                cluster.kv_tokens,
-                cluster.fills_drafts,
-                model,
-                row_tokens,
-            )
-            for _ in range(cluster.num_ranks)
-        ]
-        for _ in range(cluster.num_replicas)
-    ]
+
+    def engine() -> Engine:
+        return Engine(
+            config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts, model,
+            row_tokens,
+        )  # fmt: skip
+
+    replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
     engines = list(itertools.chain.from_iterable(replicas))
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):

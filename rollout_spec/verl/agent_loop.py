@@ -58,40 +58,26 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
 
 
 class KeyedAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, with `KeyedAgentLoopWorker`s."""
+    """verl's manager, with `KeyedAgentLoopWorker`s. It numbers prompts that are drawn again in a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._occurrences = Occurrences()
+        self._step: int | None = None
+        self._num_drawn: Counter[tuple[Any, ...]] = Counter()  # in this training step, of each prompt
         self.agent_loop_workers_class = ray.remote(KeyedAgentLoopWorker)
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         prompts = prompts.clone(recurse=False)
         step, validate = tu.get(prompts, "global_steps"), bool(tu.get(prompts, "validate", False))
-        names = [
-            (validate, *prompt_name(index, raw_prompt))
-            for index, raw_prompt in zip(tu.get(prompts, "index"), tu.get(prompts, "raw_prompt"), strict=True)
-        ]
-        tu.assign_non_tensor_stack(prompts, _OCCURRENCE, self._occurrences.of(step, names))
-        super().generate_sequences(prompts)
-
-
-class Occurrences:
-    """Numbers the prompts that are drawn more than once in one training step."""
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._counts: Counter[tuple[Any, ...]] = Counter()
-
-    def of(self, step: int, names: Sequence[tuple[Any, ...]]) -> list[int]:
-        """How often each prompt has been drawn before in this step."""
         if step != self._step:
-            self._step, self._counts = step, Counter()
+            self._step, self._num_drawn = step, Counter()
         numbers = []
-        for name in names:
-            numbers.append(self._counts[name])
-            self._counts[name] += 1
-        return numbers
+        for index, raw_prompt in zip(tu.get(prompts, "index"), tu.get(prompts, "raw_prompt"), strict=True):
+            name = (validate, *prompt_name(index, raw_prompt))
+            numbers.append(self._num_drawn[name])
+            self._num_drawn[name] += 1
+        tu.assign_non_tensor_stack(prompts, _OCCURRENCE, numbers)
+        super().generate_sequences(prompts)
 
 
 def sample_name(

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from rollout_spec.verl.routing import Homes
+from rollout_spec.homes import Homes
 from rollout_spec.vllm.keys import names_of
 
 

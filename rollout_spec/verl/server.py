@@ -13,13 +13,14 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.homes import Homes
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
+from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.routing import Homes, RankRouter
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.engine_cores import EngineCores

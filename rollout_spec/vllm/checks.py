@@ -174,13 +174,13 @@ def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
     )  # fmt: skip
     refuse_first(*((is_so, f"{of_model}: {reason}") for is_so, reason in refusals))
     if is_mrv2:
-        from rollout_spec.vllm.mrv2.model_drafter import check_speculator
+        from rollout_spec.vllm.mrv2.speculators import check_speculator
 
         check_speculator()
     else:
-        from rollout_spec.vllm.mrv1.model_drafter import check_drafter
+        from rollout_spec.vllm.mrv1.runner import check_model_drafter
 
-        check_drafter()
+        check_model_drafter()
 
 
 def _uses(speculative: Any, name: str) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
@@ -106,6 +106,21 @@ class RequestKeys:
                 known = request, self.new_key(request.sampling_params)
             self._known[name] = known
         return [self._known[name][1] for name in request_ids]
+
+    def of(self, name: str, params: Any) -> int:
+        """The key of one request, which it keeps until `end`; params: its sampling parameters."""
+        if name not in self._known:
+            self._known[name] = None, self.new_key(params)
+        return self._known[name][1]
+
+    def end(self, names: Collection[str]) -> None:
+        """Requests have ended; their names may come again."""
+        for name in names:
+            self._known.pop(name, None)
+
+    def forget(self) -> None:
+        """The next request is the first one."""
+        self._num_unnamed, self._known = 0, {}
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""

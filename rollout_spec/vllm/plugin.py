@@ -16,7 +16,6 @@ from rollout_spec.vllm.options import (
     OPTIONS_KEY,
     PROPOSER,
     engine_options,
-    has_model_drafter,
     has_our_drafter,
 )
 
@@ -161,37 +160,18 @@ def _bind_proposers() -> None:
 
 
 def _bind(worker: Any, config: SpecConfig) -> None:
-    from vllm.platforms import current_platform
-
     from rollout_spec.vllm import recurrent_policies
-    from rollout_spec.vllm.cuda_graphs import capture_plain_steps
-    from rollout_spec.vllm.mrv1.sampler import RowSampling
-    from rollout_spec.vllm.proposer import proposer_of
 
-    runner = getattr(worker, "model_runner", None)
-    if runner is None:
+    if getattr(worker, "model_runner", None) is None:
         return
     if failure:
         raise ConfigError(failure)
     recurrent_policies.keep_states_right(worker.vllm_config)
     if worker.vllm_config.use_v2_model_runner:
-        from rollout_spec.vllm.mrv2 import runner as runner_v2
-
-        runner_v2.bind(worker, config)
-        return
-    rows = RowSampling(runner, config.coupled)
-    rows.install()
-    if config.coupled and has_model_drafter(worker.vllm_config):
-        from rollout_spec.vllm.mrv1.model_drafter import bind_model_drafter
-
-        bind_model_drafter(runner, rows)
-    proposer = proposer_of(runner)
-    if proposer is None:
-        return
-    if proposer is runner.drafter:
-        proposer.bind(runner)
-    if not current_platform.is_out_of_tree():
-        capture_plain_steps(runner)
+        from rollout_spec.vllm.mrv2.runner import bind
+    else:
+        from rollout_spec.vllm.mrv1.runner import bind
+    bind(worker, config)
 
 
 def _check_configurations() -> None:

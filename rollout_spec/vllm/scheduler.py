@@ -1,4 +1,7 @@
-"""vLLM's scheduler, counting per request what was drafted and accepted (vLLM's `scheduler_cls`)."""
+"""vLLM's scheduler with what drafting needs of it (vLLM's `scheduler_cls`).
+
+It counts per request what was drafted and accepted, and tells the workers what they must all do alike.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.vllm.step_notes import Plan, attach, report_of
 
 COUNTERS_KEY = "rollout_spec"  # a finished request's counts, in its `RequestOutput.kv_transfer_params`
 CORE_KEY = "rollout_spec_core"  # beside them: the engine core that served it, its data-parallel rank
 UNCOUNTED_KEY = "rollout_spec_uncounted"  # in `SamplingParams.extra_args`: it is not among `take_aborted`
-# Of a `ModelRunnerOutput`, and of the next `SchedulerOutput`: how many tokens a model drafts in that step
-MODEL_TOKENS_KEY = "rollout_spec_model_tokens"
 
 
-class Counting(Scheduler):
+class SpecScheduler(Scheduler):
     """Scheduling is vLLM's own; a finished request carries its counts in `kv_transfer_params[COUNTERS_KEY]`.
 
     vLLM has no output for the counts of an aborted request (which to the engine is also one that meets a stop
@@ -28,7 +30,7 @@ class Counting(Scheduler):
     `kv_transfer_params` is the only free-form field of a RequestOutput. vLLM's own counts, from 0.29 on, lack
     steps without a draft, and aborted requests.
 
-    It also sends every worker the number of model tokens that the drafting worker chose (MODEL_TOKENS_KEY).
+    What the drafting worker chooses (`Report`) it tells every worker with the next step (`Plan`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,11 +43,17 @@ class Counting(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        setattr(output, MODEL_TOKENS_KEY, self._model_tokens)
+        attach(output, self._plan())
         return output
 
+    def _plan(self) -> Plan:
+        """What to tell the workers with the step that has just been scheduled."""
+        return Plan(self._model_tokens)
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self._model_tokens = getattr(model_runner_output, MODEL_TOKENS_KEY, self._model_tokens)
+        report = report_of(model_runner_output)
+        if report is not None:
+            self._model_tokens = report.model_tokens
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(  # type: ignore[no-untyped-def]
@@ -94,11 +102,11 @@ class Counting(Scheduler):
         return taken
 
 
-class CountingScheduler(Counting):
+class CountingScheduler(SpecScheduler):
     """With synchronous scheduling."""
 
 
-class AsyncCountingScheduler(Counting, AsyncScheduler):
+class AsyncCountingScheduler(SpecScheduler, AsyncScheduler):
     """With asynchronous scheduling, of an engine without our drafter."""
 
 

@@ -24,8 +24,8 @@ from vllm_ascend.sample import rejection_sampler as theirs  # noqa: E402
 from vllm_ascend.sample.sampler import AscendSampler  # noqa: E402
 from vllm_ascend.spec_decode import AscendNgramProposer  # noqa: E402
 
-from rollout_spec.certify import diagnosis  # noqa: E402
 from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
+from rollout_spec.doctor import diagnosis  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
 from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec.patches import PatchError
+from rollout_spec.patches import put_before
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.versions import version
 from tests.engine.test_graphs import GRAPHS, STEPS, K
@@ -25,10 +24,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils, dp_utils, model_runner
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.vllm.mrv2 import draft_graphs
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.mrv2 import graphs
+from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, give_graphs
 
-if not draft_graphs.HAS_GRAPHS:
+if not graphs.HAS_GRAPHS:
     pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
 
 SIZES = [1, 2, 4, 8, 16, 24, 32]
@@ -41,6 +41,22 @@ MIXED = {
 }
 
 
+class SomeRunner(model_runner.GPUModelRunner):
+    """vLLM's, of which only what chooses graphs is made."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def initialize_kv_cache(self, mode: CUDAGraphMode) -> None:
+        self.cudagraph_manager = cudagraph_utils.CudaGraphManager(
+            self.vllm_config, torch.device("cpu"), mode, self.decode_query_len
+        )
+        self.cudagraph_manager._graphs_captured = True
+
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+        return SimpleNamespace(max_query_len=None)
+
+
 def runner_with(
     monkeypatch: pytest.MonkeyPatch,
     mode: str = "FULL_AND_PIECEWISE",
@@ -51,6 +67,7 @@ def runner_with(
     speculator: Any = None,
     architecture: str | None = None,
     num_ranks: int = 1,
+    kind: type[SomeRunner] = SomeRunner,
     **parallel: int,
 ) -> Any:
     """What our engine's runner has once its KV cache is made: a manager of vLLM's, and what was said."""
@@ -82,10 +99,8 @@ def runner_with(
         get_metadata_builder=lambda _: builder,
     )
     said: list[str] = []
-    monkeypatch.setattr(
-        draft_graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append)
-    )
-    runner: Any = SimpleNamespace(
+    monkeypatch.setattr(graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append))
+    runner: Any = kind(
         vllm_config=config,
         decode_query_len=1 + K,
         attn_groups=[[group]],
@@ -98,23 +113,10 @@ def runner_with(
         use_pp=False,
         cudagraph_manager=None,
         said=said,
-        _dummy_run=lambda: None,
-        prepare_inputs=lambda *_: SimpleNamespace(max_query_len=None),
     )
-    runner.gather_batch_req_state = functools.partial(
-        model_runner.GPUModelRunner.gather_batch_req_state, runner
-    )
-
-    def initialize_kv_cache() -> None:
-        runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(
-            config, torch.device("cpu"), CUDAGraphMode[mode], runner.decode_query_len
-        )
-        runner.cudagraph_manager._graphs_captured = True
-
-    runner.initialize_kv_cache = initialize_kv_cache
-    capture_plain_steps_mrv2(runner)
-    draft_graphs.capture_steps_with_drafts(runner)
-    runner.initialize_kv_cache()
+    put_before(DraftingRunner, runner, SPECULATOR)
+    runner.why_no_graphs = give_graphs(runner)
+    runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
 
 
@@ -211,12 +213,12 @@ def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch: p
 
 
 def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner.GPUModelRunner, "prepare_inputs", lambda self, batch: None)
-    with pytest.raises(PatchError):
-        draft_graphs.check_graphs()
-    runner = runner_with(monkeypatch)
+    class Changed(SomeRunner):
+        def prepare_inputs(self, batch: Any) -> None: ...
+
+    runner = runner_with(monkeypatch, kind=Changed)
     assert table(runner) == GRAPHS["FULL_AND_PIECEWISE"]
-    assert "GPUModelRunner.prepare_inputs takes self, batch" in runner.said[0]
+    assert "Changed.prepare_inputs takes self, batch" in runner.said[0]
 
 
 def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:

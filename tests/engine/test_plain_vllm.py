@@ -203,8 +203,8 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
     where: str,
     patch: str,
 ) -> None:
-    from rollout_spec.certify import diagnosis
     from rollout_spec.cli import main
+    from rollout_spec.doctor import diagnosis
     from rollout_spec.vllm import plugin
 
     monkeypatch.setattr(plugin, "failure", None)

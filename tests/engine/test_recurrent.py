@@ -12,13 +12,14 @@ import random
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
+from rollout_spec.vllm.mrv2.graphs import for_plain_steps
 from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import OFF, close, configured, core_of
@@ -141,17 +142,15 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
     from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
-    runner = GraphsOfMRV2(vllm_config)
-    capture_plain_steps_mrv2(runner)
-    runner.initialize_kv_cache()
-    graphs(runner.manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
-    captured = runner.manager._capture_descs[CUDAGraphMode.FULL]
+    manager = graphs_of_mrv2(vllm_config)
+    graphs(manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
+    captured = manager._capture_descs[CUDAGraphMode.FULL]
     mend(recurrent_rows, mamba_hybrid)
     builder = builder_of(name, vllm_config)
     built = [
         builder.build_for_cudagraph_capture(dummy_rows(each.num_reqs, each.num_tokens)) for each in captured
     ]
-    assert len(built) > 1 and runner.decode_query_len == 8
+    assert len(built) > 1
     if name == "qwen3_5":
         assert {each.num_tokens // each.num_reqs for each in captured} == {1}
         assert [each.num_spec_decodes for each in built] == [each.num_reqs for each in captured]
@@ -164,22 +163,19 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
         ]
 
 
-class GraphsOfMRV2:
-    """What vLLM's MRV2 does for its graphs: its own dispatcher, for rows of `decode_query_len` tokens."""
+def graphs_of_mrv2(vllm_config: Any) -> Any:
+    """vLLM's own manager of graphs, as our runner has it."""
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    def __init__(self, vllm_config: Any) -> None:
-        self.vllm_config, self.decode_query_len = vllm_config, 1 + vllm_config.num_speculative_tokens
-
-    def initialize_kv_cache(self) -> None:
-        import torch
-        from vllm.config import CUDAGraphMode
-        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-
+    query_len = 1 + vllm_config.num_speculative_tokens
+    runner = SimpleNamespace(vllm_config=vllm_config, decode_query_len=query_len)
+    with for_plain_steps(runner):
         mode, device = CUDAGraphMode.NONE, torch.device("cpu")
-        self.manager = ModelCudaGraphManager(self.vllm_config, device, mode, self.decode_query_len)
-
-    def _dummy_run(self) -> None:
-        """Of a data-parallel rank."""
+        manager = ModelCudaGraphManager(vllm_config, device, mode, runner.decode_query_len)
+    assert runner.decode_query_len == query_len
+    return manager
 
 
 def builder_of(name: str, vllm_config: Any) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from lab.tests.engine.test_bench import assert_recorded
+from rollout_spec import patches
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import configured
 from tests.engine.interpreted_runner import BAD_WORDS
@@ -95,28 +97,35 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(
     assert [refusal in reason for reason in reasons if refusal] == [True] * (refusal is not None)
 
 
-def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended() -> None:
+def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was preempted is added again; so is a new one under the name of one that has ended."""
     from vllm import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from rollout_spec.vllm.mrv2.sampler import KeyedRequests
+    from rollout_spec.patches import put_before
+    from rollout_spec.vllm.mrv2.sampler import COUPLED, KeyedSampler
 
-    parallel = SimpleNamespace(data_parallel_index=0)
-    names = SimpleNamespace(index_to_req_id={5: "a", 6: "b"})
-    runner: Any = SimpleNamespace(
-        model_config=SimpleNamespace(seed=3), parallel_config=parallel, req_states=names
-    )
-    keyed, seeds = KeyedRequests(runner), list[int]()
+    seeds = list[int]()
 
-    def add(req_idx: int) -> None:
-        keyed.add(lambda _, params: seeds.append(params.seed), req_idx, SamplingParams())
+    class SomeSampler(Sampler):
+        def __init__(self) -> None:
+            self.req_states = SimpleNamespace(index_to_req_id={5: "a", 6: "b"})
 
-    for row in (5, 6, 5):
-        add(row)
-    keyed.finish(lambda _: None, SimpleNamespace(finished_req_ids={"a"}))
-    add(5)
+        def add_request(self, req_idx: int, *others: Any) -> None:
+            seeds.append(others[-1].seed)
+
+    monkeypatch.setattr(patches, "_applied", {})
+    sampler = SomeSampler()
+    sampler.keys = keys = RequestKeys(3)
+    put_before(KeyedSampler, sampler, COUPLED)
+    params = SamplingParams()
+    for row in (5, 6, 5, 7):  # of the last there is no request
+        sampler.add_request(row, params)
+    keys.end({"a"})
+    sampler.add_request(5, params)
     expected = [make_key("arrival", 3, number) for number in (1, 2, 3)]
-    assert seeds == [expected[0], expected[1], expected[0], expected[2]]
+    assert seeds == [expected[0], expected[1], expected[0], None, expected[2]]
+    assert params.seed is None, "it is the scheduler's"
 
 
 def test_which_models_have_v2() -> None:

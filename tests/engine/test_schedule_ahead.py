@@ -35,8 +35,8 @@ def decided(tiny_model: str) -> Callable[..., Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(current_platform, "is_cpu", lambda: is_cpu)
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
-            name = "enable_return_routed_experts"  # 0.32 has it elsewhere
-            patch.setattr(config.model_config, name, returns_experts, raising=False)
+            owner = getattr(config, "aux_output_config", config.model_config)  # from 0.32 on, and before
+            patch.setattr(owner, "enable_return_routed_experts", returns_experts)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -70,7 +70,7 @@ def executor_without_it() -> Any:
             lambda: {"distributed_executor_backend": executor_without_it()},
             "distributed_executor_backend=.* does not support it",
         ),
-        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM before 0.32 finds"),
+        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, SpecConfig, UserError, parse_threshold
+from rollout_spec.environment import environment
 from rollout_spec.predict.simulate import Cluster, simulate
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.runs import plain, ratio

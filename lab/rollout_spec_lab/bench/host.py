@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.certify.environment import environment
 from rollout_spec.config import ConfigError, UserError
+from rollout_spec.environment import environment
 from rollout_spec.predict.load import one_rollout
 from rollout_spec.predict.model import Model
 from rollout_spec.predict.roofline import DEVICES, Roofline

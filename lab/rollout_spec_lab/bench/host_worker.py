@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from rollout_spec.drafting.gate.gate import make_gate
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm.checks import mrv2_misfit
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec_lab.bench.engine import rollout_of
@@ -38,11 +38,10 @@ class Ours:
         self._time(RowSampling, "_rows")
         if v2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-            from rollout_spec.vllm.mrv2.sampler import KeyedRequests
 
             for owner, name in (
-                (HostDrafts, "_add_requests"), (HostDrafts, "_give_drafts"), (HostDrafts, "draft"),
-                (KeyedRequests, "add"),
+                (HostDrafts, "begin_step"), (HostDrafts, "give_drafts"), (HostDrafts, "draft"),
+                (RequestKeys, "of"),
             ):  # fmt: skip
                 self._time(owner, name)
 

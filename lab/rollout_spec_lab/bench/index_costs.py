@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.certify.environment import environment
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
+from rollout_spec.environment import environment
 from rollout_spec.predict.engine import Engine, step_together
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes

@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     # Of vLLM's methods: the answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from rollout_spec.certify.environment import environment
     from rollout_spec.drafting.native import BudgetExceeded
+    from rollout_spec.environment import environment
     from rollout_spec_lab.bench.drafters import SUFFIX
     from rollout_spec_lab.bench.tables import drafters_tables
 

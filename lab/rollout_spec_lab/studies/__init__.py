@@ -1,5 +1,5 @@
-"""Programs behind single pages of the record, each started by hand.
+"""Programs behind single pages of the record, each started by hand: `mutants`.
 
 In: arguments. Out: the figures of a page.
-May import: rollout_spec, matplotlib, numpy, tqdm. Nothing imports them.
+May import: rollout_spec. Nothing imports them.
 """

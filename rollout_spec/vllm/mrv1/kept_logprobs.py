@@ -22,25 +22,20 @@ KEPT_LOGPROBS = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, RejectionSampler._get_logprobs_tensors",
     until="vLLM gathers the rows of the tokens that are kept",
 )
-PARAMETERS = (
-    "self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits", "sampled_token_ids",
-)  # fmt: skip
 
 
 def kept_logprobs(
     verifier: RejectionSampler,
     max_num_logprobs: int,
     metadata: Any,
-    logits: torch.Tensor,
     target_logits: torch.Tensor,
     bonus_logits: torch.Tensor,
     sampled_token_ids: torch.Tensor,
 ) -> LogprobsTensors:
-    """vLLM's `RejectionSampler._get_logprobs_tensors`; zeros where no token is.
+    """For vLLM's `RejectionSampler._get_logprobs_tensors`; zeros where no token is.
 
     Args:
         metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
-        logits: not used.
         target_logits: [num_tokens, vocab_size], at the draft positions.
         bonus_logits: [batch_size, vocab_size], after the drafts.
         sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.

@@ -3,7 +3,7 @@
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
 the tokens after the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
 log-probabilities stay vLLM's. Both samplers get `SamplingMetadata`, whose `generators` say what noise a row
-has. So hooks on the two modules (torch's own) put a `RowGenerators` there, with the step's keys and
+has. So classes of ours that stand before the two put a `RowGenerators` there, with the step's keys and
 positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and after drafts, and the
 `rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
 `rollout_spec.verification.coupled`.
@@ -21,17 +21,26 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import Patch, guard_parameters, misfit, record, replace_function
+from rollout_spec.patches import (
+    Patch,
+    guard_class,
+    guard_parameters,
+    misfit,
+    put_before,
+    record,
+    replace_function,
+)
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, PARAMETERS, kept_logprobs
+from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, kept_logprobs
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
-from rollout_spec.vllm.mrv1.plain_steps import PLAIN_STEPS, sample_plainly
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -49,33 +58,9 @@ _COUPLED = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
-SHARED_NOISE = Patch(
-    name="vllm-shared-noise",
-    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
-    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
-    "rollout.spec.verify=coupled and a model drafter only",
-    upstream="vllm/v1/spec_decode/llm_base_proposer.py, SpecDecodeBaseProposer._sample_draft_tokens",
-    until="vLLM verifies with the tokens that a plain step would have drawn",
-)
 # What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
 # rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS, PLAIN_STEPS, SHARED_NOISE)
-
-# The arguments that our hooks and our sampler expect from vLLM's calls.
-_PARAMETERS = {
-    _KEYED: (
-        (Sampler, "forward", ("self", "logits", "sampling_metadata")),
-        (TopKTopPSampler, "forward_native", ("self", "logits", "generators", "k", "p")),
-    ),
-    MIN_TOKENS: (
-        (Sampler, "forward", ("self", "logits", "sampling_metadata", "predict_bonus_token")),
-        (rejection_sampler.RejectionSampler, "forward",
-         ("self", "metadata", "draft_probs", "logits", "sampling_metadata")),
-    ),
-    KEPT_LOGPROBS: ((rejection_sampler.RejectionSampler, "_get_logprobs_tensors", PARAMETERS),),
-}  # fmt: skip
-
-HookResult = tuple[tuple[Any, ...], dict[str, Any]] | None  # the arguments of a call, None to leave them
+ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowGenerators(dict[int, torch.Generator]):
@@ -102,38 +87,33 @@ class RowSampling:
 
     def __init__(self, runner: Any, is_coupled: bool) -> None:
         self._runner = runner
-        self._is_coupled = is_coupled
+        self.is_coupled = is_coupled
         self._keys = keys_of(runner)
         self._row_keys: list[int] = []
 
     def install(self) -> None:
-        """Hook the runner's samplers; once in a runner's life.
+        """Stand before the runner's samplers; once in a runner's life.
 
         Raises:
             PatchError: the samplers take other arguments than vLLM's that are known here.
             RuntimeError: the device cannot compute the noise.
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
+        if verifier is not None or self.is_coupled:
+            sampler.rows = self
+            put_before(RowSampler, sampler, MIN_TOKENS)
         if verifier is not None:
-            _check_parameters(MIN_TOKENS, sampler, verifier)
-            verifier.register_forward_pre_hook(self._before_verification, with_kwargs=True)
-            sampler.register_forward_pre_hook(_before_bonus_tokens, with_kwargs=True)
-            record(MIN_TOKENS)
-            if hasattr(self._runner, "_sample"):  # not a platform's own runner
-                self._runner._sample = functools.partial(sample_plainly, self._runner._sample)
-                record(PLAIN_STEPS)
-        if not self._is_coupled:
+            verifier.rows = self
+            put_before(RowVerifier, verifier, MIN_TOKENS)
+        if not self.is_coupled:
             return
         if verifier is not None:  # only here, where verification waits for the device anyway
-            _check_parameters(KEPT_LOGPROBS, verifier)
-            verifier._get_logprobs_tensors = functools.partial(kept_logprobs, verifier)
-            record(KEPT_LOGPROBS)
-        _check_parameters(_KEYED, sampler, sampler.topk_topp_sampler)
+            put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
+        _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
         for module in _rejection_samplers():
             couple_rejection_sample(module)
         sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
-        sampler.register_forward_pre_hook(self._before_plain_step, with_kwargs=True)
         record(_KEYED)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
@@ -148,57 +128,75 @@ class RowSampling:
         keys, positions = sent(known, nums_sampled.device)
         return keys, positions + nums_sampled
 
-    def _before_verification(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> HookResult:
-        metadata, draft_probs, logits, sampling = args
-        rows = self._rows(sampling.generators, metadata.num_draft_tokens)
-        if rows is None:
-            return None
-        return (metadata, draft_probs, logits, dataclasses.replace(sampling, generators=rows)), kwargs
-
-    def _before_plain_step(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> HookResult:
-        sampling = kwargs["sampling_metadata"]
-        if isinstance(sampling.generators, RowGenerators):  # the bonus tokens of a verification
-            return None
-        rows = self._rows(sampling.generators, [0] * kwargs["logits"].shape[0])
-        if rows is None:
-            return None
-        return args, {**kwargs, "sampling_metadata": dataclasses.replace(sampling, generators=rows)}
-
-    def _rows(
-        self, generators: dict[int, torch.Generator], num_draft_tokens: list[int]
-    ) -> RowGenerators | None:
-        """What is known of the step's rows; None in a warm-up, which has no requests."""
+    def know(self, sampling: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
+        """The metadata of a step with what is known of its rows; as it is in a warm-up, without requests."""
         batch = self._runner.input_batch
         if not batch.num_reqs:
-            return None
+            return sampling
         if batch.num_reqs != len(num_draft_tokens):
             raise RuntimeError(
                 f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
                 "set rollout.spec.verify=standard and run `rollout-spec doctor`"
             )
-        if not self._is_coupled:
-            return RowGenerators(generators, None, num_draft_tokens)
-        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
-        positions = batch.num_tokens_no_spec[: batch.num_reqs]
-        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt comes
-        # in chunks: it sets the generator back, and a CPU generator has no offset.
-        batch.generators.clear()
-        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
-        return RowGenerators({}, step, num_draft_tokens)
+        rows = RowGenerators(sampling.generators, None, num_draft_tokens)
+        if self.is_coupled:
+            self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
+            positions = batch.num_tokens_no_spec[: batch.num_reqs]
+            # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
+            # comes in chunks: it sets the generator back, and a CPU generator has no offset.
+            batch.generators.clear()
+            step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
+            rows = RowGenerators({}, step, num_draft_tokens)
+        return dataclasses.replace(sampling, generators=rows)
 
 
-def _before_bonus_tokens(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> HookResult:
-    sampling = kwargs["sampling_metadata"]
-    if not kwargs.get("predict_bonus_token") or not isinstance(sampling.generators, RowGenerators):
-        return None
-    counting = counting_drafts(sampling, sampling.generators.num_draft_tokens)
-    return args, {**kwargs, "sampling_metadata": counting}
+class RowSampler(Sampler):
+    """It knows the rows of a plain step, and the drafts before the tokens that a verification asks for."""
+
+    rows: RowSampling
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rows = sampling_metadata.generators
+        if not isinstance(rows, RowGenerators):
+            if self.rows.is_coupled:
+                sampling_metadata = self.rows.know(sampling_metadata, [0] * logits.shape[0])
+        elif predict_bonus_token:
+            sampling_metadata = counting_drafts(sampling_metadata, rows.num_draft_tokens)
+        return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
+
+
+class RowVerifier(RejectionSampler):
+    """It knows the rows of a step with drafts."""
+
+    rows: RowSampling
+
+    def forward(
+        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> Any:
+        known = self.rows.know(sampling_metadata, metadata.num_draft_tokens)
+        return super().forward(metadata, draft_probs, logits, known)
+
+
+class KeptVerifier(RejectionSampler):
+    """It takes the logarithms of the tokens that are kept."""
+
+    def _get_logprobs_tensors(
+        self,
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: torch.Tensor,
+        target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor,
+        sampled_token_ids: torch.Tensor,
+    ) -> Any:
+        return kept_logprobs(self, max_num_logprobs, metadata, target_logits, bonus_logits, sampled_token_ids)
 
 
 class CoupledTopKTopPSampler(torch.nn.Module):
@@ -290,15 +288,13 @@ def _rejection_samplers() -> list[Any]:
 
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
-    for patch in _PARAMETERS:
-        _check_parameters(patch)
+    guard_class(MIN_TOKENS, RowSampler, Sampler)
+    guard_class(MIN_TOKENS, RowVerifier, RejectionSampler)
+    guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
+    _check_top_k_top_p(TopKTopPSampler)
     for module in _rejection_samplers():
         _checked_target(module)
 
 
-def _check_parameters(patch: Patch, *modules: torch.nn.Module) -> None:
-    """See that a patch fits the modules, or vLLM's own classes where none is given."""
-    for base, name, expected in _PARAMETERS[patch]:
-        # A platform may have a class of its own.
-        owner = next((type(module) for module in modules if isinstance(module, base)), base)
-        guard_parameters(patch, owner, name, expected)
+def _check_top_k_top_p(kind: type) -> None:
+    guard_parameters(_KEYED, kind, "forward_native", ("self", "logits", "generators", "k", "p"))

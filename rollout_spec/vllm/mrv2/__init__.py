@@ -1,7 +1,9 @@
-"""What belongs to MRV2, vLLM's newer model runner: speculators, samplers, scheduling, tokens on the host.
+"""What belongs to MRV2, vLLM's newer model runner.
 
 In: the runner, its batch, the calls of its samplers and of its speculator. Out: drafts for the next step;
 tokens drawn with a request's own noise.
 May import: `config`, `drafting`, `patches`, `verification`, `vllm`, numpy, torch, vllm.
-It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it; a worker begins with `runner`.
+It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it. A worker begins with `runner`,
+whose classes stand before vLLM's; they call `host_drafts`, which has the tokens in `host_batch`. `sampler`
+and `speculators` stand before vLLM's own, `graphs` captures.
 """

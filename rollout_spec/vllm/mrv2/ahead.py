@@ -6,7 +6,7 @@ each row room for them, as vLLM does for a model's drafts, and the worker takes 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -17,59 +17,45 @@ from vllm.v1.executor.abstract import Executor
 
 from rollout_spec.config import ConfigError
 from rollout_spec.vllm.options import SCHEDULER, drafts_with_model
-from rollout_spec.vllm.scheduler import Counting
+from rollout_spec.vllm.scheduler import SpecScheduler
+from rollout_spec.vllm.step_notes import Plan, report_of
 
 logger = init_logger(f"vllm.{__name__}")
 
 AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
-AHEAD_KEY = "rollout_spec_ahead"  # an attribute of a `SchedulerOutput`: Ahead
-FILLED_KEY = "rollout_spec_filled"  # of a `ModelRunnerOutput`: Filled
+
+AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
 
 
-class Ahead(NamedTuple):
-    """What an `AheadScheduler` tells the workers with a step."""
-
-    num_in_flight: int
-    """Earlier steps whose tokens it does not have yet."""
-    room: int
-    """Draft tokens for which each decoding row has room at most; 0: nobody waits for drafts."""
-
-
-class Filled(NamedTuple):
-    """What the workers tell an `AheadScheduler` with a step's tokens."""
-
-    nums_drafts: dict[str, int]
-    """Draft tokens that the step has verified, of each request that had some."""
-    is_open: bool
-    """Whether drafts may pay in the steps that are scheduled from now on."""
-
-
-class AheadScheduler(Counting, AsyncScheduler):
+class AheadScheduler(SpecScheduler, AsyncScheduler):
     """Asynchronous scheduling for a drafter on the host, with MRV2; it never waits for a step's tokens.
 
-    While the drafter's gate is closed, rows have no room for drafts, and steps are those of an engine without
-    a drafter. A step's output says whether it is open, and that acts two steps later.
+    While the drafter does not ask for it, rows have no room for drafts, and steps are those of an engine
+    without a drafter. A step's output says whether it asks, and that acts two steps later.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._is_open = False
+        self._asks_for_room = False  # the drafting worker
+        self._given_room = 0  # in the step that is being scheduled
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        told = Ahead(self._num_in_flight, self._room())
+        self._given_room = self._room()
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
             has_room = not (request.is_prefill_chunk or request.use_structured_output)
-            request.spec_token_ids = [-1] * (told.room * has_room)  # as vLLM's own placeholders
+            request.spec_token_ids = [-1] * (self._given_room * has_room)  # as vLLM's own placeholders
         output = super().schedule(*args, **kwargs)
-        setattr(output, AHEAD_KEY, told)
         self._num_in_flight += output.total_num_scheduled_tokens > 0
         return output
 
+    def _plan(self) -> Plan:
+        return super()._plan()._replace(num_in_flight=self._num_in_flight, room=self._given_room)
+
     def _room(self) -> int:
         """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""
-        if not self._is_open:
+        if not self._asks_for_room:
             return 0
         return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
@@ -88,14 +74,14 @@ class AheadScheduler(Counting, AsyncScheduler):
             self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        filled: Filled | None = getattr(model_runner_output, FILLED_KEY, None)
-        if filled is not None:
-            self._is_open = filled.is_open
-            self._count_filled(scheduler_output, filled)
+        report = report_of(model_runner_output)
+        if report is not None and report.nums_drafts is not None:
+            self._asks_for_room = report.asks_for_room
+            self._count_filled(scheduler_output, report.nums_drafts)
         self._num_in_flight -= scheduler_output.total_num_scheduled_tokens > 0
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _count_filled(self, scheduler_output: SchedulerOutput, filled: Filled) -> None:
+    def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
         """Count room that stayed empty as no drafts; but vLLM takes it back, as that of rejected ones."""
         rooms = scheduler_output.scheduled_spec_decode_tokens
         for request_id in list(rooms):
@@ -103,9 +89,14 @@ class AheadScheduler(Counting, AsyncScheduler):
             if getattr(self.requests.get(request_id), "async_tokens_to_discard", 0):
                 del rooms[request_id]
         scheduler_output.num_invalid_spec_tokens = {
-            request_id: len(room) - filled.nums_drafts.get(request_id, 0)
-            for request_id, room in rooms.items()
+            request_id: len(room) - nums_drafts.get(request_id, 0) for request_id, room in rooms.items()
         }
+
+
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    """An option of the model before vLLM 0.32, of `aux_output_config` from then on."""
+    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
+    return any(getattr(owner, "enable_return_routed_experts", False) for owner in owners)
 
 
 def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
@@ -127,10 +118,10 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
-    elif getattr(vllm_config.model_config, "enable_return_routed_experts", False):  # 0.32 has it elsewhere
+    elif _returns_experts(vllm_config):
         reason = (
-            "with enable_return_routed_experts, vLLM before 0.32 finds a token's experts by its scheduler's "
-            "numbers of tokens"
+            "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
+            "tokens"
         )
     if drafts_with_model(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft

@@ -1,35 +1,31 @@
-"""vLLM's MRV2: a speculator for the suffix drafts, and a model's beside them. An adapter."""
+"""What we change in vLLM's MRV2: classes that stand before the runner's own, and before its worker's.
+
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
+vLLM calls `execute_model`, and in it the methods of `DraftingRunner` from `add_requests` to `prepare_inputs`;
+then `sample_tokens`, and in it `postprocess_sampled` and the speculator's `propose`.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import copy
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+from vllm.v1.worker.worker_base import WorkerBase
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, guard_all, record, replace_function
-from rollout_spec.vllm.mrv2 import sampler
-from rollout_spec.vllm.mrv2.draft_graphs import GRAPHS, HAS_GRAPHS, capture_steps_with_drafts
-from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-from rollout_spec.vllm.mrv2.model_drafter import SHARED_NOISE, draft_beside, for_the_model, share_noise
-from rollout_spec.vllm.mrv2.plain_graphs import capture_plain_steps_mrv2
+from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, wrap
+from rollout_spec.vllm.keys import RequestKeys, keys_of
+from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
+from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts, TimedOutput
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
 
-_SPECULATOR = Patch(
-    name="vllm-v2-speculator",
-    reason="MRV2 builds the speculators that it names itself, and hands them neither requests nor "
-    "sampled tokens",
-    upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator",
-    until="MRV2 takes a custom_class, and gives it the requests of its rows",
-)
 _WARM_UP = Patch(
     name="vllm-v2-warm-up",
     reason="MRV2 warms up with requests that look like a user's: the drafter would learn texts "
@@ -38,121 +34,165 @@ _WARM_UP = Patch(
     until="vLLM says which requests are its own",
 )
 # What engines apply to themselves.
-ENGINE_PATCHES = (_SPECULATOR, _WARM_UP, sampler.COUPLED, SHARED_NOISE) + (GRAPHS,) * HAS_GRAPHS
+ENGINE_PATCHES = (SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE) + (
+    graphs.GRAPHS,
+) * graphs.HAS_GRAPHS
 
-# Of what is called or replaced here, the parameters that are counted on.
-_PARAMETERS = (
+# What is called besides, or replaced as a whole.
+_CALLED = (
     (model_runner, "init_speculator", ("vllm_config", "device")),
     (model_runner, V2_NAME, ("cudagraph_manager", "num_reqs", "num_tokens")),
-    (model_runner.GPUModelRunner, "execute_model", ("self", "scheduler_output")),
-    (model_runner.GPUModelRunner, "add_requests", ("self", "scheduler_output")),
-    (model_runner.GPUModelRunner, "update_requests", ("self", "scheduler_output")),
-    (model_runner.GPUModelRunner, "postprocess_sampled",
-     ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected", "query_start_loc")),
-    (model_runner.GPUModelRunner, "sample_tokens", ("self", "grammar_output")),
-    (AsyncOutput, "get_output", ("self",)),
     (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
     (DraftTokensHandler, "get_draft_tokens", ("self",)),
-    (BaseSpeculator, "init_cudagraph_manager", ("self", "cudagraph_mode")),
-    (BaseSpeculator, "capture", ("self",)),
-)  # fmt: skip
+)
+
+
+class KeyedRunner(GPUModelRunner):
+    """It draws every token with noise of the request's key and the position, drafts or not.
+
+    Attributes:
+        keys: the requests'.
+    """
+
+    keys: RequestKeys
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.sampler is not None:  # else another pipeline rank samples
+            sampler.couple(self.sampler, self.rejection_sampler, self.keys)
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        self.keys.end(scheduler_output.finished_req_ids)
+        super().finish_requests(scheduler_output)
+
+
+class DraftingRunner(GPUModelRunner):
+    """Its drafts come from the host.
+
+    Attributes:
+        host_drafts: gets the tokens of every step, and gives drafts.
+        why_no_graphs: why steps with drafts can have no full graphs with this vLLM; None: they can.
+    """
+
+    host_drafts: HostDrafts
+    why_no_graphs: str | None = None
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        with graphs.for_plain_steps(self):
+            super().initialize_kv_cache(*args, **kwargs)
+        graphs.add_graphs_for_drafts(self, self.why_no_graphs)
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        # Also what a data-parallel rank without requests runs. With K + 1 tokens a row, no rank's plain step
+        # would have a full graph beside it.
+        with graphs.for_plain_steps(self):
+            return super()._dummy_run(*args, **kwargs)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        # In one process it is the scheduler's own, which takes back the tokens for which there was room.
+        return super().execute_model(copy.copy(scheduler_output), *args, **kwargs)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self.host_drafts.begin_step(scheduler_output)
+        super().add_requests(scheduler_output)
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        # The last moment before it reads how long the rows are.
+        self.host_drafts.give_drafts(scheduler_output)
+
+    def postprocess_sampled(self, idx_mapping: Any, sampled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        self.host_drafts.sampled_tokens = sampled_tokens
+        return super().postprocess_sampled(idx_mapping, sampled_tokens, *args, **kwargs)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return self.host_drafts.report(super().sample_tokens(grammar_output))
+
+
+class GraphsRunner(GPUModelRunner):
+    """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
+
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
+        graphs.note_prompts(self.cudagraph_manager, gathered[0])
+        return gathered
+
+    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+        graphs.plan_for_the_graph(batch, batch_desc)
+        return batch
+
+
+class ForgettingWorker(WorkerBase):
+    """It forgets what it has learned from the requests with which vLLM warms up."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        found = super().compile_or_warm_up_model()
+        runner = self.model_runner
+        if isinstance(runner, DraftingRunner):
+            runner.host_drafts.proposer.start_afresh()
+        if isinstance(runner, KeyedRunner):
+            runner.keys.forget()
+        return found
 
 
 def check_runner() -> None:
-    """See that the installed MRV2 is one that this module and its sampler were written for.
+    """See that the installed MRV2 is one that these classes were written for.
 
     Raises:
         PatchError: it is not.
     """
-    guard_all(_SPECULATOR, _PARAMETERS)
+    guard_all(SPECULATOR, _CALLED)
+    guard_class(SPECULATOR, DraftingRunner, GPUModelRunner)
+    guard_class(_WARM_UP, ForgettingWorker, WorkerBase)
+    guard_class(sampler.COUPLED, KeyedRunner, GPUModelRunner)
+    guard_class(SPECULATOR, TimedOutput, AsyncOutput)
+    guard_class(SPECULATOR, speculators.SuffixSpeculator, BaseSpeculator)
     sampler.check_sampler()
 
 
 def teach_speculator() -> None:
-    """Let vLLM build a `SuffixSpeculator` where `speculative_config` names our proposer. Idempotent.
-
-    Raises:
-        PatchError: the installed MRV2 is not one that this was written for.
-    """
+    """Let vLLM build our speculator, and its own as a drafter that is not alone."""
     check_runner()
-    init_speculator = model_runner.init_speculator
 
-    @functools.wraps(init_speculator)
-    def init_any_speculator(vllm_config: VllmConfig, device: torch.device, *others: Any) -> Any:
+    @wrap(model_runner, "init_speculator", SPECULATOR)
+    def init_speculator_or_ours(init: Any, vllm_config: VllmConfig, device: Any, *others: Any) -> Any:
         if names_our_drafter(vllm_config):
-            return SuffixSpeculator(vllm_config, device)
+            return speculators.SuffixSpeculator()
         if drafts_with_model(vllm_config):
-            vllm_config = for_the_model(vllm_config)
-        return init_speculator(vllm_config, device, *others)
-
-    replace_function(model_runner, "init_speculator", init_any_speculator, patch=_SPECULATOR)
+            vllm_config = speculators.for_the_model(vllm_config)
+        return init(vllm_config, device, *others)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
-    """Connect a worker with the drafter, if the engine has one, and key its noise; once in its life."""
+    """Put our classes before a worker's and its runner's, as far as the engine asks for them; once."""
     check_runner()
-    runner, host = worker.model_runner, None
+    runner = worker.model_runner
     speculator = runner.speculator
-    if isinstance(speculator, SuffixSpeculator):
-        host = speculator.host
-    elif drafts_with_model(runner.vllm_config):
-        host = HostDrafts(runner.vllm_config, runner.device)
-        draft_beside(speculator, host)
-    elif config.coupled and isinstance(speculator, DraftModelSpeculator):
-        share_noise(speculator)
-    forget = []
-    if host is not None:
-        host.bind(runner)
-        capture_plain_steps_mrv2(runner)
-        capture_steps_with_drafts(runner)
-        forget.append(host.proposer.start_afresh)
     if config.coupled:
-        forget.append(sampler.couple(runner).forget)
-    _forget_warm_up(worker, forget)
+        runner.keys = keys_of(runner)
+        put_before(KeyedRunner, runner, sampler.COUPLED)
+    if config.enabled:
+        runner.host_drafts = host = HostDrafts(runner)
+        put_before(DraftingRunner, runner, SPECULATOR)
+        runner.why_no_graphs = give_graphs(runner)
+        if isinstance(speculator, speculators.SuffixSpeculator):
+            speculator.host = host
+        else:
+            speculators.draft_beside(speculator, host)
+    elif config.coupled and isinstance(speculator, DraftModelSpeculator):
+        speculators.share_noise(speculator)
+    put_before(ForgettingWorker, worker, _WARM_UP)
 
 
-def _forget_warm_up(worker: Any, forget: list[Callable[[], None]]) -> None:
-    warm_up = worker.compile_or_warm_up_model
-
-    @functools.wraps(warm_up)
-    def warm_up_and_forget() -> Any:
-        found = warm_up()
-        for each in forget:
-            each()
-        return found
-
-    worker.compile_or_warm_up_model = warm_up_and_forget
-    record(_WARM_UP)
-
-
-class SuffixSpeculator(BaseSpeculator):
-    """A speculator of MRV2 whose drafts are those of `SuffixProposer`."""
-
-    supports_mm_inputs = False
-    draft_logits = None
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.host = HostDrafts(vllm_config, device)
-        self.model = torch.nn.Module()  # of no layer: vLLM 0.24 prepares the communication of a speculator's
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        self.host.proposer.load_model()
-
-    def capture(self, *_: Any, **__: Any) -> None:
-        """There is no model to capture."""
-
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        *_: Any,
-        dummy_run: bool = False,
-        **__: Any,
-    ) -> torch.Tensor:
-        """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
-        return self.host.no_drafts(input_batch) if dummy_run else self.host.draft(input_batch, num_sampled)
+def give_graphs(runner: Any) -> str | None:
+    """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
+    if not graphs.HAS_GRAPHS:
+        return "this vLLM captures none for rows of different lengths"
+    try:
+        graphs.check_graphs()
+        put_before(GraphsRunner, runner, graphs.GRAPHS)
+        graphs.keep_prompts_out()
+    except PatchError as error:
+        return str(error)
+    return None

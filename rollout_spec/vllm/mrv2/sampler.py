@@ -7,17 +7,17 @@ verification is vLLM's own sampler, asked at every position of a draft, with the
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from rollout_spec.patches import Patch, guard_all, record
-from rollout_spec.vllm.keys import keys_of
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before
+from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.mrv2 import versions
 
 logger = init_logger(f"vllm.{__name__}")
@@ -30,13 +30,6 @@ COUPLED = Patch(
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
-_PARAMETERS = (
-    (GPUModelRunner, "finish_requests", ("self", "scheduler_output")),
-    versions.ADD_REQUEST,
-    versions.SAMPLE,
-    *versions.VERIFY,
-)
-
 
 def check_sampler() -> None:
     """See that the installed MRV2 samples as this module was written for.
@@ -44,59 +37,48 @@ def check_sampler() -> None:
     Raises:
         PatchError: it does not.
     """
-    guard_all(COUPLED, _PARAMETERS)
+    guard_class(COUPLED, KeyedSampler, Sampler)
+    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
+    guard_all(COUPLED, (versions.ADD_REQUEST, versions.SAMPLE, *versions.VERIFY))
 
 
-def couple(runner: Any) -> KeyedRequests:
-    """Let a runner draw with noise that is a function of the request's key and the position, drafts or not.
-
-    It takes effect when the runner has loaded its model, which makes its samplers.
-    """
-    load_model, keyed = runner.load_model, KeyedRequests(runner)
-
-    @functools.wraps(load_model)
-    def load_and_couple(*args: Any, **kwargs: Any) -> None:
-        load_model(*args, **kwargs)
-        sampler, verifier = runner.sampler, runner.rejection_sampler
-        if sampler is None:
-            return  # another pipeline rank samples
-        sampler.add_request = functools.partial(keyed.add, sampler.add_request)
-        runner.finish_requests = functools.partial(keyed.finish, runner.finish_requests)
-        if verifier is not None:
-            runner.rejection_sampler = versions.verifying_by(
-                verifier, functools.partial(coupled_verify, verifier)
-            )
-        record(COUPLED)
-        logger.info("rollout_spec: each token's random numbers depend only on its request and position")
-
-    runner.load_model = load_and_couple
-    return keyed
+def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKeys) -> None:
+    """Let a runner's sampler, and what verifies with it, draw with the requests' keys."""
+    sampler.keys = keys
+    put_before(KeyedSampler, sampler, COUPLED)
+    if verifier is not None:
+        put_before(CoupledVerifier, verifier, COUPLED)
+    logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
 
-class KeyedRequests:
-    """Gives each request its key for a seed; one that was preempted keeps it."""
+class KeyedSampler(Sampler):
+    """It draws a request's tokens with the request's key for a seed; one that was preempted keeps it."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self.forget()
+    keys: RequestKeys
 
-    def forget(self) -> None:
-        """The next request is the first one."""
-        self._keys, self._known = keys_of(self._runner), dict[str, int]()
+    def add_request(self, req_idx: int, *others: Any) -> None:
+        *prompt_len, params = others  # the length before vLLM 0.32
+        request_id = self.req_states.index_to_req_id.get(req_idx)
+        if request_id is not None:  # else a row that 0.33 warms up with
+            params = copy.copy(params)  # the scheduler's own
+            params.seed = self.keys.of(request_id, params)
+        super().add_request(req_idx, *prompt_len, params)
 
-    def add(self, add_request: Callable[..., None], req_idx: int, *others: Any) -> None:
-        *prompt_len, sampling_params = others  # the length before vLLM 0.32
-        request_id = self._runner.req_states.index_to_req_id[req_idx]
-        if request_id not in self._known:
-            self._known[request_id] = self._keys.new_key(sampling_params)
-        params = copy.copy(sampling_params)  # the scheduler's own
-        params.seed = self._known[request_id]
-        add_request(req_idx, *prompt_len, params)
 
-    def finish(self, finish_requests: Callable[..., None], scheduler_output: Any) -> None:
-        for request_id in scheduler_output.finished_req_ids:
-            self._known.pop(request_id, None)
-        finish_requests(scheduler_output)
+class CoupledVerifier(RejectionSampler):
+    """It verifies with the tokens that plain steps would draw."""
+
+    if versions.HAS_VERIFY:
+
+        def _verify(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return coupled_verify(self, versions.verify_arguments(values))
+
+    else:
+
+        def __call__(self, logits: Any, input_batch: Any, draft_logits: Any = None) -> SamplerOutput:
+            inputs = versions.inputs_of(input_batch)
+            processed, tokens, num_sampled = coupled_verify(self, {"logits": logits, **inputs})
+            return versions.verified(self, input_batch, logits, processed, tokens, num_sampled)
 
 
 def coupled_verify(

@@ -6,7 +6,7 @@ What is installed is asked for its parameters. Arguments go by the names that vL
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in 
 _SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
 
 HAS_VERIFY = hasattr(RejectionSampler, "_verify")
+_VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
 _VERIFY = (
     RejectionSampler,
     "_verify",
@@ -46,7 +47,6 @@ _VERIFY = (
      "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"),
 )  # fmt: skip
 _CALL = (
-    (RejectionSampler, "__call__", ("self", "logits", "input_batch", "draft_logits")),
     (RejectionSampler, "_get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
     (rejection_sampler, "get_num_sampled_and_rejected",
      ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len")),
@@ -64,12 +64,9 @@ SAMPLE_DRAFT: tuple[tuple[Any, ...], ...] = (
 )  # fmt: skip
 _HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 
-Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # as `RejectionSampler._verify` returns it
-Verify = Callable[[Mapping[str, Any]], Verified]  # gets the arguments of `_verify`, by name
-
 
 def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.sample` at every position of `given`, as of a `Verify`: tokens and processed logits."""
+    """`Sampler.sample` at every position: tokens and processed logits. given: of `verify_arguments`."""
     inputs = {**given, "input_ids": given["draft_sampled"]}
     return sampler.sample(**{name: inputs[name] for name in _SAMPLE_NAMES})
 
@@ -100,53 +97,46 @@ def draw_as_target(
     )  # fmt: skip
 
 
-def verifying_by(verifier: RejectionSampler, verify: Verify) -> RejectionSampler:
-    """What takes the place of vLLM's verifier: it chooses tokens by `verify`."""
-    if not HAS_VERIFY:
-        return _Verifier(verifier, verify)
-    names = list(inspect.signature(RejectionSampler._verify).parameters)[1:]
-
-    def verify_by_name(*values: Any) -> Verified:
-        given = dict(zip(names, values, strict=True))
-        # Before 0.32 nothing tells a padded request's placeholders from drafts: they are what the row had
-        # before, and were inputs, so one that is right may stay.
-        return verify({"verify_draft_sampled": given["draft_sampled"], **given})
-
-    verifier._verify = verify_by_name
-    return verifier
+def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
+    """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
+    given = dict(zip(_VERIFY_NAMES, values, strict=True))
+    # Before 0.32 nothing tells a padded request's placeholders from drafts: they are what the row had
+    # before, and were inputs, so one that is right may stay.
+    return {"verify_draft_sampled": given["draft_sampled"], **given}
 
 
-class _Verifier(RejectionSampler):
-    """vLLM 0.24's, whose `__call__` does all by itself, with the `_verify` that later ones have."""
+def inputs_of(input_batch: Any) -> dict[str, Any]:
+    """The same of vLLM 0.24, whose `RejectionSampler.__call__` does all by itself; but for the logits."""
+    inputs = input_batch.input_ids[input_batch.logits_indices]
+    names = ("cu_num_logits", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos")
+    return {
+        "draft_sampled": inputs,
+        "verify_draft_sampled": inputs,
+        "pos": input_batch.positions[input_batch.logits_indices],
+        **{name: getattr(input_batch, name) for name in names},
+    }
 
-    def __init__(self, verifier: RejectionSampler, verify: Verify) -> None:
-        self.__dict__.update(verifier.__dict__)
-        self._verify = verify
 
-    def __call__(
-        self, logits: torch.Tensor, input_batch: Any, draft_logits: torch.Tensor | None = None
-    ) -> SamplerOutput:
-        num_nans = rejection_sampler.get_num_nans(logits) if self.sampler.compute_nans else None
-        inputs = input_batch.input_ids[input_batch.logits_indices]
-        processed, sampled, num_sampled = self._verify({
-            "logits": logits, "draft_logits": draft_logits,
-            "draft_sampled": inputs, "verify_draft_sampled": inputs,
-            "pos": input_batch.positions[input_batch.logits_indices],
-            "cu_num_logits": input_batch.cu_num_logits, "idx_mapping": input_batch.idx_mapping,
-            "idx_mapping_np": input_batch.idx_mapping_np,
-            "expanded_idx_mapping": input_batch.expanded_idx_mapping,
-            "expanded_local_pos": input_batch.expanded_local_pos,
-        })  # fmt: skip
-        kept = processed if self.sampler.logprobs_mode == "processed_logprobs" else logits
-        logprobs = self._get_logprobs_tensors(input_batch, sampled, num_sampled, kept)
-        num_sampled, num_rejected = rejection_sampler.get_num_sampled_and_rejected(
-            num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )  # fmt: skip
-        return SamplerOutput(
-            sampled_token_ids=sampled, logprobs_tensors=logprobs, num_nans=num_nans, num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )  # fmt: skip
+def verified(
+    verifier: RejectionSampler,
+    input_batch: Any,
+    logits: torch.Tensor,
+    processed: torch.Tensor,
+    tokens: torch.Tensor,
+    num_sampled: torch.Tensor,
+) -> SamplerOutput:
+    """What vLLM 0.24's `RejectionSampler.__call__` gives for tokens that `coupled_verify` has chosen."""
+    num_nans = rejection_sampler.get_num_nans(logits) if verifier.sampler.compute_nans else None
+    kept = processed if verifier.sampler.logprobs_mode == "processed_logprobs" else logits
+    logprobs = verifier._get_logprobs_tensors(input_batch, tokens, num_sampled, kept)
+    num_sampled, num_rejected = rejection_sampler.get_num_sampled_and_rejected(
+        num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
+        verifier.sampler.req_states.prefill_len.gpu,
+    )  # fmt: skip
+    return SamplerOutput(
+        sampled_token_ids=tokens, logprobs_tensors=logprobs, num_nans=num_nans, num_sampled=num_sampled,
+        num_rejected=num_rejected,
+    )  # fmt: skip
 
 
 def draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from typing import Any
 
-from rollout_spec.certify.environment import package_version
+from rollout_spec.environment import package_version
 from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -215,10 +215,10 @@ def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
     from rollout_spec.vllm import upstream
     from rollout_spec.vllm.checks import mrv2_misfit
-    from rollout_spec.vllm.mrv1.sampler import ENGINE_PATCHES, check_engine_patches
+    from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
     from rollout_spec.vllm.versions import v2_architectures
 
-    check_engine_patches()
+    check_runner()
     patches, recurrent, misfit = list(ENGINE_PATCHES), [upstream.RECURRENT_MRV1], mrv2_misfit()
     if misfit is None:
         from rollout_spec.vllm.mrv2 import runner as runner_v2

@@ -1,14 +1,19 @@
-"""Full CUDA graphs for steps with drafts, where attention allows 1 to K + 1 tokens in each row of one graph.
+"""Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
-vLLM 0.29 and later capture such graphs (`varlen_decode`) for a feature of their own. Plain steps keep theirs,
-which are tried first: in a graph for K + 1 tokens a row, attention takes kernels that are slower for one
-token (Triton's without a split of the KV cache, FlashAttention 3's with tiles of 128 rows, not 64).
+With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
+drafter that chooses are seldom so. Here they are captured for plain steps; `cuda_graphs` says where not.
+
+Steps with drafts get graphs for 1 to K + 1 tokens in each row. vLLM 0.29 and later capture such graphs
+(`varlen_decode`) for a feature of their own. Those of plain steps are tried first: in a graph for K + 1
+tokens a row, attention takes kernels that are slower for one token (Triton's without a split of the KV cache,
+FlashAttention 3's with tiles of 128 rows, not 64).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -18,8 +23,9 @@ from vllm.v1.worker.gpu import attn_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, PatchError, guard_parameters, misfit, wrap
+from rollout_spec.patches import Patch, guard_parameters, misfit, wrap
 from rollout_spec.vllm import refusals
+from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 logger = init_logger(f"vllm.{__name__}")
@@ -42,46 +48,42 @@ def check_graphs() -> None:
     Raises:
         PatchError: it does not.
     """
-    owner, inputs = model_runner.GPUModelRunner, ("self", "scheduler_output", "batch_req_state", "batch_desc")
-    guard_parameters(GRAPHS, owner, "prepare_inputs", inputs)
-    guard_parameters(GRAPHS, owner, "gather_batch_req_state", ("self", "scheduler_output", "dummy_run"))
     guard_parameters(GRAPHS, CudaGraphManager, "_init_candidates", ("self",))
     if "max_query_len" not in inspect.signature(getattr(model_runner, V2_NAME)).parameters:
         raise misfit(GRAPHS, f"{V2_NAME} takes no max_query_len")
 
 
-def capture_steps_with_drafts(runner: Any) -> None:
-    """Capture full graphs for steps with drafts, where it can be done; else say why not.
+@contextlib.contextmanager
+def for_plain_steps(runner: Any) -> Iterator[None]:
+    """A runner's full graphs are those of plain steps here; else `decode_query_len` has other uses."""
+    decode_query_len = runner.decode_query_len
+    if has_plain_graphs(runner):
+        runner.decode_query_len = 1
+    try:
+        yield
+    finally:
+        runner.decode_query_len = decode_query_len
 
-    Call it once for each runner, after `plain_graphs.capture_plain_steps_mrv2`.
+
+def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
+    """Let a runner capture full graphs for steps with drafts too, or say why it has none.
+
+    Args:
+        why_never: what speaks against them whatever the runner's configuration is.
     """
-    why_never = None if HAS_GRAPHS else "this vLLM captures none for rows of different lengths"
-    if HAS_GRAPHS:
-        try:
-            check_graphs()
-            _replay_safely(runner)
-        except PatchError as error:
-            why_never = str(error)
-    initialize_kv_cache = runner.initialize_kv_cache
-
-    @functools.wraps(initialize_kv_cache)
-    def initialize_and_add_graphs(*args: Any, **kwargs: Any) -> None:
-        initialize_kv_cache(*args, **kwargs)
-        manager = runner.cudagraph_manager
-        if not manager.cudagraph_mode.separate_routine():
-            return  # there are no full graphs, or the same for all steps
-        if manager.decode_query_len > 1:
-            return  # Mamba 2's graphs have K draft tokens in every row
-        why_not = why_never or _refusal(runner)
-        if why_not is None:
-            num = add_graphs(manager, runner.decode_query_len)
-            logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
-            return
-        logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
-        if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
-
-    runner.initialize_kv_cache = initialize_and_add_graphs
+    manager = runner.cudagraph_manager
+    if not manager.cudagraph_mode.separate_routine():
+        return  # there are no full graphs, or the same for all steps
+    if manager.decode_query_len > 1:
+        return  # Mamba 2's graphs have K draft tokens in every row
+    why_not = why_never or _refusal(runner)
+    if why_not is None:
+        num = add_graphs(manager, runner.decode_query_len)
+        logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
+        return
+    logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
+    if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
 
 
 def _refusal(runner: Any) -> str | None:
@@ -121,33 +123,28 @@ def add_graphs(manager: Any, query_len: int) -> int:
     return sum(map(len, manager._capture_descs.values())) - sum(map(len, before.values()))
 
 
-def _replay_safely(runner: Any) -> None:
-    """Keep prompts out of these graphs, and plan a step's attention as it was planned for its graph.
+def keep_prompts_out() -> None:
+    """Let no batch with a prompt's chunk take these graphs: vLLM 0.29 would."""
+
+    @wrap(model_runner, V2_NAME, GRAPHS)
+    def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(cudagraph_manager, "has_prompt", False):
+            kwargs["max_query_len"] = None
+        return dispatch(cudagraph_manager, *args, **kwargs)
+
+
+def note_prompts(manager: Any, state: Any) -> None:
+    """Tell `keep_prompts_out` whether a batch has a prompt; state: vLLM's BatchReqState, None of no batch."""
+    if manager is not None:
+        manager.has_prompt = state is not None and state.has_prefill
+
+
+def plan_for_the_graph(batch: Any, batch_desc: Any) -> None:
+    """Plan a step's attention as it was planned for its graph.
 
     FlashAttention 3's plan for one token a row has another layout than the one for K + 1 that the graph was
     captured with (`is_causal` in its `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph too,
     where another rank has drafts.
     """
-    gather, prepare_inputs = runner.gather_batch_req_state, runner.prepare_inputs
-
-    @functools.wraps(gather)
-    def gather_and_note(*args: Any, **kwargs: Any) -> Any:
-        found = gather(*args, **kwargs)
-        if runner.cudagraph_manager is not None:
-            runner.cudagraph_manager.has_prompt = found[0] is not None and found[0].has_prefill
-        return found
-
-    @functools.wraps(prepare_inputs)
-    def prepare_for_the_graph(output: Any, state: Any, batch_desc: Any, *others: Any) -> Any:
-        batch = prepare_inputs(output, state, batch_desc, *others)
-        if batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
-        return batch
-
-    @wrap(model_runner, V2_NAME, GRAPHS)
-    def keep_prompts_out(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cudagraph_manager, "has_prompt", False):
-            kwargs["max_query_len"] = None
-        return dispatch(cudagraph_manager, *args, **kwargs)
-
-    runner.gather_batch_req_state, runner.prepare_inputs = gather_and_note, prepare_for_the_graph
+    if batch_desc.max_query_len is not None:
+        batch.max_query_len = batch_desc.max_query_len

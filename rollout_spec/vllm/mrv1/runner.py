@@ -1,0 +1,164 @@
+"""What we change in vLLM's MRV1: classes that stand before the runner's own.
+
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
+vLLM calls `sample_tokens`, in it `_sample`, and then `propose_draft_token_ids`, which asks the drafter.
+`sampler` hooks the samplers that `_sample` calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from rollout_spec.config import SpecConfig
+from rollout_spec.patches import Patch, guard_class, put_before
+from rollout_spec.vllm import refusals
+from rollout_spec.vllm.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.mrv1 import drafters, sampler
+from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelDrafts
+from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.options import drafts_with_model, has_model_drafter, num_model_tokens
+from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
+from rollout_spec.vllm.recurrent_policies import in_prompt
+from rollout_spec.vllm.step_notes import Report, attach, plan_of
+
+logger = init_logger(f"vllm.{__name__}")
+
+PLAIN_STEPS = Patch(
+    name="vllm-step-without-drafts",
+    reason="vLLM 0.32 verifies steps without draft tokens too: that takes longer than a plain step, and with "
+    "top_k fails on the CPU: max(): Expected reduction dim to be specified for input.numel() == 0",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
+    until="a step without draft tokens is a plain step, as in 0.29",
+)
+PROMPTS = Patch(
+    name="vllm-prompts-without-graphs",
+    reason="MRV1 takes a full graph by a step's shape, and that of recurrent layers is of decoding rows: a "
+    "step with a chunk of a prompt of the same shape would replay it with the slots of an earlier step",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._determine_batch_execution_and_padding",
+    until="MRV1 knows a chunk of a prompt by more than its length",
+)
+# What an engine's processes apply to themselves, as far as it asks for it.
+ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, PLAIN_STEPS, PROMPTS, SHARED_NOISE)
+
+
+class PlainStepsRunner(GPUModelRunner):
+    """A step in which no row has a draft is a plain step."""
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
+
+
+class PromptsRunner(GPUModelRunner):
+    """It runs prompts of a recurrent policy without full graphs."""
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
+            kwargs["force_uniform_decode"] = False
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class SharedNoiseRunner(GPUModelRunner):
+    """Its model drafts with the noise of the target.
+
+    Attributes:
+        model_drafts: those of the step.
+    """
+
+    model_drafts: ModelDrafts
+
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
+        self.model_drafts.begin(sampled_token_ids)
+        return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
+
+
+class BesideTextRunner(SharedNoiseRunner):
+    """Its model drafts beside a `SuffixProposer`, which has the last word.
+
+    Attributes:
+        drafts: for the next step; None: the step had no requests.
+    """
+
+    drafts: DraftTokenIds | None = None
+
+    def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
+        """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
+        self.model_drafts.plan(plan_of(scheduler_output).model_tokens)
+        return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self.model_drafts.forget()
+        self.drafts = None
+        output = super().sample_tokens(grammar_output)
+        if getattr(output, "req_ids", None):
+            batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
+            drafts = proposer.draft(
+                list(map(len, output.sampled_token_ids)), batch.token_ids_cpu, batch.num_tokens_no_spec,
+                in_time=self.model_drafts.num_now > 0, model_drafts=self.model_drafts.on_host(),
+            )  # fmt: skip
+            self.drafts = DraftTokenIds(list(output.req_ids), drafts)
+            attach(output, Report(proposer.model_tokens))
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.drafts
+
+
+def check_runner() -> None:
+    """Raise a PatchError if the installed vLLM's MRV1 is not one that all this was written for."""
+    sampler.check_engine_patches()
+    guard_class(PLAIN_STEPS, PlainStepsRunner, GPUModelRunner)
+    guard_class(PROMPTS, PromptsRunner, GPUModelRunner)
+    check_model_drafter()
+
+
+def check_model_drafter() -> None:
+    """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
+    guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
+    drafters.check_drafter()
+
+
+def bind(worker: Any, config: SpecConfig) -> None:
+    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
+    runner = worker.model_runner
+    rows = RowSampling(runner, config.coupled)
+    rows.install()
+    if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
+        put_before(PlainStepsRunner, runner, PLAIN_STEPS)
+    if config.coupled and has_model_drafter(runner.vllm_config):
+        bind_model_drafter(runner, rows)
+    proposer = proposer_of(runner)
+    if proposer is None:
+        return
+    proposer.bind(runner)
+    if not current_platform.is_out_of_tree():
+        _capture_plain_steps(runner)
+
+
+def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
+    """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
+    check_model_drafter()
+    beside_text, num_tokens, proposer = drafts_with_model(runner.vllm_config), 0, None
+    if beside_text:
+        proposer, num_tokens = SuffixProposer(runner.vllm_config), num_model_tokens(runner.vllm_config)
+        setattr(runner, BESIDE_MODEL, proposer)
+    runner.model_drafts = runner.drafter.drafts = ModelDrafts(rows, num_tokens, proposer)
+    put_before(BesideTextRunner if beside_text else SharedNoiseRunner, runner, SHARED_NOISE)
+    put_before(drafters.BesideText if beside_text else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
+
+
+def _capture_plain_steps(runner: Any) -> None:
+    """Capture full graphs for plain steps: see `cuda_graphs`."""
+    if runner.model_config.is_hybrid:
+        put_before(PromptsRunner, runner, PROMPTS)
+    if has_plain_graphs(runner):
+        if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+            logger.warning("rollout_spec: %s", refusals.WITHOUT_GRAPHS)
+        runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1

@@ -1,0 +1,111 @@
+"""The requests of vLLM's MRV2 and their tokens, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.drafting.index import ModelDrafts
+
+
+class HostBatch:
+    """The requests of an MRV2 and their tokens, on the host: what the proposer reads of MRV1.
+
+    Attributes:
+        requests: by name, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
+        tokens: int32 [rows, max_model_len], row i holds those of `input_batch.req_ids[i]`.
+        levels: int32 [rows], how many.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.parallel_config = runner.parallel_config
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        # Untouched pages take no memory.
+        self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
+        self.levels = np.zeros(runner.max_num_reqs, np.int32)
+        self._last_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._runner.max_model_len)
+
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Forget requests that have ended."""
+        self.suspend(request_ids)
+        for request_id in request_ids:
+            self.requests.pop(request_id, None)
+
+    def suspend(self, request_ids: Collection[str]) -> None:
+        """Requests have no row any more; the last row takes the place of each."""
+        rows = self.input_batch.req_ids
+        for request_id in request_ids:
+            if request_id not in rows:
+                continue
+            row, last = rows.index(request_id), len(rows) - 1
+            rows[row] = rows[last]
+            rows.pop()
+            level = self.levels[row] = self.levels[last]
+            self._last_levels[row] = self._last_levels[last]
+            self.tokens[row, :level] = self.tokens[last, :level]
+
+    def add(self, request: Any) -> None:
+        """Take in one of a scheduler's new requests, which may be one that was preempted."""
+        self.suspend([request.req_id])
+        tokens, row = request.prefill_token_ids, len(self.input_batch.req_ids)
+        self.requests.setdefault(request.req_id, request)  # the same object also where it has come back
+        self.input_batch.req_ids.append(request.req_id)
+        self.tokens[row, : len(tokens)] = tokens
+        self.levels[row] = len(tokens)
+        max_tokens = getattr(request.sampling_params, "max_tokens", None)
+        self._last_levels[row] = self.max_model_len
+        if max_tokens is not None:
+            most = len(request.prompt_token_ids or ()) + max_tokens
+            self._last_levels[row] = min(self.max_model_len, most)
+
+    def extend(self, request_ids: list[str], tokens: Any, nums: Any) -> list[int]:
+        """Append a step's tokens.
+
+        Args:
+            request_ids: of the step's rows.
+            tokens: int64 [num_rows, K + 1], of which the first nums[i] are row i's.
+            nums: int32 [num_rows].
+
+        Returns:
+            How many tokens each row of `self.tokens` got.
+        """
+        rows, num_rows = self._rows(request_ids), len(self.input_batch.req_ids)
+        # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
+        # tokens: cut them at `_last_levels`.
+        nums = np.where(rows < 0, 0, np.minimum(nums, (self._last_levels - self.levels)[rows].clip(0)))
+        places, columns = np.nonzero(np.arange(tokens.shape[1]) < nums[:, None])
+        self.tokens[rows[places], self.levels[rows[places]] + columns] = tokens[places, columns]
+        nums_new = np.zeros(num_rows, np.int32)
+        nums_new[rows[nums > 0]] = nums[nums > 0]
+        self.levels[:num_rows] += nums_new
+        return nums_new.tolist()
+
+    def place(self, request_ids: list[str], nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
+        """A step's drafts of a model, row for row of `self.tokens`.
+
+        Args:
+            request_ids: of the step's rows.
+            nums: int32 [num_rows], how many tokens each has got: what got none drafts nothing.
+            tokens: int64 [num_rows, m].
+            log_odds: float32 [num_rows, m].
+        """
+        rows = self._rows(request_ids)
+        drafts = (rows >= 0) & (nums > 0)
+        shape = len(self.input_batch.req_ids), tokens.shape[1]
+        placed = ModelDrafts(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
+        placed.tokens[rows[drafts]], placed.log_odds[rows[drafts]] = tokens[drafts], log_odds[drafts]
+        return placed
+
+    def _rows(self, request_ids: list[str]) -> Any:
+        """int64 [num_rows]: the row of each request; -1 of one that has none."""
+        number = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
+        return np.array([number.get(request_id, -1) for request_id in request_ids], np.int64)

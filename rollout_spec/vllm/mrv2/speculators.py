@@ -1,0 +1,175 @@
+"""The speculators of vLLM's MRV2 in an engine with our drafter: ours, and vLLM's own beside it. Adapters.
+
+A model that drafts (MTP, EAGLE, a draft model) draws its tokens with the noise that the target draws with at
+their positions. So they are accepted as often as two distributions that share their noise agree, which is
+near the most that is possible.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
+
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before
+from rollout_spec.verification import coupled
+from rollout_spec.vllm.mrv2 import versions
+from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
+from rollout_spec.vllm.options import num_model_tokens
+
+SHARED_NOISE = Patch(
+    name="vllm-v2-shared-noise",
+    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
+    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only",
+    upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
+    until="vLLM verifies with the tokens that a plain step would have drawn",
+)
+
+
+def check_speculator() -> None:
+    """See that the installed vLLM's speculators draft as this module was written for.
+
+    Raises:
+        PatchError: they do not.
+    """
+    guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
+    guard_all(SHARED_NOISE, versions.SAMPLE_DRAFT)
+
+
+def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
+    """A configuration for vLLM's speculator, which drafts fewer tokens than a row may have."""
+    its_own = copy.copy(vllm_config)
+    its_own.speculative_config = speculative = copy.copy(vllm_config.speculative_config)
+    speculative.num_speculative_tokens = num_model_tokens(vllm_config)
+    speculative.draft_sample_method = "greedy"  # so that it keeps no logits, which nobody reads
+    return its_own
+
+
+def share_noise(speculator: DraftModelSpeculator) -> None:
+    """Let a model draft with the target's noise; before its graphs are captured."""
+    check_speculator()
+    put_before(SharedNoise, speculator, SHARED_NOISE)
+
+
+def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
+    """The same, and hand its drafts to the host."""
+    check_speculator()
+    speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
+    speculator.log_odds = torch.zeros(
+        speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
+    )
+    versions.draft_pass_by_pass(speculator)
+    put_before(BesideText, speculator, SHARED_NOISE)
+
+
+class SuffixSpeculator(BaseSpeculator):
+    """A speculator whose drafts are those of `SuffixProposer`.
+
+    Attributes:
+        host: given to it when the runner is there.
+    """
+
+    host: HostDrafts
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Module()  # of no layer: vLLM 0.24 prepares the communication of a speculator's
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """There is no model to capture."""
+
+    def capture(self, *_: Any, **__: Any) -> None:
+        """There is no model to capture."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
+        return self.host.no_drafts(input_batch) if dummy_run else self.host.draft(input_batch, num_sampled)
+
+
+class SharedNoise(DraftModelSpeculator):
+    """A model that draws its drafts with the target's noise.
+
+    Attributes:
+        log_odds: float32 [max_num_reqs, m], gets ln(p / (1 - p)) of every token that is drawn, where p is its
+            probability by the model itself, at temperature 1; None: nobody asks.
+    """
+
+    log_odds: torch.Tensor | None = None
+
+    def sample_draft(self, hidden_states: torch.Tensor, *given: Any) -> torch.Tensor:
+        positions, idx_mapping, temperature, seeds, draft_step, *_ = given
+        # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
+        logits = self.model.compute_logits(hidden_states)
+        tokens = versions.draw_as_target(self, logits, positions, idx_mapping, temperature, seeds)
+        if self.log_odds is not None:
+            self.log_odds[: len(tokens)].index_copy_(
+                1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)
+            )
+        return tokens
+
+
+class BesideText(SharedNoise):
+    """A model that drafts beside `SuffixProposer`, which has the last word.
+
+    Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
+    the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the
+    same.
+
+    Attributes:
+        host: gets its drafts.
+        num_tokens: the most that it drafts.
+    """
+
+    host: HostDrafts
+    num_tokens: int
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        # Its first pass has graphs for the steps for which the target has: see `graphs`.
+        self.num_speculative_steps = 0
+        try:
+            super().init_cudagraph_manager(cudagraph_mode)
+        finally:
+            self.num_speculative_steps = self.num_tokens
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        *others: Any,
+        dummy_run: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
+        given = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *others
+        more.pop("num_speculative_tokens", None)  # the engine's
+        if dummy_run:
+            return super().propose(input_batch, *given, dummy_run=True, **more)
+        self.num_speculative_steps = num = max(1, self.host.model_tokens) if self.host.has_room else 1
+        try:
+            drafts = super().propose(input_batch, *given, **more)
+        finally:
+            self.num_speculative_steps = self.num_tokens
+        self.host.proposer.note_passes(num, self.num_tokens - num)
+        assert self.log_odds is not None
+        taken = (drafts[:, :num], self.log_odds[: len(drafts), :num]) if self.host.has_room else ()
+        return self.host.draft(input_batch, num_sampled, taken)

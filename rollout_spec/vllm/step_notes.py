@@ -1,0 +1,46 @@
+"""What an engine's scheduler and its workers tell each other with each step, beside what vLLM passes on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+_KEY = "rollout_spec"  # an attribute of a `SchedulerOutput` and of a `ModelRunnerOutput`
+
+
+class Plan(NamedTuple):
+    """What a scheduler tells the workers with a step. One of vLLM's own tells nothing, which is this."""
+
+    model_tokens: int | None = None
+    """How many tokens a model drafts in it, at most; None: the drafting worker has not said so yet."""
+    num_in_flight: int | None = None
+    """Earlier steps whose tokens it does not have yet; None: it waits for the tokens of every step."""
+    room: int = 0
+    """Draft tokens for which each decoding row has room at most, if it does not wait; 0: there are none."""
+
+    @property
+    def is_ahead(self) -> bool:
+        return self.num_in_flight is not None
+
+
+class Report(NamedTuple):
+    """What the drafting worker tells the scheduler with a step's tokens."""
+
+    model_tokens: int
+    """How many tokens a model is to draft in the next step."""
+    nums_drafts: dict[str, int] | None = None
+    """Draft tokens that the step has verified, of each request that had some; None: the scheduler waits."""
+    asks_for_room: bool = False
+    """Whether drafts may pay in the steps that are scheduled from now on."""
+
+
+def attach(output: Any, note: Plan | Report) -> None:
+    setattr(output, _KEY, note)
+
+
+def plan_of(scheduler_output: Any) -> Plan:
+    plan: Plan = getattr(scheduler_output, _KEY, Plan())
+    return plan
+
+
+def report_of(model_runner_output: Any) -> Report | None:
+    return getattr(model_runner_output, _KEY, None)
