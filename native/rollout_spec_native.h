@@ -39,7 +39,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 22, /* raised with every change of this file */
+    RS_ABI_VERSION = 23, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -94,9 +94,6 @@ typedef struct {
                                         this token is accepted */
     int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is left out */
     int32_t num_left_out;            /* out: rows */
-    float *survivals_of_fewer;       /* out [num_rows][K], and */
-    int32_t *nums_of_fewer;          /* out [num_rows]: as survivals and num_draft_tokens, where the model drafts a token
-                                        fewer; both NULL: not wanted. Only where there is a model. */
 } rs_batch;
 
 typedef struct {

@@ -199,25 +199,25 @@ static int32_t index_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- draft ---- */
 
-/* The first num tokens of what the model drafts for entry i. */
-static rs_model_draft model_draft(const rs_batch *batch, int32_t i, int32_t num) {
-    const int64_t at = (int64_t)i * batch->num_model_tokens;
+/* What the model drafts for entry i. */
+static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
+    const int32_t num = batch->num_model_tokens;
+    const int64_t at = (int64_t)i * num;
     return num == 0 ? (rs_model_draft){.num = 0}
                     : (rs_model_draft){batch->model_tokens + at, batch->model_confidences + at, num};
 }
 
-static void draft_rows(const rs_index *index, const rs_batch *batch, int32_t num_model_tokens, float *survivals,
-                       int32_t *nums) {
+static void draft_rows(const rs_index *index, const rs_batch *batch) {
     for (int32_t i = 0; i < batch->num_rows; i++) {
         if (batch->num_draft_tokens[i] < 0) {
-            nums[i] = -1;
             continue;
         }
         const rs_sequence *sequence = index->sequences + batch->sequences[i];
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
         const bool is_whole = rs_is_whole(index->groups + sequence->group) && sequence->at.level == batch->levels[i];
-        nums[i] = rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0, batch->min_survival,
-                           model_draft(batch, i, num_model_tokens), batch->draft_tokens + at, survivals + at);
+        batch->num_draft_tokens[i] =
+            rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0, batch->min_survival,
+                     model_draft(batch, i), batch->draft_tokens + at, batch->survivals + at);
     }
 }
 
@@ -230,10 +230,7 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     }
     append_waiting(index, batch->max_waiting_tokens);
     batch->num_left_out = index_rows(index, batch);
-    if (batch->num_model_tokens > 0 && batch->survivals_of_fewer != NULL) {
-        draft_rows(index, batch, batch->num_model_tokens - 1, batch->survivals_of_fewer, batch->nums_of_fewer);
-    }
-    draft_rows(index, batch, batch->num_model_tokens, batch->survivals, batch->num_draft_tokens);
+    draft_rows(index, batch);
     rs_release(&index->memory, 1);
     return RS_OK;
 }

@@ -173,20 +173,28 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     assert gate.steps[6:] == [Step(num_rows=1, num_new_tokens=2)]
 
 
-def test_what_is_the_models_in_drafts_and_accepted_is_counted() -> None:
-    """A draft is the model's as far as its tokens are."""
+def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place() -> None:
+    """A draft is the model's as far as its tokens are; a step without a model's drafts says nothing."""
     batch = make(num_speculative_tokens=4)
     for name in ("a", "b", "c", "d"):
         batch.add(name)
+    gate, steps = batch.drafter._gate, list[Step]()
+    begin, gate.weighs_costs = gate.begin, True
+    gate.begin = lambda step, counters: (steps.append(step), begin(step, counters))[1]  # type: ignore[method-assign]
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
     drafts = batch.step([[50], [60], [70], [80]], model=model, rooms=[4, 2, 4, 0])
     assert [draft[:3] for draft in drafts[:2]] == [[51, 52, 53], [61, 62]] and drafts[3] == []
     assert drafts[2][:2] == [71, 72]
     batch.step([[51, 52, 53, 50], [61, 65], [71, 72, 70], []])
+    assert steps[-1].model_tokens is not None
+    verified, accepted = steps[-1].model_tokens
+    assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
+    assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
     counters = batch.drafter.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
-    batch.step([[50, 51], [60], [70], [80]])  # of steps whose drafts the model had no part in
+    batch.step([[50, 51], [60], [70], [80]])
+    assert [step.model_tokens is None for step in steps] == [True, True, False, True]
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.gate.costs import EARLY_PROBE_EVERY, EARLY_STEPS, PROBE_EVERY, Ranks, Step
+from rollout_spec.drafting.gate.costs import (
+    EARLY_PROBE_EVERY,
+    EARLY_STEPS,
+    PROBE_EVERY,
+    ModelTokens,
+    Ranks,
+    Step,
+)
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, LOOK_EVERY, AutoGate, FixedGate
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH
@@ -279,21 +286,6 @@ def test_filled_steps_are_taken_where_they_pay(survivals, seconds, share_propose
     assert least < np.mean([chosen is not None for chosen in machine.steps(1000)]) <= most
 
 
-def test_a_comparison_that_ends_before_its_choice_says_nothing_of_the_next_step(monkeypatch):
-    learned, counters = [], EngineCounters()
-    monkeypatch.setattr(Passes, "learn_gain", lambda self, *gain: learned.append(gain))
-    gate, step = AutoGate(model_tokens=2), Step(NUM_ROWS, 100, NUM_ROWS, 0.1, num_passes=2)
-    draft = np.full((NUM_ROWS, 2), 0.5, np.float32), np.full(NUM_ROWS, 2, np.int32)
-    for is_weighed, is_chosen in ((True, True), (True, False), (False, True)):
-        while gate.begin(step, counters) is None:
-            pass
-        if is_weighed:
-            gate.note_fewer(*draft)
-        if is_chosen:
-            gate.choose(*draft, counters)
-    assert len(learned) == 1
-
-
 def test_a_closed_gate_weighs_drafts_now_and_then():
     """It closes after a few steps in which no draft pays. Steps that measure count for neither."""
     machine, has_weighed = Machine([0.05], lambda _: 0.1), []
@@ -307,18 +299,19 @@ def test_a_closed_gate_weighs_drafts_now_and_then():
     assert machine.counters.num_steps_off_cost == len(has_weighed) > 100
 
 
-def test_what_a_models_last_token_brings_and_takes_is_learned(monkeypatch):
-    """In tokens a row, and beyond what was expected; here a pass takes nothing."""
+def test_what_a_models_tokens_bring_and_take_is_learned(monkeypatch):
+    """In tokens a row, less what others would have brought in their places; here a pass takes nothing."""
     gains, shares, num_drafted = [], [], 0
-    monkeypatch.setattr(Passes, "learn_gain", lambda self, *gain: gains.append(gain))
+    monkeypatch.setattr(Passes, "learn_gains", lambda self, gain: gains.append(gain.tolist()))
     monkeypatch.setattr(Passes, "learn_share", lambda self, *share: shares.append(share))
     gate, counters = AutoGate(model_tokens=2), EngineCounters()
     survivals = np.full((NUM_ROWS, 2), (0.9, 0.85), np.float32)
+    verified = ModelTokens(verified=np.array([1.0, 0.5]), accepted=np.array([0.95, 0.45]))
     for _ in range(60):
         num_new = NUM_ROWS + round(0.875 * num_drafted)
+        step = Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2, model_tokens=verified if num_drafted else None)
         num_drafted = 0
-        if gate.begin(Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2), counters) is not None:
-            gate.note_fewer(survivals, np.full(NUM_ROWS, 1, np.int32))
+        if gate.begin(step, counters) is not None:
             num_drafted = int(gate.choose(survivals, np.full(NUM_ROWS, 2, np.int32), counters).sum())
-    assert gains[-1] == (2, pytest.approx(0.85, abs=0.02))
+    assert gains[-1] == pytest.approx([0.95 - 0.85, 0.45 - 0.5 * 0.85])
     assert shares[-1] == (2, pytest.approx(0.0, abs=0.01))

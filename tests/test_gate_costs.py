@@ -26,23 +26,23 @@ class Model:
         return [self._step() for _ in range(num)]
 
     def _step(self) -> int:
-        passes, noise = self.passes, self._random.normal(size=2)
-        num = passes.num
-        passes.learn_share(num, (num - 1) * self.share + 0.1 * noise[0])
-        if passes.weighs(num):
-            passes.learn_gain(num, self.gains[num - 2] * (1 + noise[1]))
-        passes.choose(2.0)
+        num = self.passes.num
+        noise = self._random.normal(size=1 + num)
+        self.passes.learn_share(num, (num - 1) * self.share + 0.1 * noise[0])
+        self.passes.learn_gains(np.array([1.0, *self.gains])[:num] * (1 + noise[1:]))
+        self.passes.choose(2.0)
         return num
 
 
 @pytest.mark.parametrize(
     ("gains", "share", "best"),
     [
-        ([0.4, 0.3], 0.05, 3),
-        ([0.4, 0.01], 0.1, 2),
-        ([0.05, 0.04], 0.3, 1),
+        # Its tokens must bring a few times what its pass takes.
+        ([0.6, 0.5], 0.05, 3),
+        ([0.6, 0.05], 0.05, 2),
+        ([0.3, 0.2], 0.1, 1),
         ([-0.01, -0.01], 0.05, 1),  # a wrong head
-        ([0.4, 0.3, 0.2, 0.1, 0.01], 0.1, 4),
+        ([0.7, 0.6, 0.5, 0.4, 0.05], 0.05, 5),
         ([], 0.1, 1),
     ],
 )
@@ -62,8 +62,8 @@ def test_all_passes_run_until_what_they_take_is_known(monkeypatch: pytest.Monkey
 
 
 def test_a_head_that_gets_better_or_worse_is_noticed() -> None:
-    model = Model([0.4, 0.3], 0.1)
-    for gains, best in (([0.0, 0.0], 1), ([0.4, 0.3], 3), ([0.0, 0.0], 1)):
+    model = Model([0.8, 0.7], 0.05)
+    for gains, best in (([0.0, 0.0], 1), ([0.8, 0.7], 3), ([0.0, 0.0], 1)):
         model.gains = gains
         model.steps(3000)
         assert model.steps(RETRY_EVERY).count(best) >= RETRY_EVERY - 1

@@ -70,8 +70,7 @@ typedef struct {
     int32_t token_ids[MAX_ROWS][NUM_COLUMNS];
     int32_t sequences[MAX_ROWS], rows[MAX_ROWS], levels[MAX_ROWS], max_draft_tokens[MAX_ROWS];
     int32_t draft_tokens[MAX_ROWS][DRAFT_LEN], num_draft_tokens[MAX_ROWS];
-    int32_t nums_of_fewer[MAX_ROWS];
-    float survivals[MAX_ROWS][DRAFT_LEN], survivals_of_fewer[MAX_ROWS][DRAFT_LEN];
+    float survivals[MAX_ROWS][DRAFT_LEN];
     int32_t model_tokens[MAX_ROWS * DRAFT_LEN], model_confidences[MAX_ROWS * DRAFT_LEN];
     rs_batch batch;
 } fixture;
@@ -92,9 +91,7 @@ static fixture *new_fixture(int32_t num_rows) {
                           .model_confidences = f->model_confidences,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
-                          .num_draft_tokens = f->num_draft_tokens,
-                          .survivals_of_fewer = f->survivals_of_fewer[0],
-                          .nums_of_fewer = f->nums_of_fewer};
+                          .num_draft_tokens = f->num_draft_tokens};
     for (int32_t i = 0; i < num_rows; i++) {
         f->sequences[i] = f->rows[i] = i;
         f->max_draft_tokens[i] = DRAFT_LEN;

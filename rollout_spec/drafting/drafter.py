@@ -250,7 +250,7 @@ class Drafter:
         """What the gate learns from it; called once a step."""
         num_rows, num_new = len(nums_new_tokens) - nums_new_tokens.count(0), sum(nums_new_tokens)
         has_no_new_rows = self._map_rows(request_ids)
-        self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
+        verified = self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
         if not self._gate.weighs_costs:
             return Step(num_rows, num_new_tokens=num_new)
         now = self._clock() if ended is None else ended
@@ -264,7 +264,7 @@ class Drafter:
         self._last_end, self._all_decoded = now, all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
-        return Step(num_rows, context, num_new, seconds, ranks, num_passes)
+        return Step(num_rows, context, num_new, seconds, ranks, num_passes, verified)
 
     def _decoding_rows(self, step: Step, nums_new_tokens: Sequence[int]) -> _Rows:
         rows = self._rows
@@ -317,21 +317,13 @@ class Drafter:
             MAX_TOKENS_AT_ONCE,
             _WAITING_TOKENS + len(self._row_ids) * _WAITING_TOKENS_PER_ROW,
             model_drafts,
-            price is not None and self._compares(rows, model_drafts),
         )
         if result.num_left_out:
             for row in rows.numbers[result.num_draft_tokens < 0].tolist():
                 self._requests[self._row_ids[row]].member = None
             self._rows = None
-            for numbers in (result.num_draft_tokens, *(result.fewer or ())[1:]):
-                np.maximum(numbers, 0, out=numbers)
+            np.maximum(result.num_draft_tokens, 0, out=result.num_draft_tokens)
         return result
-
-    def _compares(self, rows: _Rows, model_drafts: ModelDrafts | None) -> bool:
-        """Whether the gate wants to know what the model's last token brings."""
-        if model_drafts is None or len(rows) == 0:
-            return False
-        return self._gate.compares(model_drafts.tokens.shape[1])
 
     def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, drafts: list[list[int]]) -> None:
         """Put into `drafts` what the open gate takes of each row's draft."""
@@ -354,8 +346,6 @@ class Drafter:
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
         numbers = proposed.num_draft_tokens
-        if proposed.fewer is not None:
-            self._gate.note_fewer(*proposed.fewer)
         chosen = self._gate.choose(proposed.survivals, numbers, self.counters) if len(rows) else numbers
         if chosen.any() or not numbers.any():  # else the gate has counted the step as off
             self.counters.num_steps_on += 1

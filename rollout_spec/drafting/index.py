@@ -33,8 +33,6 @@ class StepResult(NamedTuple):
     """[n]; -1: the row is left out, and its sequence closed."""
     num_left_out: int = 0
     """Rows."""
-    fewer: tuple[Float32Array, Int32Array] | None = None
-    """`survivals` and `num_draft_tokens` as if the model had proposed one token less. None: not asked for."""
 
 
 class ModelDrafts(NamedTuple):
@@ -222,7 +220,6 @@ class SuffixIndex:
         max_new_tokens: int = 0,
         max_waiting_tokens: int = 0,
         model_drafts: ModelDrafts | None = None,
-        compares: bool = False,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
 
@@ -237,7 +234,6 @@ class SuffixIndex:
                 is indexed in later steps, and until then the row has no draft. 0: no limit.
             max_waiting_tokens: to index, before the rows, of the texts that wait.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
-            compares: draft also as if the model had proposed one token less.
 
         A row that does not fit, or holds what no text can, is left out; the result says which.
 
@@ -262,23 +258,11 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_new_tokens = max_new_tokens
         batch.max_waiting_tokens = max_waiting_tokens
-        result = self._compared() if compares else self._result
         status = lib.rs_step(index, batch, self._error)
-        if compares:
-            batch.survivals_of_fewer = batch.nums_of_fewer = ffi.NULL
         if status != lib.RS_OK:
             self._check(status)
+        result = self._result
         return result if batch.num_left_out == 0 else result._replace(num_left_out=batch.num_left_out)
-
-    def _compared(self) -> StepResult:
-        """The result of a step that compares."""
-        survivals, numbers = (
-            np.zeros_like(self._result.survivals),
-            np.zeros_like(self._result.num_draft_tokens),
-        )
-        self._batch.survivals_of_fewer = ffi.from_buffer("float[]", survivals)
-        self._batch.nums_of_fewer = ffi.from_buffer("int32_t[]", numbers)
-        return self._result._replace(fewer=(survivals, numbers))
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; what was learned stays."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from rollout_spec.drafting.gate.costs import ModelTokens
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 
@@ -12,7 +15,8 @@ class ModelShare:
     """Counts the tokens that a draft begins with and that the model proposed too."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # of what the step that runs verifies, by request
+        self._num_tokens = 0  # of the model's drafts for the step that runs
+        self._lengths: dict[str, int] = {}  # how many of them the step verifies, by request
 
     def count_drafted(
         self,
@@ -24,6 +28,7 @@ class ModelShare:
         """The step that begins next verifies these drafts."""
         if model_drafts is None:
             return
+        self._num_tokens = model_drafts.tokens.shape[1]
         proposed = model_drafts.tokens.tolist()
         for request_id, draft, tokens in zip(request_ids, drafts, proposed, strict=False):
             self._lengths[request_id] = _num_alike(draft, tokens)
@@ -31,12 +36,18 @@ class ModelShare:
 
     def count_accepted(
         self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], counters: EngineCounters
-    ) -> None:
-        """The step has ended, and these requests got so many tokens."""
+    ) -> ModelTokens | None:
+        """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
         lengths, self._lengths = self._lengths, {}
-        if lengths:
-            for request_id, num_new in zip(request_ids, nums_new_tokens, strict=True):
-                counters.num_model_accepted_tokens += min(max(num_new - 1, 0), lengths.get(request_id, 0))
+        each = zip(request_ids, nums_new_tokens, strict=True)
+        rows = [(lengths[name], num_new - 1) for name, num_new in each if num_new and name in lengths]
+        if not rows:
+            return None
+        verified, accepted = np.array(rows).T
+        accepted = np.minimum(verified, accepted)
+        counters.num_model_accepted_tokens += int(accepted.sum())
+        places = np.arange(self._num_tokens)
+        return ModelTokens(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
 
 
 def _num_alike(draft: list[int], proposed: list[int]) -> int:

@@ -54,7 +54,7 @@ def virtual_time() -> Iterator[list[int]]:
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
         patch.setattr(host_drafts, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
         patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of MRV1
-        for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("WEIGH_EVERY", 2), ("RETRY_EVERY", 8)):
+        for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("RETRY_EVERY", 8)):
             patch.setattr(passes, name, steps)
         yield nums
 

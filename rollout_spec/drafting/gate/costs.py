@@ -29,6 +29,15 @@ class Ranks(NamedTuple):
     """Tokens of the rank that verified most in the step."""
 
 
+class ModelTokens(NamedTuple):
+    """Of the m tokens that a model has drafted for each row of a step, by their place in the draft."""
+
+    verified: npt.NDArray[np.float64]
+    """[m]: the share of the rows in whose draft the step verified it."""
+    accepted: npt.NDArray[np.float64]
+    """[m]: the share of the rows in which it was accepted."""
+
+
 class Step(NamedTuple):
     """An engine step that has ended."""
 
@@ -43,7 +52,9 @@ class Step(NamedTuple):
     ranks: Ranks | None = None
     """None: the engine core steps by itself."""
     num_passes: int = 0
-    """Tokens that a model has drafted in it for every row."""
+    """Tokens that a model has drafted in it for every row, to be verified in the next."""
+    model_tokens: ModelTokens | None = None
+    """What it has verified of a model's; None: there was nothing."""
 
 
 class Choice(NamedTuple):

@@ -51,13 +51,6 @@ class Gate:
         """The least survival at which a token is drafted now; None: draft nothing."""
         return None
 
-    def compares(self, model_tokens: int) -> bool:
-        """Whether the index is to draft twice: with all `model_tokens` of a model, and with one less."""
-        return False
-
-    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        """The drafts with one token of the model less, as `choose` takes them; `choose` follows."""
-
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         """How much of each draft to verify.
 
@@ -132,14 +125,17 @@ class AutoGate(Gate):
         self._num_tries = NUM_TRIES if fill_to else 0
         self._num_refused = 0  # steps in a row in which no draft paid
         self._steps_until_look = 0
-        self._gain_of_fewer: float | None = None  # with one token of the model less, in tokens
 
     def begin(self, step: Step, counters: EngineCounters) -> float | None:
         excess = self._costs.learn(step, self._choice, counters)
         self.probes_soon = self._costs.probes_soon
         if excess is not None and step.num_passes:
             self._passes.learn_share(step.num_passes, excess)
-        self._choice, self.fills, self._gain_of_fewer = NOTHING, False, None
+        if step.model_tokens is not None:
+            verified, accepted = step.model_tokens
+            # Each took the place of a token that is accepted about as often as the last that was verified.
+            self._passes.learn_gains(accepted - verified * self._least_verified)
+        self._choice, self.fills = NOTHING, False
         if self._costs.is_probe:
             counters.num_steps_off_probe += 1
             return None
@@ -152,18 +148,13 @@ class AutoGate(Gate):
                 return None
         return max(MIN_SURVIVAL, self._least_verified / 2)
 
-    def compares(self, model_tokens: int) -> bool:
-        return self._passes.weighs(model_tokens)
-
-    def note_fewer(self, survivals: _Float32, numbers: _Int32) -> None:
-        self._gain_of_fewer = self._best_budget(_sorted(survivals, numbers))[1]
-
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         self._steps_until_look = LOOK_EVERY
         sorted_survivals = _sorted(survivals, numbers)
         num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
-            self._judge_passes(gain)
+            self._passes.choose(self._costs.gain)
+            self.model_tokens = self._passes.num
         if not num:
             self._fill_empty()
             return numbers
@@ -218,14 +209,6 @@ class AutoGate(Gate):
         net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
         return best + 1, float(net_gains[best])
-
-    def _judge_passes(self, gain: float) -> None:
-        """Learn how many passes of a model pay. gain: in tokens, of its drafts and the text's together."""
-        if self._gain_of_fewer is not None:
-            more = (max(0.0, gain) - max(0.0, self._gain_of_fewer)) / self._costs.step.num_rows
-            self._passes.learn_gain(self._costs.step.num_passes, more)
-        self._passes.choose(self._costs.gain)
-        self.model_tokens = self._passes.num
 
 
 def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 TRY_EVERY = 16  # one in so many steps with model drafts runs a pass more or fewer, to time a pass
 RETRY_EVERY = 64  # the same once enough was measured
-WEIGH_EVERY = 8  # one in so many drafts twice, with the model's last token and without
 ENOUGH = 8  # measurements of what a pass takes, and of what its token brings, before it is judged
 MEMORY = 64  # measurements after which most is forgotten
-# Benefit / cost below which the last pass is dropped, above which one is added. Both are below 1, because
-# survivals promise about half of what a model's last token brings.
-LEAST_WORTH, MOST_WORTH = 0.5, 0.7
+# Benefit / cost below which the last pass is dropped, above which one is added. Both are above 1, because the
+# text would have given many of these tokens too.
+LEAST_WORTH, MOST_WORTH = 2.0, 2.6
 
 
 class Passes:
     """Chooses how many passes a model takes: one for each token of its draft.
 
-    The first always runs, since it keeps the model's KV cache complete. A further one pays where what its
-    token brings to drafts is more than its time would give. What a pass takes shows in steps that have one
-    more or fewer than the step before. What its token brings shows where drafts are made twice, with and
-    without it: survivals say it long before accepted tokens could. Both are measured now and then.
+    The first always runs, since it keeps the model's KV cache complete. A further one pays where the accepted
+    tokens that it gives are worth more than its time. They are counted in every step with drafts. What a pass
+    takes shows in steps that have one more or fewer than the step before; now and then there is one.
 
     Args:
         most: tokens of the model's draft; 0: there is no model.
@@ -51,14 +50,11 @@ class Passes:
             self._share = float(np.median(self._shares))
         self._last = num, excess
 
-    def weighs(self, num: int) -> bool:
-        """Whether drafts with `num` tokens of the model are to be compared with those of one fewer."""
-        return num > 1 and (num > self._settled or self._steps_left % WEIGH_EVERY == 1)
-
-    def learn_gain(self, num: int, tokens_per_row: float) -> None:
-        """Drafts with `num` tokens of the model promise `tokens_per_row` more than those with one fewer."""
-        self._weights[num] = min(self._weights[num] + 1.0, MEMORY)
-        self._gains[num] += (tokens_per_row - self._gains[num]) / self._weights[num]
+    def learn_gains(self, gains: npt.NDArray[np.float64]) -> None:
+        """A step has verified a model's drafts; gains: [m], tokens a row that each of its tokens brought."""
+        nums = slice(1, 1 + len(gains))
+        self._weights[nums] = np.minimum(self._weights[nums] + 1.0, MEMORY)
+        self._gains[nums] += (gains - self._gains[nums]) / self._weights[nums]
 
     def choose(self, tokens_per_row: float) -> None:
         """The number for the next step, once in each for which the model has drafted.
