@@ -189,7 +189,7 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model: str, environme
 @pytest.mark.parametrize(
     ("where", "patch"),
     [
-        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
+        ("sampler.Sampler.forward", "vllm-min-tokens-bonus"),
         ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
         ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
         ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
