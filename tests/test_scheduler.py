@@ -14,7 +14,7 @@ from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
 from rollout_spec.vllm.mrv2.ahead import AheadScheduler
-from rollout_spec.vllm.scheduler import CountingScheduler, SpecScheduler
+from rollout_spec.vllm.scheduler import AsyncCountingScheduler, CountingScheduler, SpecScheduler
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -62,3 +62,12 @@ def test_room_that_stays_empty_is_no_draft() -> None:
         num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2
     )
     assert scheduler._request_counters["b"] == RequestCounters()
+
+
+def test_tokens_that_are_thrown_away_are_no_step() -> None:
+    """vLLM 0.24 discards those of a step that was in flight when `reset_prefix_cache` came."""
+    scheduler = AsyncCountingScheduler.__new__(AsyncCountingScheduler)
+    scheduler._request_counters = defaultdict(RequestCounters)
+    request = SimpleNamespace(request_id="a", num_output_tokens=3, async_tokens_to_discard=1)
+    assert scheduler._update_request_with_output(request, [7, 8]) == ([], False)
+    assert scheduler._request_counters["a"] == RequestCounters()
