@@ -27,7 +27,7 @@ REFUSALS = {
         ("rollout.spec.num_speculative_tokens={}", f"must be at most {MAX_ON_NPUS} with vllm-ascend"),
     "short_pieces":  # else an engine ends in an assertion of its scheduler when a request joins
         ("{engine}long_prefill_token_threshold={0[0]}",
-         "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.32 and later"),
+         "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.29 and later"),
     # Of a model whose drafts we verify.
     "uncoupled_model":
         ("{model}", "a draft model needs rollout.spec.verify=coupled (the default); you set standard"),
@@ -76,7 +76,7 @@ def of_our_drafter(
         longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
     k, minor = config.num_speculative_tokens, versions.minor(versions.version() or "")
-    is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 32)
+    is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
     return {
         "untested_policy": policy and recurrent.refusal(policy, minor),
         "recurrent_on_own_runner": has_own_runner and policy,

@@ -67,6 +67,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         return done
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        take_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:
             self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
@@ -89,6 +90,19 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         scheduler_output.num_invalid_spec_tokens = {
             request_id: len(room) - nums_drafts.get(request_id, 0) for request_id, room in rooms.items()
         }
+
+
+def take_padding(scheduler_output: SchedulerOutput) -> None:
+    """Take away the placeholders of requests that join: no draft is meant for them.
+
+    From 0.29 on vLLM gives a request that joins with one token left K of them, for the graphs of its own
+    drafters. Beside a grammar they would stay, and be verified as token 0.
+    """
+    joining = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+    for name in (*joining, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+        num = len(scheduler_output.scheduled_spec_decode_tokens.pop(name, ()))
+        scheduler_output.num_scheduled_tokens[name] -= num
+        scheduler_output.total_num_scheduled_tokens -= num
 
 
 def _returns_experts(vllm_config: VllmConfig) -> bool:
