@@ -117,8 +117,10 @@ class GraphsRunner(GPUModelRunner):
         graphs.note_prompts(self.cudagraph_manager, gathered[0])
         return gathered
 
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *others)
         graphs.plan_for_the_graph(batch, batch_desc)
         return batch
 
