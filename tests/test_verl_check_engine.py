@@ -71,6 +71,14 @@ CASES = [
     case(NO_MIN_P, OFF, MIN_P, LOADED, own=("eagle3", {})),
     case(None, SAM, PATH),
     case(None, OFF, MIN_P, PROCESSORS),
+    case(
+        r"^vllm 0\.33\.0: is newer than .*0\.32\.0.*: set rollout\.spec\.untested_vllm=true to",
+        SAM,
+        vllm="0.33.0",
+    ),
+    case(None, SAM, {"rollout.spec.untested_vllm": True}, vllm="0.33.0"),
+    case(None, SAM, vllm="0.32.1"),
+    case(None, OFF, vllm="0.33.0"),
     # Of SAM's 15 draft tokens; before 0.29 vLLM has no padded rows that it cuts.
     case(SHORT_PIECES, SAM, PIECES, vllm="0.29.0"),
     case(None, SAM, PIECES),

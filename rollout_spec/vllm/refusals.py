@@ -21,6 +21,9 @@ WITHOUT_GRAPHS = (
 # What is asked for; which setting asks for it; why it is refused. {} is what was found.
 REFUSALS = {
     # Of our drafter.
+    "untested_vllm":
+        ("vllm {}", f"is newer than what our tests have run ({', '.join(versions.TESTED)}): set "
+         "rollout.spec.untested_vllm=true to try it, and compare its tokens by `rollout-spec certify`"),
     "untested_policy": ("rollout.spec.method=sam", "{}"),
     "recurrent_on_own_runner": ("rollout.spec.method=sam", f"{{}} has recurrent layers, and {OWN_RUNNER}"),
     "long_drafts":  # an engine ends in an assertion of its attention
@@ -78,6 +81,7 @@ def of_our_drafter(
     k, minor = config.num_speculative_tokens, versions.minor(versions.version() or "")
     is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
     return {
+        "untested_vllm": not config.untested_vllm and versions.untested(),
         "untested_policy": policy and recurrent.refusal(policy, minor),
         "recurrent_on_own_runner": has_own_runner and policy,
         "long_drafts": has_own_runner and k > MAX_ON_NPUS and k,
