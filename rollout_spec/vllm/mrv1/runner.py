@@ -14,6 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
@@ -122,7 +123,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    drafters.check_drafter()
+    guard_class(SHARED_NOISE, drafters.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:

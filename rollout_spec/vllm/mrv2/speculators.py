@@ -31,11 +31,7 @@ SHARED_NOISE = Patch(
 
 
 def check_speculator() -> None:
-    """See that the installed vLLM's speculators draft as this module was written for.
-
-    Raises:
-        PatchError: they do not.
-    """
+    """Raise a PatchError if the installed vLLM's speculators draft in another way."""
     guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
     guard_all(SHARED_NOISE, versions.SAMPLE_DRAFT)
 
@@ -49,14 +45,8 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     return its_own
 
 
-def share_noise(speculator: DraftModelSpeculator) -> None:
-    """Let a model draft with the target's noise; before its graphs are captured."""
-    check_speculator()
-    put_before(SharedNoise, speculator, SHARED_NOISE)
-
-
 def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
-    """The same, and hand its drafts to the host."""
+    """Let a model draft with the target's noise, and hand its drafts to the host."""
     check_speculator()
     speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
     speculator.log_odds = torch.zeros(
