@@ -175,7 +175,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
         runner.keys = keys_of(runner)
         put_before(KeyedRunner, runner, sampler.COUPLED)
     if config.enabled:
-        runner.host_drafts = host = HostDrafts(runner)
+        runner.host_drafts = host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR)
         runner.why_no_graphs = give_graphs(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):

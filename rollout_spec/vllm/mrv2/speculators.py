@@ -18,7 +18,7 @@ from rollout_spec.patches import Patch, guard_all, guard_class, put_before
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.mrv2 import versions
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-from rollout_spec.vllm.options import num_model_tokens
+from rollout_spec.vllm.options import engine_options
 
 SHARED_NOISE = Patch(
     name="vllm-v2-shared-noise",
@@ -40,7 +40,9 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     """A configuration for vLLM's speculator, which drafts fewer tokens than a row may have."""
     its_own = copy.copy(vllm_config)
     its_own.speculative_config = speculative = copy.copy(vllm_config.speculative_config)
-    speculative.num_speculative_tokens = num_model_tokens(vllm_config)
+    options = engine_options(vllm_config)
+    assert options is not None
+    speculative.num_speculative_tokens = options.most_model_tokens
     speculative.draft_sample_method = "greedy"  # so that it keeps no logits, which nobody reads
     return its_own
 
