@@ -138,10 +138,7 @@ rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error) {
 void rs_corpus_free(rs_corpus_builder *builder) {
     rs_automaton_free(&builder->automaton);
     rs_release(&builder->memory, UINT64_MAX);
-    rs_memory memory = builder->memory;
-    void *block = builder;
-    uint32_t capacity = 1;
-    rs_resize(&memory, &block, &capacity, 0, sizeof *builder);
+    free(builder);
 }
 
 rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {

@@ -11,6 +11,7 @@
 #include "index.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- groups ---- */
@@ -311,10 +312,7 @@ void rs_index_free(rs_index *index) {
     rs_index_clear(index);
     rs_release(&index->memory, UINT64_MAX);
     rs_contexts_free(&index->contexts, &index->memory);
-    rs_memory memory = index->memory;
-    void *block = index;
-    uint32_t capacity = 1;
-    rs_resize(&memory, &block, &capacity, 0, sizeof *index);
+    free(index);
 }
 
 void rs_index_stats(const rs_index *index, rs_stats *stats) {
@@ -351,7 +349,6 @@ static bool free_slots_hold(const rs_index *index, bool groups) {
     }
     return num_listed == num_closed;
 }
-
 
 const char *rs_tables_check(const rs_index *index) {
     int64_t num_sequences = 0;

@@ -144,6 +144,11 @@ class SpecConfig:
         return self.max_index_mb << 20
 
     @property
+    def most_model_tokens(self) -> int:
+        """Of a row's draft tokens, those of a model that drafts beside the text."""
+        return min(self.model_tokens, self.num_speculative_tokens)
+
+    @property
     def coupled(self) -> bool:
         return self.verify == "coupled"
 

@@ -44,6 +44,7 @@ from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
+from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.proposer import BESIDE_MODEL
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
@@ -186,7 +187,7 @@ class Engine:
         batch = SimpleNamespace(**vars(self.runner.input_batch), token_ids_cpu=None)
         runner = bare(SomeMRV1, vllm_config=config, drafter=drafter, parallel_config=config.parallel_config)
         runner.input_batch, runner.max_model_len = batch, 64
-        bind_model_drafter(runner, self.rows)
+        bind_model_drafter(runner, self.rows, engine_options(config))
         return runner
 
     def _counted(self, step: Callable[[], Any]) -> Accelerator:
@@ -380,7 +381,7 @@ def mrv2_host(accelerator: Accelerator, rows: dict[str, int]) -> tuple[Any, Any]
         parallel_config=config.parallel_config,
         req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
     )  # fmt: skip
-    runner.host_drafts = HostDrafts(runner)
+    runner.host_drafts = HostDrafts(runner, engine_options(config))
     patches.put_before(DraftingRunner, runner, SPECULATOR)
     return runner.host_drafts, runner
 

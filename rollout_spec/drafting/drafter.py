@@ -326,11 +326,16 @@ class Drafter:
         return result
 
     def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, drafts: list[list[int]]) -> None:
-        """Put into `drafts` what the open gate takes of each row's draft."""
+        """Put into `drafts` what the open gate takes of each row's draft: its first tokens."""
         self.next_step_waits = True
         chosen = self._chosen(rows, proposed)
-        for row, draft in zip(rows.numbers.tolist(), self._leading(proposed, chosen), strict=True):
-            drafts[row] = draft
+        numbers = chosen.tolist()
+        self.counters.num_drafts += len(numbers) - numbers.count(0)
+        self.counters.num_draft_tokens += sum(numbers)
+        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
+        tokens, end = proposed.draft_tokens[is_chosen].tolist(), 0
+        for row, number in zip(rows.numbers.tolist(), numbers, strict=True):
+            drafts[row] = tokens[end : (end := end + number)]
 
     def _choose_whether_to_wait(self, rows: _Rows, proposed: StepResult) -> None:
         """The next step has begun without drafts: should the one after it wait for them?"""
@@ -357,16 +362,6 @@ class Drafter:
             for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
                 if num_new:
                     draft += [FILLER] * (self._fill_to - len(draft))
-
-    def _leading(self, proposed: StepResult, chosen: Int32Array) -> list[list[int]]:
-        """The first chosen[i] tokens of every row's draft."""
-        numbers = chosen.tolist()
-        self.counters.num_drafts += len(numbers) - numbers.count(0)
-        self.counters.num_draft_tokens += sum(numbers)
-        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
-        tokens = proposed.draft_tokens[is_chosen].tolist()
-        end = 0
-        return [tokens[end : (end := end + number)] for number in numbers]
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""

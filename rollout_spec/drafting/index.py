@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,15 +243,9 @@ class SuffixIndex:
         """
         index, batch = self._open_index(), self._batch
         # What is the same array as in the step before needs no look: engines' batches change seldom.
-        last = self._vectors
-        if not (
-            last is not None
-            and last[0] is sequences
-            and last[1] is rows
-            and last[2] is levels
-            and last[3] is max_draft_tokens
-        ):
-            self._set_vectors(sequences, rows, levels, max_draft_tokens)
+        vectors = sequences, rows, levels, max_draft_tokens
+        if self._vectors is None or any(map(operator.is_not, vectors, self._vectors)):
+            self._set_vectors(*vectors)
         if self._matrix is None or token_ids is not self._matrix:
             self._set_matrix(token_ids)
         if model_drafts is not None or batch.num_model_tokens:
@@ -258,9 +253,7 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_new_tokens = max_new_tokens
         batch.max_waiting_tokens = max_waiting_tokens
-        status = lib.rs_step(index, batch, self._error)
-        if status != lib.RS_OK:
-            self._check(status)
+        self._check(lib.rs_step(index, batch, self._error))
         result = self._result
         return result if batch.num_left_out == 0 else result._replace(num_left_out=batch.num_left_out)
 

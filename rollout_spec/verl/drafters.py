@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.control import Control
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
@@ -33,7 +33,7 @@ class Drafters:
     async def drop_texts(self) -> None:
         """The weights have changed."""
         aborted, _ = self.take_ended()
-        await self.call(Control.drop_texts, aborted)
+        await self.call(ProposerControl.drop_texts, aborted)
 
     def take_ended(self) -> tuple[list[str], list[str]]:
         """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
@@ -45,7 +45,7 @@ class Drafters:
         """The sums over the engine cores; None where none has a drafter."""
         total: EngineCounters | None = None
         decoded, self._decoded = self._decoded, set()
-        for core, counts in enumerate(await self.call(Control.take_counters)):
+        for core, counts in enumerate(await self.call(ProposerControl.take_counters)):
             self._check(core, counts, core in decoded)
             if counts is not None:
                 total = total or EngineCounters()
@@ -67,7 +67,7 @@ class Drafters:
             self.defect = f"{where} decoded without calling its drafter"
 
     async def call(self, method: Callable[..., Answer], *args: Any) -> list[Answer | None]:
-        """What a method of `Control` returns in each engine core; None where no worker has a drafter."""
+        """What a method of `ProposerControl` returns in each engine core; None where none has a drafter."""
         return await self.call_each(method, [args] * len(EngineCores(self._engine())))
 
     async def call_each(

@@ -19,7 +19,8 @@ def activate() -> None:
         # verl logs an exception of a plugin at DEBUG level and carries on without it.
         traceback.print_exc()
         launch.failure = f"the verl plugin failed: {error}"
-        if _is_asked_for():
+        # This process, or the driver that started it, was given `rollout.spec`.
+        if launch.ASKED_VARIABLE in os.environ or any("rollout.spec" in each for each in sys.argv):
             raise SystemExit(f"rollout_spec: {launch.failure}") from error
         print(f"rollout_spec: {launch.failure}; runs without rollout.spec go on as they are", file=sys.stderr)
 
@@ -42,11 +43,6 @@ def _load_replica() -> Any:
 
     hooks.install()
     return SpecReplica
-
-
-def _is_asked_for() -> bool:
-    """Whether this process, or the driver that started it, was given `rollout.spec`."""
-    return launch.ASKED_VARIABLE in os.environ or any("rollout.spec" in argument for argument in sys.argv)
 
 
 activate()

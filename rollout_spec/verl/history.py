@@ -18,7 +18,7 @@ import ray
 from rollout_spec.drafting.history import HistoryError, read_file, write_file
 from rollout_spec.verl.drafters import Drafters, kept
 from rollout_spec.verl.trainer import num_ranks, option, servers
-from rollout_spec.vllm.control import Control
+from rollout_spec.vllm.control import ProposerControl
 
 FILE = "rollout_spec_history"
 
@@ -138,19 +138,19 @@ class ServerHistory:
     async def pack(self) -> bytes | None:
         """The whole history of this server, for a file; None where its drafter is off."""
         await self._add_received()
-        packed = await self._drafters.call(Control.pack_history, *self._drafters.take_ended())
+        packed = await self._drafters.call(ProposerControl.pack_history, *self._drafters.take_ended())
         return next(iter(kept(packed)), None)  # all engine cores have the same
 
     async def _exchange(self) -> None:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""
-        taken = await self._drafters.call(Control.take_history, *self._drafters.take_ended())
+        taken = await self._drafters.call(ProposerControl.take_history, *self._drafters.take_ended())
         self._shared += kept(taken)
         if len(taken) > 1:
             others = [kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
-            await self._drafters.call_each(Control.add_history, [(texts,) for texts in others])
+            await self._drafters.call_each(ProposerControl.add_history, [(texts,) for texts in others])
         await self._add_received()
 
     async def _add_received(self) -> None:
         if self.received:
             received, self.received = self.received, []
-            await self._drafters.call(Control.add_history, received)
+            await self._drafters.call(ProposerControl.add_history, received)

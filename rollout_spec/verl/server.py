@@ -57,7 +57,7 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
     """How the server reaches the drafter of a worker."""
 
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
-        """What this method of `Control` returns; None where there is no drafter whose drafts are used."""
+        """What this method of `ProposerControl` returns; None where there is no drafter that is used."""
         proposer = proposer_of(getattr(self, "model_runner", None))
         if proposer is None or not proposer.is_used:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -16,18 +16,27 @@ MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Control(Protocol):
-    """The calls. Arguments and results are what vLLM can send between processes.
+class ProposerControl:
+    """The calls, answered once the tokens that are still on their way have been taken in.
 
-    `aborted` and `finished` are requests, by the name that their sender gave them. The aborted go on under
-    other names, so the history does not keep what they have said so far.
+    Arguments and results are what vLLM can send between processes. `aborted` and `finished` are requests, by
+    the name that their sender gave them. The aborted go on under other names, so the history does not keep
+    what they have said so far.
     """
+
+    def __init__(self, proposer: SuffixProposer) -> None:
+        self._proposer = proposer
 
     def take_counters(self) -> dict[str, Any]:
         """The fields of `EngineCounters`, counted since the last call."""
+        return self._proposer.take_counters().to_dict()
 
     def drop_texts(self, aborted: Collection[str] = ()) -> None:
         """The target's weights have changed: the older policy's text is dropped, but for the history."""
+        self._proposer.receive()
+        drafter = self._proposer.drafter
+        if drafter is not None:
+            drafter.clear(_known_as(aborted, drafter))
 
     def take_history(
         self, aborted: Collection[str] = (), finished: Collection[str] | None = None
@@ -39,6 +48,8 @@ class Control(Protocol):
             finished: those that have come to their end, which vLLM itself names with its next step only; by
                 default all others. Those in neither of the two run on.
         """
+        drafter = self._without_ended(aborted, finished)
+        return None if drafter is None else drafter.history.take_new()
 
     def pack_history(
         self, aborted: Collection[str] = (), finished: Collection[str] | None = None
@@ -47,35 +58,6 @@ class Control(Protocol):
 
         `aborted` and `finished` as of `take_history`.
         """
-
-    def add_history(self, contents: Sequence[bytes]) -> None:
-        """Keep what `take_history` or `pack_history` of other engines gave."""
-
-
-class ProposerControl(Control):
-    """Answers for a proposer, after it has taken in the tokens that are still on their way."""
-
-    def __init__(self, proposer: SuffixProposer) -> None:
-        self._proposer = proposer
-
-    def take_counters(self) -> dict[str, Any]:
-        return self._proposer.take_counters().to_dict()
-
-    def drop_texts(self, aborted: Collection[str] = ()) -> None:
-        self._proposer.receive()
-        drafter = self._proposer.drafter
-        if drafter is not None:
-            drafter.clear(_known_as(aborted, drafter))
-
-    def take_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
-    ) -> bytes | None:
-        drafter = self._without_ended(aborted, finished)
-        return None if drafter is None else drafter.history.take_new()
-
-    def pack_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
-    ) -> bytes | None:
         drafter = self._without_ended(aborted, finished)
         if drafter is None:
             reason = "drafting is off, see above"
@@ -90,6 +72,7 @@ class ProposerControl(Control):
         return None
 
     def add_history(self, contents: Sequence[bytes]) -> None:
+        """Keep what `take_history` or `pack_history` of other engines gave."""
         drafter = self._proposer.drafter
         if drafter is None:
             return

@@ -38,13 +38,6 @@ def drafts_with_model(vllm_config: VllmConfig) -> bool:
     return has_model_drafter(vllm_config) and options is not None and options.get("method") != "off"
 
 
-def num_model_tokens(vllm_config: VllmConfig) -> int:
-    """How many of a row's draft tokens a model drafts beside ours."""
-    config = engine_options(vllm_config)
-    assert config is not None
-    return min(config.model_tokens, config.num_speculative_tokens)
-
-
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
     return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
 

@@ -195,14 +195,10 @@ def _check_configurations() -> None:
         try:
             vllm_config = create(self, *args, **kwargs)
         except ValidationError as error:  # pydantic wraps what we raise while vLLM makes its configuration
-            raise _our_error(error) or error from None
+            causes = (each.get("ctx", {}).get("error") for each in error.errors())
+            raise next((cause for cause in causes if isinstance(cause, ConfigError)), error) from None
         check_options(vllm_config)
         return vllm_config
-
-
-def _our_error(error: ValidationError) -> ConfigError | None:
-    causes = (each.get("ctx", {}).get("error") for each in error.errors())
-    return next((cause for cause in causes if isinstance(cause, ConfigError)), None)
 
 
 def _give_aborted_counts(core: Any) -> None:

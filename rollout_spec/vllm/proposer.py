@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
-from rollout_spec.vllm.options import drafts_with_model, engine_options, num_model_tokens
+from rollout_spec.vllm.options import drafts_with_model, engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks
 
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
@@ -36,20 +37,23 @@ class SuffixProposer:
     Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        config = engine_options(vllm_config)
+    def __init__(self, vllm_config: VllmConfig, config: SpecConfig | None = None) -> None:
+        config = config or engine_options(vllm_config)
         assert config is not None, "vLLM builds this class only where its configuration names it"
         self.config = config
-        self.is_used = drafts_are_used(vllm_config.parallel_config)
+        # vLLM's scheduler takes the drafts of the first tensor-parallel rank of an engine core; the others
+        # get them back from it. Data-parallel ranks are engine cores of their own. With an external launcher
+        # every worker has a scheduler, which must decide as the others' do.
+        parallel = vllm_config.parallel_config
+        has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
+        self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
+        # Most tokens of a model that drafts beside the text; 0: there is none.
+        self.most_model_tokens = config.most_model_tokens if drafts_with_model(vllm_config) else 0
         self._make_drafter = functools.partial(
-            Drafter,
-            config,
-            fills=fills_drafts(vllm_config),
-            model_tokens=num_model_tokens(vllm_config) if drafts_with_model(vllm_config) else 0,
+            Drafter, config, fills=fills_drafts(vllm_config), model_tokens=self.most_model_tokens
         )
-        self.drafter: Drafter | None = (
-            self._make_drafter() if self.is_used else None
-        )  # None: or it has failed
+        # None: its drafts are not used, or it has failed.
+        self.drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.other_ranks = OtherRanks(vllm_config)
         self._runner: Any = None
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
@@ -202,14 +206,3 @@ def proposer_of(runner: Any) -> SuffixProposer | None:
     """The proposer of a model runner; on MRV1 a model that drafts has the place of `drafter`."""
     found = getattr(runner, BESIDE_MODEL, getattr(runner, "drafter", None))
     return found if isinstance(found, SuffixProposer) else None
-
-
-def drafts_are_used(parallel: ParallelConfig) -> bool:
-    """Whether vLLM's scheduler takes the drafts of this worker; the others get them back from it.
-
-    Of the workers of an engine core it takes those of the first tensor-parallel rank. Data-parallel ranks are
-    engine cores of their own. With an external launcher every worker has a scheduler, which must decide as
-    the others' do.
-    """
-    has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
-    return not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0

@@ -193,23 +193,13 @@ class Costs:
         if choice.num_tokens:
             # Where another rank verified more: what the step would have taken otherwise.
             own_seconds = seconds * choice.expected_seconds / expected if step.ranks is not None else seconds
-            self._learn_gain(step, own_seconds, plain / step.num_rows, choice, counters)
+            own_plain = plain / step.num_rows * step.num_new_tokens
+            counters.gate_seconds += own_seconds
+            counters.gate_plain_seconds += own_plain
+            self._remember(own_seconds, own_plain, choice.promised, step.num_new_tokens - step.num_rows)
         if num_tokens > self.most_rows:
             self._drafted.learn(num_tokens, step.num_context, seconds)
         return (seconds - expected) / plain
-
-    def _learn_gain(
-        self,
-        step: Step,
-        seconds: float,
-        plain_seconds_per_token: float,
-        choice: Choice,
-        counters: EngineCounters,
-    ) -> None:
-        plain_seconds = plain_seconds_per_token * step.num_new_tokens
-        counters.gate_seconds += seconds
-        counters.gate_plain_seconds += plain_seconds
-        self._remember(seconds, plain_seconds, choice.promised, step.num_new_tokens - step.num_rows)
 
     def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:
         # Without drafts the correction fades, or what once broke its promise would never be tried again.

@@ -150,7 +150,8 @@ class AutoGate(Gate):
 
     def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
         self._steps_until_look = LOOK_EVERY
-        sorted_survivals = _sorted(survivals, numbers)
+        is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+        sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
         num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._passes.choose(self._costs.gain)
@@ -165,7 +166,7 @@ class AutoGate(Gate):
             return np.zeros_like(numbers)
         self._num_refused = 0
         self._least_verified = float(sorted_survivals[num - 1])
-        is_chosen = (survivals >= np.float32(self._least_verified)) & _is_draft(survivals, numbers)
+        is_chosen = (survivals >= np.float32(self._least_verified)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         # There may be more of the last survival than the budget has.
         self._choice, self.fills = self._choice_of(sorted_survivals[: chosen.sum()]), True
@@ -209,12 +210,3 @@ class AutoGate(Gate):
         net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
         best = int(np.argmax(net_gains))
         return best + 1, float(net_gains[best])
-
-
-def _is_draft(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.bool_]:
-    return np.arange(survivals.shape[1]) < numbers[:, None]
-
-
-def _sorted(survivals: _Float32, numbers: _Int32) -> npt.NDArray[np.float64]:
-    """The survivals of all draft tokens, the largest first."""
-    return np.sort(survivals[_is_draft(survivals, numbers)])[::-1].astype(float)

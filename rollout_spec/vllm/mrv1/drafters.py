@@ -13,7 +13,7 @@ import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from rollout_spec.drafting.index import ModelDrafts as OnHost
-from rollout_spec.patches import Patch, guard_class
+from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.vllm.mrv1.sampler import RowSampling
@@ -40,9 +40,9 @@ class ModelDrafts:
         num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
     """
 
-    def __init__(self, rows: RowSampling, num_tokens: int, proposer: SuffixProposer | None = None) -> None:
+    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None = None) -> None:
         self._rows, self.proposer = rows, proposer
-        self._num_tokens = self.num_now = num_tokens
+        self._num_tokens = self.num_now = 0 if proposer is None else proposer.most_model_tokens
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
@@ -112,8 +112,3 @@ class BesideText(SharedNoise):
         drafts = super().propose(self.drafts.num_now, *args, **kwargs)
         self.drafts.note_passes()
         return drafts
-
-
-def check_drafter() -> None:
-    """Raise a PatchError if the installed vLLM's drafters do not draft as these classes were written for."""
-    guard_class(SHARED_NOISE, BesideText, SpecDecodeBaseProposer)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -52,9 +50,9 @@ def kept_logprobs(
     at = (counts.cumsum() - counts)[requests] + columns
     order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes after them
     places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
-    drafted, after, places, tokens = _sent_together(
-        (at[is_draft], requests[~is_draft], places, tokens), target_logits.device
-    )
+    arrays = at[is_draft], requests[~is_draft], places, tokens
+    together = sent(np.concatenate(arrays, dtype=np.int64), target_logits.device)  # in one copy
+    drafted, after, places, tokens = together.split([len(array) for array in arrays])
     kept = torch.cat([target_logits[drafted].float(), bonus_logits[after].float()])
     if not verifier.is_logits_logprobs_mode:
         kept = verifier.sampler.compute_logprobs(kept)
@@ -65,9 +63,3 @@ def kept_logprobs(
             for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
         )
     )
-
-
-def _sent_together(arrays: Sequence[npt.NDArray], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Arrays [n] on the device, int64; in one copy."""
-    together = sent(np.concatenate(arrays, dtype=np.int64), device)
-    return together.split([len(array) for array in arrays])

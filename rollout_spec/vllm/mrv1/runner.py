@@ -14,6 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
@@ -23,7 +24,7 @@ from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv1 import drafters, sampler
 from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelDrafts
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.options import drafts_with_model, has_model_drafter, num_model_tokens
+from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
 from rollout_spec.vllm.recurrent_policies import in_prompt
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
@@ -122,7 +123,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    drafters.check_drafter()
+    guard_class(SHARED_NOISE, drafters.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -133,7 +134,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
     if config.coupled and has_model_drafter(runner.vllm_config):
-        bind_model_drafter(runner, rows)
+        bind_model_drafter(runner, rows, config)
     proposer = proposer_of(runner)
     if proposer is None:
         return
@@ -142,14 +143,14 @@ def bind(worker: Any, config: SpecConfig) -> None:
         _capture_plain_steps(runner)
 
 
-def bind_model_drafter(runner: Any, rows: RowSampling) -> None:
+def bind_model_drafter(runner: Any, rows: RowSampling, config: SpecConfig) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
-    beside_text, num_tokens, proposer = drafts_with_model(runner.vllm_config), 0, None
+    beside_text, proposer = drafts_with_model(runner.vllm_config), None
     if beside_text:
-        proposer, num_tokens = SuffixProposer(runner.vllm_config), num_model_tokens(runner.vllm_config)
+        proposer = SuffixProposer(runner.vllm_config, config)
         setattr(runner, BESIDE_MODEL, proposer)
-    runner.model_drafts = runner.drafter.drafts = ModelDrafts(rows, num_tokens, proposer)
+    runner.model_drafts = runner.drafter.drafts = ModelDrafts(rows, proposer)
     put_before(BesideTextRunner if beside_text else SharedNoiseRunner, runner, SHARED_NOISE)
     put_before(drafters.BesideText if beside_text else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
 

@@ -43,11 +43,7 @@ HAS_GRAPHS = "varlen_decode" in inspect.signature(CudaGraphManager.__init__).par
 
 
 def check_graphs() -> None:
-    """See that the installed vLLM captures and chooses graphs as this module was written for.
-
-    Raises:
-        PatchError: it does not.
-    """
+    """Raise a PatchError if the installed vLLM captures and chooses graphs in another way."""
     guard_parameters(GRAPHS, CudaGraphManager, "_init_candidates", ("self",))
     if "max_query_len" not in inspect.signature(getattr(model_runner, V2_NAME)).parameters:
         raise misfit(GRAPHS, f"{V2_NAME} takes no max_query_len")
@@ -93,18 +89,12 @@ def _refusal(runner: Any) -> str | None:
         return "with context parallelism, attention reads the rows' lengths on the host"
     if isinstance(runner.speculator, DraftModelSpeculator):
         return "the model that drafts takes the step's attention metadata, and has no such graphs"
-    backend = _unfit_backend(runner)
-    return None if backend is None else f"{backend} does not allow rows of different lengths in one graph"
-
-
-def _unfit_backend(runner: Any) -> str | None:
-    """The attention backend whose graphs do not replay every batch, if there is one.
-
-    vLLM 0.32 allows more for its adaptive verification, and some of these ask whether that is on.
-    """
+    # vLLM 0.32 allows more for its adaptive verification, and some backends ask whether that is on.
     found = attn_utils.get_attn_cg_support(runner.attn_groups, runner.vllm_config)
     found = found.narrow(*runner.model_state.get_additional_cg_support())
-    return None if found.min_cg_support == AttentionCGSupport.ALWAYS else found.min_cg_attn_backend
+    if found.min_cg_support == AttentionCGSupport.ALWAYS:
+        return None
+    return f"{found.min_cg_attn_backend} does not allow rows of different lengths in one graph"
 
 
 def add_graphs(manager: Any, query_len: int) -> int:
@@ -128,23 +118,6 @@ def keep_prompts_out() -> None:
 
     @wrap(model_runner, V2_NAME, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cudagraph_manager, "has_prompt", False):
+        if getattr(cudagraph_manager, "has_prompt", False):  # set by `GraphsRunner`
             kwargs["max_query_len"] = None
         return dispatch(cudagraph_manager, *args, **kwargs)
-
-
-def note_prompts(manager: Any, state: Any) -> None:
-    """Tell `keep_prompts_out` whether a batch has a prompt; state: vLLM's BatchReqState, None of no batch."""
-    if manager is not None:
-        manager.has_prompt = state is not None and state.has_prefill
-
-
-def plan_for_the_graph(batch: Any, batch_desc: Any) -> None:
-    """Plan a step's attention as it was planned for its graph.
-
-    FlashAttention 3's plan for one token a row has another layout than the one for K + 1 that the graph was
-    captured with (`is_causal` in its `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph too,
-    where another rank has drafts.
-    """
-    if batch_desc.max_query_len is not None:
-        batch.max_query_len = batch_desc.max_query_len

@@ -20,10 +20,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
-from rollout_spec.vllm.options import drafts_with_model, num_model_tokens
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
@@ -76,24 +76,19 @@ class HostDrafts:
         model_tokens: how many a model is to draft for it, at most; which they are told too.
     """
 
-    def __init__(self, runner: Any) -> None:
-        vllm_config = runner.vllm_config
+    def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
-        self.proposer = SuffixProposer(vllm_config)
+        self.proposer = SuffixProposer(runner.vllm_config, config)
         self.proposer.bind(self._batch)
         self.proposer.receive = functools.partial(self._receive, 0, in_time=False)
         self.sampled_tokens: torch.Tensor | None = None
         self.has_room = True
-        self.model_tokens = num_model_tokens(vllm_config)
-        self._has_model = drafts_with_model(vllm_config)
+        self.model_tokens = self.proposer.most_model_tokens
+        self._has_model = self.model_tokens > 0
         self._device = runner.device
         self._stream = torch.cuda.Stream(self._device)
-        self._no_drafts = torch.zeros(
-            runner.max_num_reqs,
-            vllm_config.speculative_config.num_speculative_tokens,
-            dtype=torch.int64,
-            device=self._device,
-        )
+        shape = runner.max_num_reqs, config.num_speculative_tokens
+        self._no_drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._arrivals: deque[_Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._plan = Plan()  # of the step that runs

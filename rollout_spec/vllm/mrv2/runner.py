@@ -114,14 +114,20 @@ class GraphsRunner(GPUModelRunner):
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
-        graphs.note_prompts(self.cudagraph_manager, gathered[0])
+        if self.cudagraph_manager is not None:
+            state = gathered[0]  # None of no batch
+            self.cudagraph_manager.has_prompt = state is not None and state.has_prefill
         return gathered
 
     def prepare_inputs(
         self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
     ) -> Any:
         batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *others)
-        graphs.plan_for_the_graph(batch, batch_desc)
+        # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
+        # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
+        # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.
+        if batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len
         return batch
 
 
@@ -139,11 +145,7 @@ class ForgettingWorker(WorkerBase):
 
 
 def check_runner() -> None:
-    """See that the installed MRV2 is one that these classes were written for.
-
-    Raises:
-        PatchError: it is not.
-    """
+    """Raise a PatchError if the installed MRV2 is not one that these classes were written for."""
     guard_all(SPECULATOR, _CALLED)
     guard_class(SPECULATOR, DraftingRunner, GPUModelRunner)
     guard_class(_WARM_UP, ForgettingWorker, WorkerBase)
@@ -175,7 +177,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
         runner.keys = keys_of(runner)
         put_before(KeyedRunner, runner, sampler.COUPLED)
     if config.enabled:
-        runner.host_drafts = host = HostDrafts(runner)
+        runner.host_drafts = host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR)
         runner.why_no_graphs = give_graphs(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
@@ -183,7 +185,8 @@ def bind(worker: Any, config: SpecConfig) -> None:
         else:
             speculators.draft_beside(speculator, host)
     elif config.coupled and isinstance(speculator, DraftModelSpeculator):
-        speculators.share_noise(speculator)
+        speculators.check_speculator()
+        put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
     put_before(ForgettingWorker, worker, _WARM_UP)
 
 

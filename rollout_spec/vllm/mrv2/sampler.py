@@ -32,11 +32,7 @@ COUPLED = Patch(
 
 
 def check_sampler() -> None:
-    """See that the installed MRV2 samples as this module was written for.
-
-    Raises:
-        PatchError: it does not.
-    """
+    """Raise a PatchError if the installed MRV2 samples in another way."""
     guard_class(COUPLED, KeyedSampler, Sampler)
     guard_class(COUPLED, CoupledVerifier, RejectionSampler)
     guard_all(COUPLED, (versions.ADD_REQUEST, versions.SAMPLE, *versions.VERIFY))

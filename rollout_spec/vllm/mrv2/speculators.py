@@ -18,7 +18,7 @@ from rollout_spec.patches import Patch, guard_all, guard_class, put_before
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.mrv2 import versions
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-from rollout_spec.vllm.options import num_model_tokens
+from rollout_spec.vllm.options import engine_options
 
 SHARED_NOISE = Patch(
     name="vllm-v2-shared-noise",
@@ -31,11 +31,7 @@ SHARED_NOISE = Patch(
 
 
 def check_speculator() -> None:
-    """See that the installed vLLM's speculators draft as this module was written for.
-
-    Raises:
-        PatchError: they do not.
-    """
+    """Raise a PatchError if the installed vLLM's speculators draft in another way."""
     guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
     guard_all(SHARED_NOISE, versions.SAMPLE_DRAFT)
 
@@ -44,19 +40,15 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     """A configuration for vLLM's speculator, which drafts fewer tokens than a row may have."""
     its_own = copy.copy(vllm_config)
     its_own.speculative_config = speculative = copy.copy(vllm_config.speculative_config)
-    speculative.num_speculative_tokens = num_model_tokens(vllm_config)
+    options = engine_options(vllm_config)
+    assert options is not None
+    speculative.num_speculative_tokens = options.most_model_tokens
     speculative.draft_sample_method = "greedy"  # so that it keeps no logits, which nobody reads
     return its_own
 
 
-def share_noise(speculator: DraftModelSpeculator) -> None:
-    """Let a model draft with the target's noise; before its graphs are captured."""
-    check_speculator()
-    put_before(SharedNoise, speculator, SHARED_NOISE)
-
-
 def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
-    """The same, and hand its drafts to the host."""
+    """Let a model draft with the target's noise, and hand its drafts to the host."""
     check_speculator()
     speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
     speculator.log_odds = torch.zeros(

@@ -34,9 +34,6 @@ class Fix(Protocol):
     def WHERE(self) -> Mapping[str, str]:  # noqa: N802
         """The module of vLLM that is wrong, by the engines that need it right."""
 
-    def applies(self, module: Any) -> bool:
-        """Whether the installed vLLM has the fault."""
-
     def fix(self, module: Any) -> None:
         """Mend the module of vLLM. Idempotent.
 
@@ -52,7 +49,13 @@ def fixes(*engines: str) -> list[tuple[Fix, str]]:
     return [(fix, fix.WHERE[each]) for each in engines for fix in found if each in fix.WHERE]
 
 
+def applies(fix: Fix, module: Any) -> bool:
+    """Whether the installed vLLM has the fault: asks the fix's own `applies`. Without it, every vLLM has."""
+    has_fault = getattr(fix, "applies", None)
+    return has_fault is None or bool(has_fault(module))
+
+
 def mend(fix: Fix, module: Any) -> None:
     """Apply the fix where vLLM has the fault; raises what `fix` does."""
-    if fix.applies(module):
+    if applies(fix, module):
         fix.fix(module)

@@ -27,10 +27,6 @@ PATCH = Patch(
 )
 
 
-def applies(_: Any) -> bool:
-    return True
-
-
 def fix(module: Any) -> None:
     """Let MRV1 take all tokens that a row has to compute for its prompt, where it sorts rows."""
 

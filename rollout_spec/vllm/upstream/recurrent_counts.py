@@ -22,10 +22,6 @@ PATCH = Patch(
 _KEPT = "_rollout_spec_accepted"
 
 
-def applies(_: Any) -> bool:
-    return True
-
-
 def fix(module: Any) -> None:
     """Give a row that comes back to MRV1's batch its number of accepted tokens."""
 

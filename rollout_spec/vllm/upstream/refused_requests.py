@@ -55,10 +55,6 @@ def _opens_its_mask(structured: Any) -> bool:
     return hasattr(OutlinesGrammar, "_prev_finished")
 
 
-def applies(_: Any) -> bool:
-    return True
-
-
 def fix(input_processor: Any) -> None:
     """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
 

@@ -23,10 +23,6 @@ PATCH = Patch(
 )
 
 
-def applies(_: Any) -> bool:
-    return True
-
-
 def fix(module: Any) -> None:
     """Let each budget follow its request, and no other."""
 
