@@ -117,7 +117,7 @@ class Roofline:
             raise RooflineError(
                 f"--dp {self.data_parallel}: a dense model's ranks do not wait for each other: use --replicas"
             )
-        if self.kv_tokens < 1:
+        if self.kv_tokens * self.stretch < 1:
             raise RooflineError(
                 f"--tp {tp} --dp {self.data_parallel}: {self._weight_bytes / 1e9:.0f} GB of weights a device "
                 f"do not fit into {self.memory_share:g} of its {self.device.memory_bytes / 1e9:.0f} GB"
