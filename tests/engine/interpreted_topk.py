@@ -24,20 +24,25 @@ class Language:
             yield interpreter._implicit_cvt(number)
 
 
-def answer(module: Any, name: str, question: str, is_so: bool) -> None:
-    """Make a function anew, with the answer to what it asks."""
-    exec(inspect.getsource(getattr(module, name)).replace(question, str(is_so)), vars(module))
+def make_anew(module: Any, name: str, edits: dict[str, str]) -> None:
+    """A function, with edits of its source."""
+    source = inspect.getsource(getattr(module, name))
+    for before, after in edits.items():
+        source = source.replace(before, after)
+    exec(source, vars(module))
 
 
 def interpret_kernels(topk_topp_triton: Any) -> None:
     topk_topp_triton.num_compute_units = lambda *_: NUM_PROCESSORS
     topk_topp_triton.language, topk_topp_triton.tl = topk_topp_triton.tl, Language()
-    answer(topk_topp_triton, "apply_top_k_top_p_triton", 'logits.device.type == "cuda"', True)
+    small_blocks = {"8192, 4096": "256, 128"}  # as later vLLMs than 0.24 have them on a CPU
+    edits = {'logits.device.type == "cuda"': "True"} | small_blocks
+    make_anew(topk_topp_triton, "apply_top_k_top_p_triton", edits)
 
 
 def choose_by_rows(topk_topp_sampler: Any) -> None:
-    answer(topk_topp_sampler, "apply_top_k_top_p", "current_platform.is_cpu()", False)
+    make_anew(topk_topp_sampler, "apply_top_k_top_p", {"current_platform.is_cpu()": "False"})
 
 
 def cut_by_the_kernel(top_k_top_p: Any) -> None:
-    answer(top_k_top_p, "cut_rows_alike", 'logits.device.type == "cpu"', False)
+    make_anew(top_k_top_p, "cut_rows_alike", {'logits.device.type == "cpu"': "False"})
