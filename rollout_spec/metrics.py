@@ -52,7 +52,7 @@ METRICS = (
     Metric(
         "num_drafts",
         "Drafts verified in the step.",
-        "0: `share_off_threshold` and `share_off_cost` say why.",
+        "If 0, check `share_off_*`.",
     ),
     Metric("num_draft_tokens", "Draft tokens verified in the step.", "`acceptance_rate` divides by it."),
     Metric("num_accepted_tokens", "Draft tokens accepted in the step.", "`acceptance_rate` counts them."),
@@ -74,7 +74,7 @@ METRICS = (
     Metric(
         "share_on",
         "Share of the engine's steps in which drafting was on.",
-        "Low at the end of a rollout: the `share_off_*` metrics say why.",
+        "If low at the end of a rollout, check `share_off_*`.",
     ),
     Metric(
         "draft_ms",
