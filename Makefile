@@ -71,8 +71,9 @@ else ifneq ($(VLLM),)
 else
 	$(SUFFIX)
 	@# A training takes half of the memory, and one process after the other: tests without engines run beside it.
-	$(PYTEST) -m 'not long and (training or not slow)' $(ORDERED) $(TEST_ARGS) $(SOME)
-	$(PYTEST) $(SLOW) $(TEST_ARGS) $(SOME)
+	@# The second part runs after a red first one too, and the whole is red then.
+	first=0; { $(PYTEST) -m 'not long and (training or not slow)' $(ORDERED) $(TEST_ARGS) $(SOME); } || first=$$?; \
+	$(PYTEST) $(SLOW) $(TEST_ARGS) $(SOME); exit $$first
 endif
 
 test-fast: ## run the tests that start no engine and train nothing

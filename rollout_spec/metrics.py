@@ -144,7 +144,7 @@ METRICS = (
     Metric(
         "num_drafts", "requests", lambda counts: counts.num_drafts,
         "Drafts verified in the step.",
-        "0: `share_off_threshold` and `share_off_cost` say why.",
+        "If 0, check `share_off_*`.",
     ),
     Metric(
         "num_draft_tokens", "requests", lambda counts: counts.num_draft_tokens,
@@ -175,7 +175,7 @@ METRICS = (
     Metric(
         "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
         "Share of the engine's steps in which drafting was on.",
-        "Low at the end of a rollout: the `share_off_*` metrics say why.",
+        "If low at the end of a rollout, check `share_off_*`.",
     ),
     Metric(
         "draft_ms", "engine", lambda counts: _ratio(counts.draft_seconds * 1e3, counts.num_steps),

@@ -242,6 +242,18 @@ def test_what_cannot_be_built_is_one_line_and_leaves_nothing(tmp_path, capsys, f
     assert set(tmp_path.iterdir()) == before
 
 
+def test_a_corpus_that_holds_what_is_replayed_is_said(tmp_path, caplog):
+    old, new = list(range(10, 60)), list(range(30, 80))
+    built = write_trace(tmp_path / "built.jsonl", ([1], [old, [5, 6]]))
+    replayed = write_trace(tmp_path / "replayed.jsonl", ([1], [new, old[5:45], [5, 6]]))
+    assert command("corpus", "build", built, "-o", tmp_path / "corpus.sam") == 0
+    for trace, held in ((built, "1 of 1"), (replayed, "1 of 2")):
+        caplog.clear()
+        assert command("replay", trace, "--spec", f"corpus={tmp_path / 'corpus.sam'}") == 0
+        [message] = caplog.messages
+        assert f"corpus.sam holds {held} replayed responses word for word" in message
+
+
 def test_replay_takes_a_corpus(tmp_path, capsys):
     text = list(range(10, 60))
     trace = write_trace(tmp_path / "trace.jsonl", ([1], [text]))

@@ -63,7 +63,14 @@ def test_doctor_fails_where_torch_cannot_be_imported():
     done = doctor("sys.modules['torch'] = None")
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    assert any(line.split()[1] == "device" for line in lines)
+    needs = "needs torch, which is not installed; install torch"
+    assert [line.split(maxsplit=2)[2] for line in lines if line.split()[1] == "device"] == [needs]
+
+
+def test_doctor_says_that_the_module_in_c_is_not_built():
+    done = doctor("sys.modules['rollout_spec.drafting._native'] = None", "--json")
+    [check] = [one for one in json.loads(done.stdout)["checks"] if one["name"] == "native module"]
+    assert check["status"] == "fail" and check["detail"].endswith("_native is not built")
 
 
 @pytest.mark.parametrize(

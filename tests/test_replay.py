@@ -15,7 +15,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
 from rollout_spec.predict.simulate import TAIL_ROWS
-from rollout_spec.report.outlook import headline
+from rollout_spec.report.outlook import headline, sentences
 from rollout_spec.trace import Rollout, read_trace, to_line
 
 
@@ -158,6 +158,11 @@ def test_figures_by_step_and_by_length(record):
 )
 def test_a_sentence_says_losses_too(record, tokens_per_step, said):
     assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
+
+
+def test_no_figure_is_given_for_a_tail_without_steps(record):
+    assert ", 1.00 where at most a quarter" in sentences(record | {"tail_tokens_per_step": 1.0})[0]
+    assert "quarter" not in sentences(record | {"tail_tokens_per_step": 0.0})[0]
 
 
 def test_the_page_says_what_is_printed(tmp_path, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -21,6 +23,11 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.trace import Rollout
+
+SAMPLED_LINES = 100  # in which the texts of a corpus are looked for
+LONG = 16  # tokens: shorter responses are the same by chance
+logger = logging.getLogger(__name__)
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -68,10 +75,11 @@ def run(args: argparse.Namespace) -> int:
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    if config.corpus:
-        check_corpus(config.corpus)
     lines = list(with_model(args, islice(read(args, args.traces), args.limit_groups)))
     check_steps(lines, args.traces[0])
+    if config.corpus:
+        check_corpus(config.corpus)
+        _warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
@@ -90,6 +98,21 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"page: {page}")
     return 0
+
+
+def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
+    """Say it where the corpus was built from what is replayed: a training's next responses are new."""
+    from rollout_spec.drafting.corpus import holds, open_corpus
+
+    opened = open_corpus(corpus)
+    some = lines[:: max(1, len(lines) // SAMPLED_LINES)]
+    texts = [text for line in some for text in line.responses if len(text) >= LONG]
+    num_held = sum(holds(opened, text) for text in texts)
+    if num_held:
+        logger.warning(
+            "%s holds %d of %d replayed responses word for word, so the figures promise too much: build it "
+            "from other responses", corpus, num_held, len(texts),
+        )  # fmt: skip
 
 
 def _print(record: dict[str, Any], title: str) -> None:

@@ -51,6 +51,8 @@ def diagnose() -> Iterator[Check]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
                 found = list(probe())
+            except ModuleNotFoundError as error:
+                found = [_missing(name, error.name or "")]
             except (Exception, SystemExit) as error:
                 found = [Check(name, FAIL, _first_line(error))]
         yield from found
@@ -263,6 +265,13 @@ PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("patches", _patches),
     ("engine patches", _engine_patches),
 )
+
+
+def _missing(name: str, module: str) -> Check:
+    """What a module that is not there means for the check that needs it."""
+    if module.startswith("rollout_spec"):
+        return Check(name, FAIL, f"{module} is not built", REINSTALL)
+    return Check(name, FAIL, f"needs {module}, which is not installed", f"install {module}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from rollout_spec.config import ConfigError
 from rollout_spec.drafting.native import Int32Array, NativeError, check_status, check_vector, ffi, lib
 from rollout_spec.files import replacing
@@ -46,6 +48,22 @@ class Corpus(NamedTuple):
         """-1 of a corpus without text; nothing above it is drafted."""
         with ffi.from_buffer("char[]", self.mapped) as buffer:
             return int(lib.rs_corpus_largest_token(buffer + CONTENT_OFFSET, len(buffer) - CONTENT_OFFSET))
+
+
+def holds(corpus: Corpus, token_ids: Int32Array) -> bool:
+    """Whether a text, int32 [n], stands in the corpus as a whole. Of a file that `check_corpus` takes."""
+    begin = CONTENT_OFFSET + _HEAD.size
+    states = np.frombuffer(corpus.mapped, np.uint32, 4 * (corpus.num_states + 1), begin).reshape(-1, 4)
+    begin += states.nbytes
+    transitions = np.frombuffer(corpus.mapped, np.int32, 2 * corpus.num_transitions, begin).reshape(-1, 2)
+    state = 0
+    for token in token_ids:
+        followers = transitions[states[state, 3] : states[state + 1, 3]]
+        found = np.flatnonzero(followers[:, 0] == token)
+        if not found.size:
+            return False
+        state = int(followers[found[0], 1])
+    return True
 
 
 def open_corpus(path: str | Path) -> Corpus:

@@ -42,6 +42,8 @@ def publish(comparison: Comparison, source: Path, picture: Path) -> str:
             return str(run.settings.sync_dir if run.offline else run.url)
     except wandb.Error as error:
         raise RunError(f"--wandb: {error}") from error
+    finally:
+        wandb.teardown()  # the end of a run does not wait until wandb's service has written its file
 
 
 def _run_of(source: Path) -> dict[str, Any]:
