@@ -44,7 +44,7 @@ def _range(field: dataclasses.Field) -> str:
         return ", ".join(f"`{choice}`" for choice in CHOICES[field.name])
     low, high = field.metadata["low"], field.metadata["high"]
     if low is None:
-        return "a path"
+        return "`true`, `false`" if isinstance(field.default, bool) else "a path"
     return f"{_plain(low)} to {_plain(high)}" + (f", `{AUTO}`" if field.metadata["or_auto"] else "")
 
 

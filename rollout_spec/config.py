@@ -122,6 +122,11 @@ class SpecConfig:
         1,
         1 << 20,
     )
+    untested_vllm: bool = _option(
+        False,
+        "draft also with a vLLM that is newer than the newest that our tests have run; else it is refused",
+        "you want to try such a vLLM. `certify` shows whether its tokens stay the same",
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -38,7 +38,7 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
-from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.mrv1.sampler import RowSampling, keep_from_fused_kernel
 from rollout_spec.vllm.mrv2 import host_drafts, speculators
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner
@@ -306,6 +306,17 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
     assert np.isfinite(given.log_odds).all()
     fetched = "rollout_spec.vllm.mrv1.drafters.<genexpr>"
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
+
+
+def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm: None) -> None:
+    """vLLM 0.33 asks such a function before its samplers run; here it says yes."""
+    module: Any = SimpleNamespace(__name__="sampler")
+    module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
+    keep_from_fused_kernel(module)
+    engine = Engine(SAMPLED)
+    keyed = engine.rows.know(engine.sampling, [0] * len(DRAFTS))
+    assert [module.mixed_sample_eligible(each, False) for each in (engine.sampling, keyed)] == [True, False]
+    keep_from_fused_kernel(SimpleNamespace())  # of another vLLM
 
 
 def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:

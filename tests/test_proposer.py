@@ -17,7 +17,7 @@ from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.other_ranks import most_tokens
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposer import SuffixProposer, last_level
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
 PROMPT = [1, 2, 3]
@@ -171,6 +171,19 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_sequences == len(engine.requests)
     engine.index.validate()
+
+
+def test_a_prompt_of_embeddings_has_drafts() -> None:
+    """Its tokens are known to nobody, and its length counts."""
+    engine = Engine(min_survival=0.0)
+    engine.add("embeddings", max_tokens=20)
+    request = engine.requests["embeddings"]
+    request.prompt_embeds, request.prompt_token_ids = np.zeros((len(PROMPT), 8)), None
+    said = TEXT[:4] * 3
+    for token in said:
+        drafts = engine.step({"embeddings": [token]})
+    assert drafts["embeddings"][:2] == TEXT[:2]
+    assert last_level(request, 1000) == len(PROMPT) + 20 and last_level(request, 21) == 21
 
 
 @pytest.mark.parametrize(

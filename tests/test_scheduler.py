@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config import SchedulerConfig, VllmConfig
@@ -13,8 +14,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
-from rollout_spec.vllm.mrv2.ahead import AheadScheduler
-from rollout_spec.vllm.scheduler import CountingScheduler, SpecScheduler
+from rollout_spec.vllm.mrv2.ahead import AheadScheduler, take_padding
+from rollout_spec.vllm.scheduler import AsyncCountingScheduler, CountingScheduler, SpecScheduler
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -62,3 +63,27 @@ def test_room_that_stays_empty_is_no_draft() -> None:
         num_drafts=1, num_draft_tokens=3, num_accepted_tokens=2
     )
     assert scheduler._request_counters["b"] == RequestCounters()
+
+
+def test_tokens_that_are_thrown_away_are_no_step() -> None:
+    """vLLM 0.24 discards those of a step that was in flight when `reset_prefix_cache` came."""
+    scheduler = AsyncCountingScheduler.__new__(AsyncCountingScheduler)
+    scheduler._request_counters = defaultdict(RequestCounters)
+    request = SimpleNamespace(request_id="a", num_output_tokens=3, async_tokens_to_discard=1)
+    assert scheduler._update_request_with_output(request, [7, 8]) == ([], False)
+    assert scheduler._request_counters["a"] == RequestCounters()
+
+
+def test_requests_that_join_have_no_placeholders() -> None:
+    cached = SimpleNamespace(resumed_req_ids={"resumed"})
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="new"), SimpleNamespace(req_id="prompt")],
+        scheduled_cached_reqs=cached,
+        scheduled_spec_decode_tokens={"new": [-1] * 4, "resumed": [-1] * 4, "runs": [-1] * 4},
+        num_scheduled_tokens={"new": 5, "prompt": 9, "resumed": 5, "runs": 5},
+        total_num_scheduled_tokens=24,
+    )
+    take_padding(output)
+    assert output.scheduled_spec_decode_tokens == {"runs": [-1] * 4}
+    assert output.num_scheduled_tokens == {"new": 1, "prompt": 9, "resumed": 1, "runs": 5}
+    assert output.total_num_scheduled_tokens == 16

@@ -23,6 +23,7 @@ MIN_P, MIN_P_TEXT, PATH = (
     {f"{ENGINE}.override_generation_config": value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path")
 )
 AHEAD, SYNCHRONOUS = ({f"{ENGINE}.async_scheduling": value} for value in (True, False))
+PIECES = {f"{ENGINE}.long_prefill_token_threshold": 8}
 RANKS = {f"{ROLLOUT}.data_parallel_size": 2}
 ADAPTERS, MORE_ADAPTERS = {f"{MODEL}.lora_rank": 8}, {f"{MODEL}.lora.rank": 8}
 MERGED = {f"{MODEL}.lora.merge": True}
@@ -39,6 +40,9 @@ ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with ou
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
 NOT_AHEAD = r"async_scheduling: must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
+SHORT_PIECES = (
+    r"vllm\.long_prefill_token_threshold=8: must be 0, or at least 1 \+ num_speculative_tokens, \d+,"
+)
 WHOLE = "the MTP head of this model as a whole"
 NO_ADAPTER = "LoRA: vLLM cannot apply a LoRA adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
@@ -67,6 +71,19 @@ CASES = [
     case(NO_MIN_P, OFF, MIN_P, LOADED, own=("eagle3", {})),
     case(None, SAM, PATH),
     case(None, OFF, MIN_P, PROCESSORS),
+    case(
+        r"^vllm 0\.33\.0: is newer than .*0\.32\.0.*: set rollout\.spec\.untested_vllm=true to",
+        SAM,
+        vllm="0.33.0",
+    ),
+    case(None, SAM, {"rollout.spec.untested_vllm": True}, vllm="0.33.0"),
+    case(None, SAM, vllm="0.32.1"),
+    case(None, OFF, vllm="0.33.0"),
+    # Of SAM's 15 draft tokens; before 0.29 vLLM has no padded rows that it cuts.
+    case(SHORT_PIECES, SAM, PIECES, vllm="0.29.0"),
+    case(None, SAM, PIECES),
+    case(None, SAM, {f"{ENGINE}.long_prefill_token_threshold": 16}, vllm="0.32.0"),
+    case(None, OFF, PIECES, vllm="0.32.0"),
     # MRV1 does not schedule ahead with drafts; where the model cannot be looked at, its engine says so.
     case(NOT_AHEAD, SAM, AHEAD, policy=BY_V1),
     case(None, SAM, AHEAD, policy=BY_V2),

@@ -74,7 +74,8 @@ def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
     }
     if spec.enabled:
         named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
-        facts |= of_our_drafter(spec, named, is_for_npus(config))
+        longest_piece = value(config, f"{ENGINE}.long_prefill_token_threshold")
+        facts |= of_our_drafter(spec, named, is_for_npus(config), longest_piece)
     if drafter is not None and (spec.enabled or spec.coupled):
         facts |= _of_model(config, spec, drafter, policy)
     return facts

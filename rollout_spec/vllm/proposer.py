@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -180,15 +180,26 @@ class SuffixProposer:
             self._add(drafter, request_id, live[request_id])
 
     def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
-        prompt = np.asarray(request.prompt_token_ids or [], np.int32)
-        params = request.sampling_params
-        max_tokens = getattr(params, "max_tokens", None)
         # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
-        max_level: int = self._runner.max_model_len
-        if max_tokens is not None:
-            max_level = min(max_level, len(prompt) + max_tokens)
-        names = names_of(getattr(params, "extra_args", None))
+        max_level = last_level(request, self._runner.max_model_len)
+        prompt = np.full(_num_prompt(request), FILLER, np.int32)  # nobody knows the tokens of embeddings
+        if request.prompt_token_ids is not None:
+            prompt = np.asarray(request.prompt_token_ids, np.int32)
+        names = names_of(getattr(request.sampling_params, "extra_args", None))
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
+
+
+def last_level(request: Any, max_model_len: int) -> int:
+    """The most tokens, prompt included, that a request can have."""
+    max_tokens = getattr(request.sampling_params, "max_tokens", None)
+    return max_model_len if max_tokens is None else min(max_model_len, _num_prompt(request) + max_tokens)
+
+
+def _num_prompt(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    embeddings = getattr(request, "prompt_embeds", None)
+    return 0 if embeddings is None else len(embeddings)
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:

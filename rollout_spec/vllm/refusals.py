@@ -21,10 +21,16 @@ WITHOUT_GRAPHS = (
 # What is asked for; which setting asks for it; why it is refused. {} is what was found.
 REFUSALS = {
     # Of our drafter.
+    "untested_vllm":
+        ("vllm {}", f"is newer than what our tests have run ({', '.join(versions.TESTED)}): set "
+         "rollout.spec.untested_vllm=true to try it, and compare its tokens by `rollout-spec certify`"),
     "untested_policy": ("rollout.spec.method=sam", "{}"),
     "recurrent_on_own_runner": ("rollout.spec.method=sam", f"{{}} has recurrent layers, and {OWN_RUNNER}"),
     "long_drafts":  # an engine ends in an assertion of its attention
         ("rollout.spec.num_speculative_tokens={}", f"must be at most {MAX_ON_NPUS} with vllm-ascend"),
+    "short_pieces":  # else an engine ends in an assertion of its scheduler when a request joins
+        ("{engine}long_prefill_token_threshold={0[0]}",
+         "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.29 and later"),
     # Of a model whose drafts we verify.
     "uncoupled_model":
         ("{model}", "a draft model needs rollout.spec.verify=coupled (the default); you set standard"),
@@ -62,16 +68,22 @@ def refuse(facts: Mapping[str, Any], model: str, engine: str = "") -> None:
             raise ConfigError(f"{where}: {why.format(found)}")
 
 
-def of_our_drafter(config: SpecConfig, policy: str | None, has_own_runner: bool) -> dict[str, Any]:
+def of_our_drafter(
+    config: SpecConfig, policy: str | None, has_own_runner: bool, longest_piece: int | None
+) -> dict[str, Any]:
     """The facts of an engine with our drafter.
 
     Args:
         policy: its architecture, if it has recurrent layers.
         has_own_runner: whether the platform has, as NPUs have.
+        longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
-    k = config.num_speculative_tokens
+    k, minor = config.num_speculative_tokens, versions.minor(versions.version() or "")
+    is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
     return {
-        "untested_policy": policy and recurrent.refusal(policy, versions.minor(versions.version() or "")),
+        "untested_vllm": not config.untested_vllm and versions.untested(),
+        "untested_policy": policy and recurrent.refusal(policy, minor),
         "recurrent_on_own_runner": has_own_runner and policy,
         "long_drafts": has_own_runner and k > MAX_ON_NPUS and k,
+        "short_pieces": is_short and (longest_piece, 1 + k),
     }

@@ -80,7 +80,7 @@ class SpecScheduler(Scheduler):
         is_decode = request.num_output_tokens > 0
         kept_token_ids, stopped = super()._update_request_with_output(request, *args, **kwargs)
         counters = self._request_counters[request.request_id]
-        if is_decode:
+        if is_decode and kept_token_ids:  # 0.24 throws tokens away that come after `reset_prefix_cache`
             counters.num_decoded_tokens += len(kept_token_ids)
             counters.num_decode_steps += 1
         return kept_token_ids, stopped

@@ -29,6 +29,13 @@ def minor(version: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def untested() -> str | None:
+    """The installed vLLM, if it is newer than all that were tested."""
+    found = version()
+    numbers = [number for number in map(minor, (*TESTED, found or "")) if number is not None]
+    return found if len(numbers) > len(TESTED) and numbers[-1] > max(numbers[:-1]) else None
+
+
 def refuse_old_version() -> None:
     """Raise a ConfigError if vLLM is older than what was tested: nothing says what its hooks would do."""
     found = version()

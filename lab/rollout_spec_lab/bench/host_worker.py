@@ -35,7 +35,7 @@ class Ours:
     def __init__(self, clock: Clock, v2: bool) -> None:
         self._clock = clock
         self.seconds = 0.0
-        self._time(RowSampling, "_rows")
+        self._time(RowSampling, "know")
         if v2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 

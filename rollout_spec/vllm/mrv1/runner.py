@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_class, put_before
-from rollout_spec.vllm import refusals
+from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv1 import drafters, sampler
 from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelDrafts
@@ -46,7 +46,7 @@ PROMPTS = Patch(
     until="MRV1 knows a chunk of a prompt by more than its length",
 )
 # What an engine's processes apply to themselves, as far as it asks for it.
-ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, PLAIN_STEPS, PROMPTS, SHARED_NOISE)
+ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, SHARED_NOISE)
 
 
 class PlainStepsRunner(GPUModelRunner):

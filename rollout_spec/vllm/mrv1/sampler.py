@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -34,6 +35,7 @@ from rollout_spec.patches import (
     put_before,
     record,
     replace_function,
+    wrap,
 )
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
@@ -113,6 +115,7 @@ class RowSampling:
         noise.check(self._runner.device)
         for module in _rejection_samplers():
             couple_rejection_sample(module)
+        keep_from_fused_kernel(vllm_sampler)
         sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
         record(_KEYED)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
@@ -225,6 +228,16 @@ class CoupledTopKTopPSampler(torch.nn.Module):
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
         return generators.step.sample_after(logits), processed
+
+
+def keep_from_fused_kernel(module: Any) -> None:
+    """Let no kernel draw for rows that have keys: from 0.33 on one of ROCm's does, before all samplers."""
+    if not hasattr(module, "mixed_sample_eligible"):
+        return
+
+    @wrap(module, "mixed_sample_eligible", _KEYED)
+    def has_no_keys(is_eligible: Any, sm: SamplingMetadata, predict_bonus_token: bool) -> bool:
+        return not isinstance(sm.generators, RowGenerators) and is_eligible(sm, predict_bonus_token)
 
 
 def couple_rejection_sample(module: Any) -> None:

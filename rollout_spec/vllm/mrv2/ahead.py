@@ -67,6 +67,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         return done
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        take_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:
             self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
@@ -91,6 +92,25 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         }
 
 
+def take_padding(scheduler_output: SchedulerOutput) -> None:
+    """Take away the placeholders of requests that join: no draft is meant for them.
+
+    From 0.29 on vLLM gives a request that joins with one token left K of them, for the graphs of its own
+    drafters. Beside a grammar they would stay, and be verified as token 0.
+    """
+    joining = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+    for name in (*joining, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+        num = len(scheduler_output.scheduled_spec_decode_tokens.pop(name, ()))
+        scheduler_output.num_scheduled_tokens[name] -= num
+        scheduler_output.total_num_scheduled_tokens -= num
+
+
+def _returns_experts(vllm_config: VllmConfig) -> bool:
+    """An option of the model before vLLM 0.32, of `aux_output_config` from then on."""
+    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
+    return any(getattr(owner, "enable_return_routed_experts", False) for owner in owners)
+
+
 def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     """Have an engine with our drafter schedule asynchronously where it would without: with MRV2.
 
@@ -102,8 +122,6 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
         ConfigError: it is asked for and cannot be had.
     """
     scheduler = vllm_config.scheduler_config
-    # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.
-    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
     reason = None
     if not vllm_config.use_v2_model_runner:
         reason = "needs vLLM's MRV2 together with the drafter, which this engine does not have"
@@ -112,7 +130,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
-    elif any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
+    elif _returns_experts(vllm_config):
         reason = (
             "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
             "tokens"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.vllm.proposer import last_level
 
 
 class HostBatch:
@@ -61,11 +62,7 @@ class HostBatch:
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
-        max_tokens = getattr(request.sampling_params, "max_tokens", None)
-        self._last_levels[row] = self.max_model_len
-        if max_tokens is not None:
-            most = len(request.prompt_token_ids or ()) + max_tokens
-            self._last_levels[row] = min(self.max_model_len, most)
+        self._last_levels[row] = last_level(request, self.max_model_len)
 
     def extend(self, request_ids: list[str], tokens: Any, nums: Any) -> list[int]:
         """Append a step's tokens.

@@ -119,8 +119,10 @@ class GraphsRunner(GPUModelRunner):
             self.cudagraph_manager.has_prompt = state is not None and state.has_prefill
         return gathered
 
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+    def prepare_inputs(
+        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
+    ) -> Any:
+        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *others)
         # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
         # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
         # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.

@@ -1,0 +1,65 @@
+"""On a GPU every row of logits is cut in one way, however many rows there are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
+
+from rollout_spec import patches
+from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+from tests.accelerator import DEVICE, HOST, Accelerator
+
+NUMS_ROWS = (1, 7, 8, 64, 65)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that logits are cut in from now on, in a process of an engine on a GPU."""
+    found: list[str] = []
+    monkeypatch.setattr(patches, "_applied", {})
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
+    monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
+    for name in ("apply_top_k_top_p_pytorch", "apply_top_k_top_p_triton"):
+
+        def cut(logits: Any, k: Any, p: Any, allow_cpu_sync: bool = False, way: str = name) -> Any:
+            found.append(way.rpartition("_")[2])
+            return logits
+
+        monkeypatch.setattr(topk_topp_sampler, name, cut, raising=False)
+    if hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"):
+        monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", topk_topp_triton._SPLIT_MAX_BATCH)
+    return found
+
+
+@pytest.mark.parametrize(("device", "expected"), [(DEVICE, "triton"), (HOST, "pytorch")])
+def test_rows_are_cut_by_one_kernel(ways: list[str], device: torch.device, expected: str) -> None:
+    for _ in range(2):  # once
+        cut_rows_alike()
+    with Accelerator() as accelerator:
+        for num_rows in NUMS_ROWS:
+            logits = torch.zeros(num_rows, 4)
+            logits = accelerator.put(logits) if device == DEVICE else logits
+            function = "apply_top_k_top_p" if device == DEVICE else "apply_top_k_top_p_pytorch"
+            getattr(topk_topp_sampler, function)(logits, torch.ones(num_rows), None)
+    assert ways == [expected] * len(NUMS_ROWS)
+
+
+@pytest.mark.skipif(
+    not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="vLLM before 0.32 splits no row"
+)
+def test_no_row_is_split(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own choice of kernels."""
+    cut_rows_alike()
+    for name in ("_topk_topp", "_apply_topp_split"):
+        monkeypatch.setattr(topk_topp_triton, name, lambda *_, name=name: ways.append(name))
+    monkeypatch.setattr(topk_topp_triton, "num_compute_units", lambda _: 4)
+    with Accelerator() as accelerator:
+        for num_rows in NUMS_ROWS:
+            p = accelerator.put(torch.full((num_rows,), 0.9))
+            topk_topp_triton.apply_top_k_top_p_triton(accelerator.put(torch.zeros(num_rows, 4)), None, p)
+    assert ways == ["_topk_topp"] * len(NUMS_ROWS)
