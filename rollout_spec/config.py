@@ -111,7 +111,8 @@ class SpecConfig:
     )
     routing: str = _option(
         "group",
-        "with verl only. group: the samples of a prompt go to one engine, as far as its load allows; verl: "
+        "with verl only. group: samples of a prompt share an engine until it is 8 requests ahead of the "
+        "emptiest; larger groups split; verl: "
         "verl's own router, which balances load, or the one that `router_config_path` names",
         "engines wait for the one with the longest responses (`load_imbalance`), or you have a router",
     )

@@ -273,6 +273,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, content, options, mes
     assert message in error
 
 
+def test_a_loop_of_links_is_one_line(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(["replay", str(tmp_path / "loop")]) == 2
+    assert capsys.readouterr().err.endswith("loop: Too many levels of symbolic links\n")
+
+
 def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):
     (tmp_path / "1.jsonl").write_bytes(VERL)
     dump = [str(tmp_path), "--tokenizer", str(tokenizer)]

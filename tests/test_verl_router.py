@@ -63,6 +63,16 @@ def test_siblings_go_together_and_prompts_are_spread(interleaved):
     assert set(loads(router).values()) == {16}
 
 
+def test_groups_of_more_than_the_bound_split_as_the_pages_say():
+    router, placed = make(num_servers=8), defaultdict(set)
+    for request in range(64 * 16):  # prompt by prompt
+        prompt = request // 16
+        placed[prompt].add(router.acquire_server(str(request), sampling_params=of(prompt))[0])
+    assert SHIPPED["max_imbalance"] == 8
+    assert not any(len(servers) == 1 for servers in placed.values())
+    assert max(loads(router).values()) - min(loads(router).values()) <= 8
+
+
 def test_a_request_that_goes_on_stays_and_needs_no_prompt():
     router = make()
     home = router.acquire_server("r", sampling_params=of(1))[0]

@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec import __version__
 from rollout_spec.cli import add_example
@@ -23,7 +23,9 @@ from rollout_spec.cli.inputs import (
     with_model,
 )
 from rollout_spec.config import SpecConfig, UserError
-from rollout_spec.trace import Rollout
+
+if TYPE_CHECKING:
+    from rollout_spec.trace import Rollout
 
 SAMPLED_LINES = 100  # in which the texts of a corpus are looked for
 LONG = 16  # tokens: shorter responses are the same by chance

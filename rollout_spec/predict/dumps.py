@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,9 +77,9 @@ def read_rollouts(
             and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
-    named: dict[Path, Path] = {}
+    named: dict[str, Path] = {}
     for file in itertools.chain.from_iterable(map(_files, paths)):
-        named.setdefault(file.resolve(), file)  # what is named twice is read once
+        named.setdefault(os.path.realpath(file), file)  # what is named twice is read once
     files = list(named.values())
     files_of: dict[tuple[Any, ...], Path] = {}  # by step and prompt
     twice = ""

@@ -22,7 +22,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
-from tests.engine.conftest import OFF, close, configured, proposer_of
+from tests.engine.conftest import OFF, configured, proposer_of
 from tests.text import save_corpus
 
 # The gate of the examples measures time: on some machines a short text is over before it opens.
@@ -41,15 +41,26 @@ def environment() -> dict[str, str]:
     return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def test_the_python_example(chat_model: str) -> None:
-    small = "max_model_len=1024, max_num_batched_tokens=512, enforce_eager=True, disable_log_stats=False"
-    small += f", dtype='float32', kv_cache_memory_bytes=1 << 28, additional_config={DRAFTING}"
-    names: dict[str, Any] = {}
-    exec(example("python", chat_model).replace("LLM(\n", f"LLM(\n    {small},\n"), names)
-    values = {metric.name: metric.value for metric in names["llm"].get_metrics() if hasattr(metric, "value")}
-    close([names["llm"]])
-    assert len(names["outputs"]) == 4
-    assert values["vllm:spec_decode_num_accepted_tokens"] > 0
+def test_the_python_example_runs_as_a_script(
+    chat_model: str, environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    small = "max_num_batched_tokens=512, enforce_eager=True, disable_log_stats=False"
+    small += f", dtype='float32', additional_config={DRAFTING}"
+    counted = "[one.value for one in llm.get_metrics() if one.name == 'vllm:spec_decode_num_accepted_tokens']"
+    script = example("python", chat_model).replace("LLM(\n", f"LLM(\n        {small},\n")
+    for old, new in (
+        ("4096", "1024"),
+        ("1 << 30", "1 << 28"),
+        ("print(outputs[0].outputs[0].text)", f"print('FOUND', sum({counted}), len(outputs))"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "script.py").write_text(script)
+    env = environment | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    [found] = re.findall(r"^FOUND (\d+) (\d+)$", done.stdout, re.MULTILINE) or [done.stderr]
+    assert int(found[0]) > 0 and found[1] == "4", found
 
 
 @pytest.mark.long
