@@ -41,7 +41,8 @@ SOME = || [ $$? = 5 ]
 SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python python arctic-inference==0.1.1
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	requests engines life_cycle sampling plain_vllm graphs draft_graphs schedule_ahead runner_v2 recurrent)
+	requests engines life_cycle sampling plain_vllm graphs draft_graphs recorded_graphs schedule_ahead runner_v2 \
+	model_drafter recurrent)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_check_engine \
 	verl_client verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \

@@ -167,7 +167,10 @@ class SpecConfig:
 
 def parse_threshold(text: str) -> int | str:
     """A `batch_threshold` of the command line; SpecConfig checks it."""
-    return int(text) if text.lstrip("-").isdecimal() else text
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -26,6 +26,12 @@ _CHUNK = 1 << 16
 MAX_LINE_BYTES = 1 << 28
 """A longer line is refused: it may be a whole file, which takes several times its size in memory."""
 
+_ARRAY = ". This is an array: `jq -c '.[]' FILE` writes each of its objects into a line"
+_HINTS = {  # by a line that is not JSON by itself
+    b"{": ". This object has several lines: `jq -c . FILE` writes each object into one",
+    b"[": _ARRAY,
+}
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,11 +152,11 @@ def _parse_json(line: bytes, where: str) -> dict[str, Any] | None:
         fields = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if line.endswith(b"\n") or isinstance(error, RecursionError):
-            raise TraceError(f"{where}: not JSON: {error}") from error
+            raise TraceError(f"{where}: not JSON: {error}{_HINTS.get(line.strip(), '')}") from error
         logger.warning("%s: the last line is cut off, it is left out", where)
         return None
     if not isinstance(fields, dict):
-        raise TraceError(f"{where}: must be a JSON object")
+        raise TraceError(f"{where}: must be a JSON object{_ARRAY if isinstance(fields, list) else ''}")
     return fields
 
 

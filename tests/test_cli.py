@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -88,6 +89,15 @@ MISTAKES = [
     ("replay {TRACE} --history=0", "--history: use --spec history=0"),
     ("replay {TRACE} --batch-threshold 8", "--batch-threshold: replay drafts in every step"),
     ("replay {TRACE} --depth 3", "unrecognized arguments: --depth 3"),
+    ("replay {TRACE} --limit-groups 99999999999999999999", "must be at least 1 and at most 2,147,483,647"),
+    ("replay {TRACE} --replicas 99999999", "--replicas: 99999999 must be at least 1 and at most 256"),
+    ("simulate {TRACE} --step-times 1:0.1 --replicas 99999999", "must be at least 1 and at most 256"),
+    ("simulate {TRACE} --step-times 1:0.1 --replicas 32 --dp 16", "--replicas 32 --dp 16: at most 256 ranks"),
+    ("simulate {TRACE} --step-times 1:0.1 --copies 99999999", "must be at least 1 and at most 256"),
+    ("simulate {TRACE} --step-times 1:0.1 --batch-thresholds=--5", "batch_threshold='--5': must be a number"),
+    (f"simulate {{TRACE}} --step-times {',1:' * 999}", "neither a file nor tokens:seconds"),
+    ("simulate {TRACE} --step-times " + "[" * 99, "neither a file nor tokens:seconds"),
+    ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
     ("doctor --history 0", "unrecognized arguments: --history 0"),
     ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
     ("simulate /nowhere.jsonl --step-times 1:0.1", "/nowhere.jsonl"),
@@ -96,6 +106,16 @@ MISTAKES = [
     ("simulate {TRACE} --model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
     ("simulate {TRACE} --model-config /nowhere.json --gpu h100", "/nowhere.json"),
     ("simulate {TRACE} --model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
+    *(
+        (
+            f"simulate {{TRACE}} --model-config {{QWEN}} --gpu h100 {options}",
+            f"an engine holds {kv} tokens, the",
+        )
+        for options, kv in (
+            ("--longest-response 131072", "24,708"),
+            ("--tp 8 --longest-response 1000000000", "1,947,316"),
+        )
+    ),
     ("simulate --gpu-memory-utilization 1.5", "--gpu-memory-utilization: 1.5 must be above 0 and at most 1"),
     (
         "simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS} --gpu h100"
@@ -255,3 +275,51 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
+
+
+FULL = """
+import pathlib, sys
+write = pathlib.Path.write_bytes
+def full(path, content):
+    if path.name.startswith(".replay.html"):
+        raise OSError(28, "No space left on device")
+    return write(path, content)
+pathlib.Path.write_bytes = full
+from rollout_spec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+RUN = "import sys; from rollout_spec.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run_python(code, *arguments, **settings):
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE, **settings)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_disk_that_is_full_leaves_the_old_files_and_the_figures(tmp_path, more):
+    (tmp_path / "replay.json").write_text("before")
+    arguments = ("replay", TRACE, "--limit-groups", 2, "--output", tmp_path, *more)
+    done = run_python(FULL, *arguments, stdout=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == f"rollout-spec replay: {tmp_path}/replay.html: No space left on device\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["replay.json"]
+    assert (tmp_path / "replay.json").read_text() == "before"
+    assert "tokens_per_step" in done.stdout if more else "tokens per step" in done.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_reader_that_has_gone_is_exit_code_141(more):
+    read, write = os.pipe()
+    os.close(read)
+    done = run_python(RUN, "replay", TRACE, "--limit-groups", 2, *more, stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_without_torch_certify_says_what_it_needs(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    code = f"import sys; sys.modules['torch'] = None\n{RUN}"
+    done = run_python(code, "certify", "--model", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("rollout-spec certify: needs torch, which is not installed here")

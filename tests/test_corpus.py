@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.drafting.corpus import (
     CONTENT_OFFSET,
     CorpusBuilder,
@@ -166,7 +167,7 @@ def test_a_failed_write_leaves_the_older_file(path):
 
     with pytest.raises(KeyboardInterrupt):
         write_corpus(path, 1000, fill)
-    with pytest.raises(OSError, match=r"File too large|No space left"):
+    with pytest.raises(UserError, match=r"corpus.*: (File too large|No space left)"):
         write_corpus(path, 1 << 60, lambda mapped: None)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
@@ -202,12 +203,31 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     assert open_corpus(output).num_tokens == 7
 
 
+def test_a_link_stays_and_what_is_no_plain_file_is_refused(tmp_path, capsys):
+    write_trace(tmp_path / "good.jsonl", ([1], [[1, 2]]))
+    (tmp_path / "target.sam").touch()
+    (tmp_path / "link.sam").symlink_to("target.sam")
+    assert command("corpus", "build", tmp_path / "good.jsonl", "-o", tmp_path / "link.sam") == 0
+    assert (tmp_path / "link.sam").is_symlink() and open_corpus(tmp_path / "target.sam").num_tokens == 2
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    capsys.readouterr()
+    for name in ("pipe", "loop"):
+        assert command("corpus", "build", tmp_path / "good.jsonl", "-o", tmp_path / name) == 2
+        assert f"{name}: must be a plain file in a folder that exists" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "loop").is_symlink()
+
+
 @pytest.mark.parametrize(
     ("file", "output", "message"),
     [
         ("nowhere.jsonl", "corpus.sam", "nowhere.jsonl: No such file or directory"),
-        ("good.jsonl", "nowhere/corpus.sam", "nowhere/corpus.sam: must be a file in a folder that exists"),
-        ("good.jsonl", ".", "must be a file in a folder that exists"),
+        (
+            "good.jsonl",
+            "nowhere/corpus.sam",
+            "nowhere/corpus.sam: must be a plain file in a folder that exists",
+        ),
+        ("good.jsonl", ".", "must be a plain file in a folder that exists"),
         ("empty.jsonl", "corpus.sam", "no token in any response"),
     ],
 )

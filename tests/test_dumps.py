@@ -148,7 +148,8 @@ def test_columns_are_named(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("step", "wanted"), [(3, 3), (3.0, 3), (3.5, None), ("last", None), (float("inf"), None), (None, None)]
+    ("step", "wanted"),
+    [(3, 3), (3.0, 3), ("3", 3), ("3.0", 3), ("step_3", 3), ("global_step_3", 3), ("", None), (None, None)],
 )
 def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted):
     rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
@@ -156,6 +157,37 @@ def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted
     rollouts = list(read_rollouts([tmp_path], columns={"group": "gid"}))
     expected = [("0", wanted, 2), ("1", wanted, 1)]
     assert [(one.group, one.step, len(one.responses)) for one in rollouts] == expected
+
+
+@pytest.mark.parametrize("step", [3.5, "last", "3.5", float("inf"), [3]])
+@pytest.mark.parametrize("columns", [{}, {"step": "step"}])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step, columns):
+    (tmp_path / "x.jsonl").write_bytes(lines([{"prompt_ids": [1], "response_ids": [2], "step": step}]))
+    with pytest.raises(TraceError, match=r"x\.jsonl:1: the step is .*; --columns step= reads no steps"):
+        read_rollouts([tmp_path], columns=columns)
+    [one] = read_rollouts([tmp_path], columns={"step": ""})
+    assert one.step is None
+
+
+def test_a_prompts_step_in_two_runs_is_said_and_a_file_named_twice_is_read_once(tmp_path, tokenizer, caplog):
+    for run in ("off", "sam"):
+        (tmp_path / run).mkdir()
+        for number, content in enumerate((VERL, VERL.replace(b'"step": 1', b'"step": 2'))):
+            (tmp_path / run / f"{number}.jsonl").write_bytes(content)
+    (tmp_path / "link").symlink_to("off")
+    one = [tmp_path / "off", tmp_path / "link", tmp_path / "off" / "1.jsonl"]
+    assert found(one, tokenizer) == found(one[:1], tokenizer)
+    assert not caplog.messages
+    read_rollouts([tmp_path / "off", tmp_path / "sam"], tokenizer)
+    [message] = caplog.messages
+    assert "sam/1.jsonl: the runs count as one, and draft from each other's responses" in message
+
+
+def test_a_chat_of_one_message_is_a_response(tmp_path, tokenizer):
+    rows = [
+        {"prompt": prompt, "completion": [{"role": "assistant", "content": text}]} for prompt, text in ROWS
+    ]
+    assert read_back(tmp_path, rows, tokenizer) == WANTED
 
 
 HIDDEN = [["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"], ["1.jsonl", ".1.jsonl"]]
@@ -183,7 +215,9 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
     assert found([tmp_path], tokenizer) == WANTED
     assert f"left out: {tmp_path / 'x.jsonl'}:" in caplog.text
     (tmp_path / "b" / "y.jsonl").write_text("{}")
-    with pytest.raises(TraceError, match=r"y\.jsonl: no response"):  # the first of those that are there
+    with pytest.raises(
+        TraceError, match=r"none of its 2 files holds rollouts: .*y\.jsonl: no response"
+    ):  # the first of them
         read_rollouts([tmp_path])
 
 
@@ -200,12 +234,31 @@ MISTAKES = [
     (VERL + DEEP, "", "x.jsonl:4: not JSON: maximum recursion"),
     (gzip.compress(VERL)[:40], "", "x.jsonl:1: Compressed file ended before"),
     (VERL, "", "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's"),
-    (VERL, "--tokenizer /nowhere", "--tokenizer /nowhere: no such file; where a folder has none"),
+    (
+        VERL,
+        "--tokenizer /nowhere",
+        "--tokenizer /nowhere: no such file or folder here, and a name at a hub",
+    ),
     (VERL, f"--tokenizer {__file__}", f"--tokenizer {__file__}: no tokenizer.json: "),
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among ask, k, said; want"),
     (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),
     (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
     (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
+    (
+        b'[\n {"a": 1}\n]\n',
+        "",
+        "x.jsonl:1: not JSON: Expecting value: line 2 column 1 (char 2). This is an array",
+    ),
+    (b'[{"a": 1}]\n', "", "x.jsonl:1: must be a JSON object. This is an array: `jq -c '.[]' FILE`"),
+    (b'{\n "a": 1\n}\n', "", "This object has several lines: `jq -c . FILE` writes"),
+    (
+        lines([{"response": [{"role": "a", "content": "b"}] * 2}]),
+        "",
+        "x.jsonl:1: the response is a chat of 2",
+    ),
+    (lines([{"response": [[["a"]]]}]), "", "x.jsonl:1: the response is [['a']], and not what the policy"),
+    (b'{"response": ' + b"[" * 500 + b"]" * 500 + b"}\n", "", "x.jsonl:1: the response is [[[["),
+    (lines([{"response": 5}]), "", "x.jsonl:1: the response is 5, and not what the policy wrote"),
     (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
 ]
 

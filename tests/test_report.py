@@ -191,7 +191,7 @@ def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
 
 
 def test_a_machine_that_drifted_corrects_no_ratio_that_is_not_there(tmp_path):
-    comparison = compared(tmp_path, [5.0, 10.0], [0.0, 0.0], [1000, 2000], training=22.0)
+    comparison = compared(tmp_path, [5.0, 10.0], [0.0, 0.0], [0, 0], training=22.0)
     assert comparison.has_drifted and headline(comparison).startswith("–× tokens per second (no interval")
     assert "Corrected" not in sentences(comparison)[0]
 
@@ -306,6 +306,13 @@ def test_picture_and_page_are_written_and_need_nothing_else(comparison, tmp_path
         ("", "no step has rollout/spec_rollout_seconds"),
         (LOGGED + '1.0, "rollout/spec_num_drafts": null}}\n', "rollout/spec_num_drafts is no finite number"),
         (LOGGED + '"soon"}}\n', "step 3: rollout/spec_rollout_seconds is no number: 'soon'"),
+        *(
+            (LOGGED + f"{seconds}}}}}\n", "step 3: rollout/spec_rollout_seconds ")
+            for seconds in ("-1.0", "Infinity", '"inf"')
+        ),
+        (LOGGED + '0, "rollout/spec_generated_tokens": 5}}\n', "spec_rollout_seconds must be above 0"),
+        (LOGGED + '1.0, "timing_s/step": -3}}\n', "timing_s/step must be at least 0 and finite: -3"),
+        (LOGGED + '1.0, "timing_s/gen": Infinity}}\n', "timing_s/gen must be at least 0 and finite: inf"),
         (LOGGED + '1.0, "critic/rewards/mean": "good"}}\n', "critic/rewards/mean is no number: 'good'"),
     ],
 )

@@ -1,8 +1,8 @@
 """The command `rollout-spec`, one thin module for each subcommand.
 
 In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
-May import: `config`, `recurrent`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`, pyarrow,
-rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
+May import: `config`, `files`, `recurrent`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`,
+pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
 
 A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
 `run`, so that `--help` answers at once.
@@ -21,7 +21,7 @@ from rollout_spec import __version__
 from rollout_spec.config import SpecConfig, UserError
 
 OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+OF_ENGINES = ("torch", "transformers", "vllm")
 COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
 DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
 
@@ -84,20 +84,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for a user error, 130 for Ctrl-C."""
+    """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for a user error, 130 for Ctrl-C, 141
+    if the reader of the output has gone."""
+    args = argparse.Namespace()
     try:
-        args, unknown = parser.parse_known_args(argv)
-    except SystemExit as done:  # --help and --version, or a wrong option
-        return int(done.code or 0)
-    try:
-        if unknown:
-            raise UserError(_unknown(unknown, getattr(args, "refused", None)))
-        return args.run(args)
+        try:
+            args, unknown = parser.parse_known_args(argv)
+            if unknown:
+                raise UserError(_unknown(unknown, getattr(args, "refused", None)))
+            code = args.run(args)
+        except SystemExit as done:  # --help and --version, or a wrong option
+            code = int(done.code or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain again when it flushes at exit.
+        # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -126,8 +130,10 @@ def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, _FILE_ERRORS):
+    if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
         return f"needs {error.name}: reinstall with its extra: pip install '.[report]' in the checkout"
+    if isinstance(error, ModuleNotFoundError) and error.name in OF_ENGINES:
+        return f"needs {error.name}, which is not installed here: run it where vLLM is installed"
     return None

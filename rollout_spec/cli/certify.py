@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 from typing import Any
 
@@ -72,10 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judging = parser.add_argument_group("when a difference counts")
     judging.add_argument(
         "--tolerance", type=share, metavar="X",
-        help="rounding explains a difference where the scores logit / T + noise of the two tokens, or a "
-        "token and the boundary of top-k or top-p, are closer than X (float32: 1e-4; else 2 x the dtype's "
-        "epsilon x the largest |logit| / T there; with VLLM_BATCH_INVARIANT=1 nothing, and log-probabilities "
-        "must be equal too)",
+        help="rounding explains a difference where the scores of the two tokens are closer than X (by the "
+        "dtype; 0 with VLLM_BATCH_INVARIANT=1)",
     )  # fmt: skip
     judging.add_argument(
         "--distribution-samples", type=number(int, 0), default=1000, metavar="N",
@@ -155,15 +152,16 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
     from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.files import as_json
     from rollout_spec.report.certificate import sentences, tables, write_certificate
 
+    if args.json:
+        print(as_json(record), end="")
+    else:
+        console = make_console()
+        console.print(f"With drafts and without: {record['verdict']}.", style="bold", highlight=False)
+        print_tables(console, tables(record))
+        for sentence in sentences(record):
+            console.print(sentence, highlight=False)
     if args.output:
         write_certificate(record, args.output)
-    if args.json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-        return
-    console = make_console()
-    console.print(f"With drafts and without: {record['verdict']}.", style="bold", highlight=False)
-    print_tables(console, tables(record))
-    for sentence in sentences(record):
-        console.print(sentence, highlight=False)

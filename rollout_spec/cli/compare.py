@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from rollout_spec.cli import add_example
@@ -35,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.files import as_json
     from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows, write_report
     from rollout_spec.report.measures import compare
     from rollout_spec.report.publish import publish
@@ -43,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
 
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
+    console = make_console()
+    if args.json:
+        print(as_json(comparison.to_dict()), end="")
+    else:
+        columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+        print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
+        for sentence in sentences(comparison):
+            console.print(sentence, highlight=False)
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = {"wandb": publish(comparison, args.on, paths["png"])} if args.wandb else {}
-    if args.json:
-        print(json.dumps(comparison.to_dict(), indent=2, allow_nan=False))
-        return 0
-    console = make_console()
-    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
-    print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
-    for sentence in sentences(comparison):
-        console.print(sentence, highlight=False)
-    for kind, where in (paths | published).items():
+    for kind, where in (paths | published).items() if not args.json else ():
         console.print(f"{kind:>6}: {where}", highlight=False, soft_wrap=True)
     return 0

@@ -12,19 +12,24 @@ from rich.table import Table
 FILE_WIDTH = 120
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def make_console() -> Console:
     """As wide as the terminal; a file has no width, and narrow columns would cut numbers.
 
     Text stands as it is: names of files may look like rich's markup.
     """
-    plain = functools.partial(Console, markup=False, emoji=False)
+    plain = functools.partial(_Console, markup=False, emoji=False)
     console = plain()
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", caption=caption)
+    table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table

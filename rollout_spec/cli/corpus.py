@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_values
     from rollout_spec.drafting.native import OutOfMemory
+    from rollout_spec.files import plain_file
 
-    if args.output.is_dir() or not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output}: must be a file in a folder that exists")
+    plain_file(args.output)
     try:
         values = _build(args)
     except OutOfMemory as error:
@@ -60,10 +60,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 num_tokens += len(response)
             num_texts += len(rollout.responses)
             advance(1)
-    try:
-        builder.save(args.output)
-    except OSError as error:
-        raise UserError(f"--output {args.output}: {error.strerror}") from error
+    builder.save(args.output)
     corpus = open_corpus(args.output)
     return {
         "output": str(args.output),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,9 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 if TYPE_CHECKING:
     from rollout_spec.predict.roofline import Roofline
     from rollout_spec.trace import Rollout
+
+MAX_ENGINES = 256
+"""In a cluster, and devices, ranks or copies: a simulation of more takes minutes and says nothing new."""
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
@@ -26,16 +28,14 @@ _CPU = {
 
 
 def number(
-    kind: type[int] | type[float], low: float, high: float = math.inf, *, above: bool = False
+    kind: type[int] | type[float], low: float, high: float = (1 << 31) - 1, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: finite numbers from `low`, or `above` it, to `high`."""
-    bounds = f"{'above' if above else 'at least'} {low:g}"
-    bounds += f" and at most {high:,.10g}" if math.isfinite(high) else ""
+    """An argparse type: numbers from `low`, or `above` it, to `high`."""
+    bounds = f"{'above' if above else 'at least'} {low:g} and at most {high:,.10g}"
 
     def parse(text: str) -> Any:
         value = kind(text)
-        fits = low <= value <= high and math.isfinite(value) and not (above and value == low)
-        if not fits:
+        if not low <= value <= high or (above and value == low):
             raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
         return value
 
@@ -123,7 +123,7 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
     )  # fmt: skip
     group.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
     group.add_argument(
-        "--tp", type=number(int, 1), metavar="N", help="tensor-parallel devices of an engine (1)"
+        "--tp", type=number(int, 1, MAX_ENGINES), metavar="N", help="tensor-parallel devices of an engine (1)"
     )
 
 
@@ -163,7 +163,7 @@ def _parsed(value: str) -> Any:
     """Numbers, true and false as JSON has them; anything else is text."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

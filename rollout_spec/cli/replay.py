@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import islice
 from typing import Any
 
 from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    MAX_ENGINES,
     add_rollouts_arguments,
     add_simulated_model,
     add_spec_argument,
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_simulated_model(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
     engines = parser.add_argument_group("engines that these rollouts are for")
-    engines.add_argument("--replicas", type=number(int, 1), default=1, metavar="N", help="engines")
+    engines.add_argument(
+        "--replicas", type=number(int, 1, MAX_ENGINES), default=1, metavar="N", help="engines"
+    )
     engines.add_argument(
         "--max-num-seqs", type=number(int, 1), default=1024, metavar="N",
         help="requests that an engine runs at a time; verl's default too",
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import tracked
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.drafting.native import BudgetExceeded
+    from rollout_spec.files import as_json
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
     from rollout_spec.report.outlook import headline, write_outlook
@@ -77,14 +80,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
-    page = write_outlook(record, _facts(args, config), args.output) if args.output else None
     if args.json:
-        print(json.dumps(record, indent=2, allow_nan=False))
-        return 0
-    corpus = f", corpus {config.corpus}" if config.corpus else ""
-    _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
-    if page:
-        print(f"page: {page}")
+        print(as_json(record), end="")
+    else:
+        corpus = f", corpus {config.corpus}" if config.corpus else ""
+        _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
+    if args.output:
+        page = write_outlook(record, _facts(args, config), args.output)
+        if not args.json:
+            print(f"page: {page}")
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    MAX_ENGINES,
     add_device_arguments,
     add_rollouts_arguments,
     add_simulated_model,
@@ -36,12 +37,12 @@ OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    positive = number(int, 1)
+    positive, engines = number(int, 1), number(int, 1, MAX_ENGINES)
     lines = parser.add_argument_group("what is served")
     add_rollouts_arguments(lines)
     lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
     lines.add_argument(
-        "--copies", type=positive, default=1, metavar="N",
+        "--copies", type=engines, default=1, metavar="N",
         help="serve the recording N times at once, each copy with tokens of its own",
     )  # fmt: skip
     times = parser.add_argument_group("how long a step takes: measured, or predicted for a device")
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_device_arguments(times, source)
     times.add_argument(
-        "--dp", type=positive, metavar="N",
+        "--dp", type=engines, metavar="N",
         help="data-parallel ranks of an engine: they share the experts and step together (1)",
     )  # fmt: skip
     times.add_argument(
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "engine that drafts do (v2)",
     )  # fmt: skip
     cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
-    cluster.add_argument("--replicas", type=positive, nargs="+", default=[1], metavar="N", help="engines")
+    cluster.add_argument("--replicas", type=engines, nargs="+", default=[1], metavar="N", help="engines")
     cluster.add_argument(
         "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N",
         help="requests that an engine runs at a time",
@@ -112,8 +113,10 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.progress import counted
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.predict.load import comes_back, copied, requests_of
-    from rollout_spec.predict.simulate import Cluster, compare, configurations
+    from rollout_spec.predict.simulate import Cluster, check_cache, compare, configurations
 
+    if max(args.replicas) * (args.dp or 1) > MAX_ENGINES:
+        raise UserError(f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
     spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
@@ -134,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.traces[0]}: no token in any response")
     if spec.get("history") and not comes_back(lines):
         raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
+    for cluster in clusters:
+        check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)
     results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
     if args.json:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from rollout_spec.config import ConfigError
 from rollout_spec.drafting.native import Int32Array, NativeError, check_status, check_vector, ffi, lib
+from rollout_spec.files import replacing
 
 _KIND = b"rollout_spec corpus "
 _MAGIC = _KIND + f"1 {sys.byteorder}\n".encode()
@@ -98,20 +99,14 @@ def write_corpus(path: str | Path, num_bytes: int, fill: Callable[[mmap.mmap], N
         fill: writes the content into the mapping that it is given, from CONTENT_OFFSET on.
 
     Raises:
-        OSError: the file cannot be written, or there is no room for it; nothing is left of it then.
+        UserError: it is no plain file, cannot be written, or there is no room; nothing is left of it then.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "w+b") as file:
-            # A full disk is an error here, not a signal while the mapping is written.
-            os.posix_fallocate(file.fileno(), 0, CONTENT_OFFSET + num_bytes)
-            with mmap.mmap(file.fileno(), 0) as mapped:
-                fill(mapped)
-                mapped[:CONTENT_OFFSET] = _HEADER.pack(_MAGIC, _digest(mapped), num_bytes)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(Path(path)) as partial, open(partial, "w+b") as file:
+        # A full disk is an error here, not a signal while the mapping is written.
+        os.posix_fallocate(file.fileno(), 0, CONTENT_OFFSET + num_bytes)
+        with mmap.mmap(file.fileno(), 0) as mapped:
+            fill(mapped)
+            mapped[:CONTENT_OFFSET] = _HEADER.pack(_MAGIC, _digest(mapped), num_bytes)
 
 
 class CorpusBuilder:
@@ -134,7 +129,7 @@ class CorpusBuilder:
         check_status(lib.rs_corpus_add(self._builder, tokens, len(token_ids), self._error), self._error)
 
     def save(self, path: str | Path) -> None:
-        """Write the file. Raises OSError."""
+        """Write the file. Raises UserError."""
         write_corpus(path, int(lib.rs_corpus_num_bytes(self._builder)), self._freeze)
 
     def _freeze(self, mapped: mmap.mmap) -> None:

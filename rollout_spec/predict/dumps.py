@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ _WANTED = (
     "wanted: a recording, verl's rollout_data_dir or validation_data_dir, or rows with a prompt and its "
     "responses; for fields of other names pass --columns prompt=NAME,response=NAME,group=NAME,step=NAME"
 )
+_STEP = re.compile(r"(?:global_?)?(?:step)?[ _-]?(\d{1,18})(?:\.0*)?", re.IGNORECASE)
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _Text = str | list[int]
 Columns = Mapping[str, str]
@@ -74,7 +76,12 @@ def read_rollouts(
             and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
-    files = [file for path in paths for file in _files(path)]
+    named: dict[Path, Path] = {}
+    for file in itertools.chain.from_iterable(map(_files, paths)):
+        named.setdefault(file.resolve(), file)  # what is named twice is read once
+    files = list(named.values())
+    files_of: dict[tuple[Any, ...], Path] = {}  # by step and prompt
+    twice = ""
     found: list[Rollout | _Group] = []
     groups: dict[tuple[Any, ...], _Group] = {}
     refused = []
@@ -85,14 +92,21 @@ def read_rollouts(
             refused.append(error)
             continue
         for one in rows:
+            other = files_of.setdefault(_key(one), file)
+            if other.parent != file.parent and one.step is not None:
+                twice = f"step {one.step} of a prompt is in {other} and in {file}"
             if isinstance(one, _Group):
-                known = groups.setdefault((one.step, one.name, one.part), one)
+                known = groups.setdefault(_key(one), one)
                 if known is not one:
                     known.responses += one.responses
                     continue
             found.append(one)
-    if refused and (not found or len(files) == len(paths)):
+    if twice:
+        logger.warning("%s: the runs count as one, and draft from each other's responses", twice)
+    if refused and len(files) == len(paths):
         raise refused[0]
+    if refused and not found:
+        raise TraceError(f"{paths[0]}: none of its {len(files)} files holds rollouts: {refused[0]}")
     for reason in refused:  # a folder may hold other and damaged files too
         logger.warning("left out: %s", reason)
     if not any(len(response) for one in found for response in one.responses):
@@ -101,6 +115,11 @@ def read_rollouts(
         found.sort(key=lambda one: one.step or 0)
     encoder = _Encoder(tokenizer, paths[0])
     return (one if isinstance(one, Rollout) else encoder.rollout(one) for one in found)
+
+
+def _key(one: Rollout | _Group) -> tuple[Any, ...]:
+    name = (one.group, "") if isinstance(one, Rollout) else (one.name, one.part)
+    return (one.step, *name)
 
 
 def _files(path: Path) -> list[Path]:
@@ -151,9 +170,10 @@ def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | Non
     """None for a row without a response."""
     is_verls = {*_VERL.values(), "score"} <= row.keys()
     columns = {**_VERL, **columns} if is_verls else columns
-    responses = _responses(_value(row, "response", columns, where))
-    if not responses:
+    value = _value(row, "response", columns, where)
+    if value is None:
         return None
+    responses = _responses(value, where)
     prompt = _prompt(_value(row, "prompt", columns, where))
     name = _value(row, "group", columns, where)
     if name is None:
@@ -162,7 +182,7 @@ def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | Non
     step = _value(row, "step", columns, where)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if is_verls and "uid" in row else ""
-    return _Group(_step(step), str(name), part, prompt, responses)
+    return _Group(_step(step, where), str(name), part, prompt, responses)
 
 
 def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> Any:
@@ -182,23 +202,41 @@ def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> A
     return None
 
 
-def _responses(value: Any) -> list[_Text]:
-    """All that a value holds: n for n samples."""
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    return [text for one in value for text in _responses(one)] if isinstance(value, list) else []
+def _responses(value: Any, where: str) -> list[_Text]:
+    """What a value holds: one response, or a list of n for n samples. Of a chat with one message its text."""
+    is_one = not isinstance(value, list) or _is_ids(value) or _is_chat(value)
+    responses = []
+    for one in [value] if is_one else value:
+        text = one[0].get("content") if _is_chat(one) and len(one) == 1 else one
+        if not isinstance(text, str) and not _is_ids(text) and text not in _EMPTY:
+            what = f"a chat of {len(text)} messages" if _is_chat(text) else f"{text!r:.40}"
+            raise TraceError(
+                f"{where}: the response is {what}, and not what the policy wrote: its text, its token ids, "
+                "or a list of these; --columns response=NAME names another field"
+            )
+        responses.append("" if text is None else text)
+    return responses
 
 
 def _prompt(value: Any) -> _Text:
     """The text or the token ids of a prompt; a chat as verl decodes it, roles and texts in lines."""
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+    if _is_chat(value):
         return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in value)
     return value if isinstance(value, str) or _is_ids(value) else ""
 
 
-def _step(value: Any) -> int | None:
-    """None for what is no whole number."""
-    return int(value) if isinstance(value, (int, float)) and value % 1 == 0 else None
+def _step(value: Any, where: str) -> int | None:
+    """A whole number, also as text: 3, "3", "step_3"."""
+    if value is None:
+        return None
+    number = _STEP.fullmatch(value) if isinstance(value, str) else None
+    if number or (isinstance(value, (int, float)) and value % 1 == 0):
+        return int(number[1] if number else value)
+    raise TraceError(f"{where}: the step is {value!r:.40}, no whole number; --columns step= reads no steps")
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
 def _is_ids(value: Any) -> bool:
@@ -237,8 +275,8 @@ class _Encoder:
         file = self._path / "tokenizer.json" if self._path.is_dir() else self._path
         if not file.exists():
             raise TraceError(
-                f"--tokenizer {file}: no such file; where a folder has none, transformers writes one: "
-                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+                f"--tokenizer {file}: no such file or folder here, and a name at a hub is not looked up. "
+                "transformers writes the folder: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)"
             )
         from tokenizers import Tokenizer
 

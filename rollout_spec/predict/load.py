@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rollout_spec.config import UserError
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.homes import Homes
 from rollout_spec.trace import Proposals, Rollout
@@ -46,6 +47,7 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
     return len(set(groups)) < len(groups)
 
 
+_MAX_TOKEN = np.iinfo(np.int32).max
 LEAST_REQUESTS = 32
 """Of `one_rollout`: with fewer, one long response decides."""
 
@@ -70,6 +72,8 @@ def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
     one copy about another."""
     arrays = [array for line in lines for array in (line.prompt_token_ids, *line.responses) if len(array)]
     vocabulary = 1 + max((int(array.max()) for array in arrays), default=0)
+    if num_copies * vocabulary > _MAX_TOKEN:
+        raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
     return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
 
 

@@ -55,7 +55,7 @@ class Model:
         """
         try:
             fields = json.loads(Path(path).read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RooflineError(f"{path}: not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise RooflineError(f"{path}: must be a JSON object")

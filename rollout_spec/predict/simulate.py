@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollout_spec.config import SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.engine import Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
@@ -59,6 +59,25 @@ def configurations(
         if has_states:
             check_settings(configs[-1], None)
     return configs
+
+
+def check_cache(
+    requests: Iterable[Request], cluster: Cluster, configs: Iterable[SpecConfig], times: Times
+) -> None:
+    """Refuse a KV cache that cannot hold one response to its end, as vLLM does when it starts.
+
+    Raises:
+        UserError
+    """
+    longest = max(len(request.prompt_token_ids) + len(request.response) for request in requests)
+    of_states = max(times.row_tokens(config.num_speculative_tokens) for config in configs)
+    if longest + of_states > cluster.kv_tokens:
+        stretch = getattr(times, "stretch", 1.0)
+        raise UserError(
+            f"the KV cache of an engine holds {stretch * (cluster.kv_tokens - of_states):,.0f} tokens, the "
+            f"longest prompt with its response has {stretch * longest:,.0f}: take more devices (--tp) or a "
+            "smaller --longest-response"
+        )
 
 
 def compare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +75,10 @@ class StepTimes:
     def parse(cls, text: str) -> StepTimes:
         """Read tokens:seconds,... ("8:0.085,16:0.09"), or the JSON file that `bench engine` writes."""
         path = Path(text)
-        if path.is_file():
+        if os.path.isfile(text):  # `Path.is_file` fails where the text is longer than a file's name
             try:
                 return cls.of_rows(json.loads(path.read_text())["step_times"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
         try:
             return cls(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import render
 
 # Of each table: what a column shows, and how.
@@ -44,8 +44,7 @@ _RUNNERS = {
 
 def write_certificate(record: Mapping[str, Any], folder: Path) -> None:
     """certificate.json and certificate.html."""
-    (folder / "certificate.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    (folder / "certificate.html").write_text(render_html(record))
+    write_files(folder, {"certificate.json": as_json(record), "certificate.html": render_html(record)})
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -108,8 +107,8 @@ def _distribution(distribution: dict[str, Any] | None, plan: dict[str, Any]) -> 
         f"The distribution test of verify=standard {'passed' if distribution['passed'] else 'failed'}: of "
         f"{distribution['num_samples']:,} samples with drafts and as many without, at temperature "
         f"{distribution['temperature']:g}, the smallest of {distribution['num_tests']} p-values is "
-        f"{distribution['smallest_p_value']:.2g}. It fails by chance once in "
-        f"{1 / distribution['false_alarm_rate']:,.0f} runs."
+        f"{distribution['smallest_p_value']:.2g}. False-positive rate: "
+        f"{distribution['false_alarm_rate']:.0e} per run."
     )
 
 

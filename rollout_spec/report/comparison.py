@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.report.measures import Compared, Comparison, Estimate, Measure
 from rollout_spec.report.page import png, render
 from rollout_spec.report.runs import Run
@@ -31,17 +31,15 @@ MEASURED = {
 def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str]) -> dict[str, Path]:
     """Write summary, picture and page into `folder`, and return their paths by kind: json, png, html. `facts`
     describe the runs in the page."""
-    paths = {kind: folder / name for kind, name in FILES.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     picture = draw(comparison)
-    paths["json"].write_text(json.dumps(comparison.to_dict(), indent=2, allow_nan=False) + "\n")
-    paths["png"].write_bytes(picture)
     alt = f"Each measure over the training steps, {comparison.off.name} and {comparison.on.name}"
     tables = [("Means, with 95 % intervals", table_columns(comparison), table_rows(comparison))]
     facts = {**facts, **MEASURED}
     text = sentences(comparison)
-    paths["html"].write_text(render("compare", headline(comparison), text, tables, facts, picture, alt))
-    return paths
+    page = render("compare", headline(comparison), text, tables, facts, picture, alt)
+    contents: dict[str, bytes | str] = {"json": as_json(comparison.to_dict()), "png": picture, "html": page}
+    write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
+    return {kind: folder / name for kind, name in FILES.items()}
 
 
 def shown(comparison: Comparison) -> list[Compared]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import png, render
 
 MAX_ROWS = 12  # of a table
@@ -21,24 +21,26 @@ def headline(record: Mapping[str, Any]) -> str:
         return "Drafts would change nothing: a step of a response gives 1.00 tokens, as plain decoding does."
     return (
         f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding "
-        f"gives 1; {record['tail_share']:.0%} of an engine's steps are tail, where that saves most."
+        f"gives 1. At most {record['batch']['tail_rows']} requests run in {record['tail_share']:.0%} of an "
+        "engine's steps; drafts help most there."
     )
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
     """The sentences after `headline`."""
     lengths, batch = record["lengths"], record["batch"]
+    has_tail = record["tail_tokens_per_step"] > 0
+    tail = f"{record['tail_tokens_per_step']:.2f} where at most a quarter of a prompt's responses still run"
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     return [
-        f"A step gives {record['tokens_per_step']:.2f} tokens, {record['tail_tokens_per_step']:.2f} where at "
-        f"most a quarter of a prompt's responses still run; {record['acceptance_rate']:.0%} of the draft "
-        "tokens are right.",
+        f"A step gives {record['tokens_per_step']:.2f} tokens{has_tail * f', {tail}'}; "
+        f"{record['acceptance_rate']:.0%} of the draft tokens are right.",
         f"Groups: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
         f"Half of the responses have at most {lengths['median']:,.0f} tokens, the longest tenth has "
         f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",
         f"On {engines} with up to {batch['max_num_seqs']:,} requests at a time, {record['tail_share']:.0%} "
-        f"of the steps without drafts are tail: at most {batch['tail_rows']} requests run.",
-        "That says nothing of time: `rollout-spec simulate` predicts it, with the gate.",
+        f"of the steps without drafts are the tail: at most {batch['tail_rows']} requests run.",
+        "These are counts; `rollout-spec simulate` predicts time.",
     ]
 
 
@@ -59,7 +61,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[lis
     if len(record["by_step"]) > 1:
         rows = [[str(row["step"]), *_cells(row)] for row in _some(record["by_step"])]
         yield "By training step", ["step", *_COLUMNS], rows
-    rows = [[_range(row), *_cells(row)] for row in record["by_length"]]
+    rows = [[f"{row['from']:,} to {row['to']:,}", *_cells(row)] for row in record["by_length"]]
     yield "By length of the response", ["tokens", *_COLUMNS], rows
 
 
@@ -67,10 +69,6 @@ def _some(rows: Sequence[Any]) -> list[Any]:
     """The first, the last, and as many between them as a table holds."""
     places = range(min(len(rows), MAX_ROWS))
     return [rows[round(i * (len(rows) - 1) / max(1, len(places) - 1))] for i in places]
-
-
-def _range(row: Mapping[str, Any]) -> str:
-    return f"{row['from']:,} to {row['to']:,}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -82,16 +80,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: Path) -> Path:
     """Write replay.json, replay.png and replay.html, and return the page's path."""
-    folder.mkdir(parents=True, exist_ok=True)
     picture = draw(record)
-    (folder / "replay.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    (folder / "replay.png").write_bytes(picture)
-    page = folder / "replay.html"
     alt = "Tokens per step by training step, and running requests"
-    page.write_text(
-        render("replay", record["headline"], sentences(record), tables(record), facts, picture, alt)
-    )
-    return page
+    page = render("replay", record["headline"], sentences(record), tables(record), facts, picture, alt)
+    write_files(folder, {"replay.json": as_json(record), "replay.png": picture, "replay.html": page})
+    return folder / "replay.html"
 
 
 def draw(record: Mapping[str, Any]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ MAX_DRIFT = 0.05  # above it, a ratio of two runs says as much of the machine as
 _SECONDS = PREFIX + "rollout_seconds"
 # What stands in every step of a run that drafts, if it has a token.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "tokens_per_step")
+
+_AMOUNTS = re.compile(rf"timing_s/|{PREFIX}|perf/")  # of seconds, tokens and counts, by how they begin
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +132,8 @@ def read_run(path: str | Path, name: str) -> Run:
             f"{log.source}: no step has {_SECONDS}; was the run started with "
             "+rollout.spec=sam or +rollout.spec=off?"
         )
-    has_drafter = any(
-        PREFIX + "num_failed_steps" in data for _, data in records
-    )  # only a drafter counts them
+    # Only a drafter counts them.
+    has_drafter = any(PREFIX + "num_failed_steps" in data for _, data in records)
     return Run(name, steps, looping_share(Path(path)), has_drafter)
 
 
@@ -165,6 +167,10 @@ def _step(number: int, data: Mapping[str, Any], source: str) -> Step:
             raise RunError(f"{source}: step {number}: {name} is no number: {given!r}") from None
         if field.metadata["is_finite"] and not math.isfinite(values[field.name]):
             raise RunError(f"{source}: step {number}: {name} is no finite number")
+        if _AMOUNTS.match(name) and (values[field.name] < 0 or math.isinf(values[field.name])):
+            raise RunError(f"{source}: step {number}: {name} must be at least 0 and finite: {given!r}")
+    if values["generated_tokens"] and not values["rollout_seconds"]:
+        raise RunError(f"{source}: step {number}: {_SECONDS} must be above 0, there are tokens: 0")
     if not values["generated_tokens"]:
         values["tokens_per_step"] = math.nan
     return Step(number, **values)

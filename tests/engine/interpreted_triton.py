@@ -24,6 +24,7 @@ from triton.runtime import interpreter
 
 from rollout_spec.patches import when_imported
 from tests.engine.conftest import ENVIRONMENT, collect_unless_vllm_asks
+from tests.engine.interpreted_topk import choose_by_rows, cut_by_the_kernel, interpret_kernels
 
 os.environ |= ENVIRONMENT
 gc.collect = collect_unless_vllm_asks
@@ -117,11 +118,6 @@ libdevice.log1p = log1p
 random.philox_impl = philox
 
 
-def cut_by_torch(topk_topp_sampler: Any) -> None:
-    """The one kernel that the interpreter cannot run: `'int' object has no attribute 'to'`."""
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-
-
 def hash_by_numpy(gumbel: Any) -> None:
     if hasattr(gumbel, "murmur3_hash32"):
         gumbel.murmur3_hash32 = murmur3
@@ -142,5 +138,7 @@ def warm_up_as_on_gpus(cpu_worker: Any) -> None:
 
 
 when_imported("vllm.v1.worker.cpu_worker", warm_up_as_on_gpus)
-when_imported("vllm.v1.sample.ops.topk_topp_sampler", cut_by_torch)
+when_imported("vllm.v1.sample.ops.topk_topp_triton", interpret_kernels)
+when_imported("vllm.v1.sample.ops.topk_topp_sampler", choose_by_rows)
+when_imported("rollout_spec.vllm.top_k_top_p", cut_by_the_kernel)
 when_imported("vllm.v1.worker.gpu.sample.gumbel", hash_by_numpy)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout_spec.config import ConfigError
@@ -21,7 +22,7 @@ from tests.engine.interpreted_brief import served_in_brief
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served
 from tests.engine.serving import assert_each_same
-from tests.engine.test_runner_v2 import interpreted
+from tests.engine.test_runner_v2 import WITH_GRAPHS, interpreted, on_cuda
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_bigrams, make_eagle, make_eagle3, make_even, make_mtp
 
 pytestmark = pytest.mark.skipif(
@@ -187,6 +188,50 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
         )
         place, num_steps = place + num_right + 1, num_steps + 1
     assert len(even["steps"]) == num_steps
+
+
+@pytest.fixture(scope="module")
+def graph_engines(heads: pathlib.Path) -> Callable[..., dict[str, Any]]:
+    return functools.cache(lambda *engines: on_cuda(heads, *engines))
+
+
+@WITH_GRAPHS
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", ["eagle", "eagle gate"])
+def test_graphs_change_nothing_beside_a_model(graph_engines: Callable[..., Any], engine: str) -> None:
+    found = graph_engines("plain", "eager eagle", "eagle", "eagle gate")
+    assert_graphs_change_no_drafts(found[engine], found["eager eagle"], found["plain"])
+
+
+@WITH_GRAPHS
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("engine", "eager"), [("eagle preempted", "eager eagle"), ("copy", "eager copy")])
+def test_neither_where_rows_are_preempted_or_the_model_is_the_target(
+    graph_engines: Callable[..., Any], engine: str, eager: str
+) -> None:
+    if engine == "copy" and version() != "0.32.0":
+        pytest.skip("0.32 is the first vLLM whose MRV2 has draft models")
+    found = graph_engines("plain", eager, engine)
+    assert_graphs_change_no_drafts(found[engine], found[eager], found["plain"])
+
+
+def assert_graphs_change_no_drafts(
+    found: dict[str, Any], eager: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    """Verification would hide what a model drafts wrongly."""
+    assert_each_same(found["requests"], plain["requests"])
+    assert found["faults"] == found["waits"] == {}
+    assert found["counters"]["num_failed_steps"] == 0 < found["counters"]["num_model_accepted_tokens"]
+    for manager in ("ModelCudaGraphManager", "SpeculatorCudaGraphManager"):
+        assert found["replays"][f"{manager} plain"] > 2
+    both = found["drafts"].keys() & eager["drafts"].keys()
+    assert len(both) > 10, "steps end at the same places, as far as drafts are the same"
+    for place in both:
+        (tokens, log_odds), (expected, expected_odds) = found["drafts"][place], eager["drafts"][place]
+        num = min(len(tokens), len(expected))
+        assert tokens[:num] == expected[:num], place
+        np.testing.assert_allclose(log_odds[:num], expected_odds[:num], rtol=1e-3, atol=1e-3, err_msg=place)
 
 
 def test_requests_are_guarded_where_a_model_drafts_alone(

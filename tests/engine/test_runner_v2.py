@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +25,7 @@ from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import configured
 from tests.engine.interpreted_runner import BAD_WORDS
-from tests.engine.serving import assert_each_same, assert_none_is_idle
+from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
 from tests.engine.test_graphs import GRAPHS
 
 pytestmark = [
@@ -290,6 +293,64 @@ def test_log_probabilities_of_chosen_tokens_are_refused(results: dict[str, Any],
 def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
     assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
     assert results["drafted"]["graphs"] == GRAPHS
+
+
+WITH_GRAPHS = pytest.mark.skipif(
+    version() in ("0.23.0", "0.24.0"),
+    reason="the tests' engine goes the ways of CUDA with vLLM 0.29 and 0.32",
+)
+MORE = {
+    "plain": ("all of life", "waiting", "preempted"),
+    "plain one token": ("one token",),
+    "plain mixed": ("mixed", "mixed decode"),
+}
+
+
+@pytest.fixture(scope="module")
+def graph_engines(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    models = tmp_path_factory.mktemp("graphs") / "models"
+    shutil.copytree(chat_model, models / "target")
+    return functools.cache(lambda *engines: on_cuda(models, *engines))
+
+
+def on_cuda(models: pathlib.Path, *engines: str) -> dict[str, Any]:
+    """What engines of `interpreted_graphs` give."""
+    return interpreted("tests.engine.interpreted_graphs", models.with_suffix(".json"), str(models), *engines)
+
+
+@WITH_GRAPHS
+@pytest.mark.parametrize("engine", ["open", "gate"])
+def test_graphs_change_nothing(graph_engines: Callable[..., Any], engine: str) -> None:
+    found = graph_engines("plain", "open", "gate")
+    assert_graphs_change_nothing(found[engine], found["plain"])
+
+
+@WITH_GRAPHS
+@pytest.mark.long
+@pytest.mark.parametrize("plain", MORE)
+def test_graphs_change_nothing_of_all_that_a_step_can_be(
+    graph_engines: Callable[..., Any], plain: str
+) -> None:
+    """Preempted rows, chunks of prompts, prompts of one token, aborts, a sync, a reset, drafts that fail."""
+    found = graph_engines(plain, *MORE[plain])
+    for engine in MORE[plain]:
+        assert_graphs_change_nothing(found[engine], found[plain])
+    if plain == "plain":
+        sampled, life = found[plain]["requests"]["sampled"], found["all of life"]
+        assert life["interrupted"] == sampled["tokens"]
+        assert_same(life["failing"]["sampled"], sampled)
+        for name, tokens in life["reset"].items():
+            assert tokens == found[plain]["requests"][name]["tokens"], name
+        assert any(step["preempted"] for step in found["preempted"]["steps"])
+
+
+def assert_graphs_change_nothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Beside eager vLLM; and there was nothing that a GPU would not forgive."""
+    assert_each_same(found["requests"], plain["requests"])
+    assert found["faults"] == found["waits"] == {}
+    assert found["counters"]["num_failed_steps"] == 0 < found["counters"]["num_accepted_tokens"]
+    for steps in ("plain", "drafts"):
+        assert found["replays"][f"ModelCudaGraphManager {steps}"] > 2
 
 
 @pytest.mark.long

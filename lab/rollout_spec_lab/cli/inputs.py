@@ -16,6 +16,7 @@ from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli import inputs
 from rollout_spec.cli.inputs import number
 from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
 from rollout_spec_lab.bench.engine import Method, require
 from rollout_spec_lab.demo.data import make_rows
@@ -101,17 +102,16 @@ def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: st
 
 
 def write(record: Mapping[str, Any], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_files(file.parent, {file.name: as_json(record)})
 
 
 def shown(
-    record: dict[str, Any], as_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
+    record: dict[str, Any], wants_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
     sentences: Iterable[str] = (),
 ) -> int:  # fmt: skip
     """Print what was measured, `sentences` after its tables; returns the exit code."""
-    if as_json:
-        print(json.dumps(record, indent=2, allow_nan=False))
+    if wants_json:
+        print(as_json(record), end="")
         return 0
     from rollout_spec.cli.console import make_console, print_tables
 

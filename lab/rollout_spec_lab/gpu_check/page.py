@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.report.certificate import sentences as of_certificate
 from rollout_spec.report.certificate import where
 from rollout_spec.report.page import render
@@ -25,17 +25,13 @@ Rows = list[list[str]]
 def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Write gpu-check.json and index.html, with the picture of the rollouts if `folder` has it."""
     paths = {kind: folder / name for kind, name in FILES.items()}
-    new = folder / "gpu-check.json.new"  # so that a killed run leaves a whole file
-    new.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    new.replace(paths["json"])
     picture = folder / "engine.png"
-    paths["html"].write_text(
-        render(
-            "gpu-check", "What drafting does on this machine", record["verdict"], tables(record),
-            facts(record), picture.read_bytes() if record["rollouts"] and picture.is_file() else None,
-            "Running requests and drafting over one rollout, by method",
-        )
+    page = render(
+        "gpu-check", "What drafting does on this machine", record["verdict"], tables(record),
+        facts(record), picture.read_bytes() if record["rollouts"] and picture.is_file() else None,
+        "Running requests and drafting over one rollout, by method",
     )  # fmt: skip
+    write_files(folder, {FILES["json"]: as_json(record), FILES["html"]: page})
     return paths
 
 

@@ -105,12 +105,6 @@ def take_padding(scheduler_output: SchedulerOutput) -> None:
         scheduler_output.total_num_scheduled_tokens -= num
 
 
-def _returns_experts(vllm_config: VllmConfig) -> bool:
-    """An option of the model before vLLM 0.32, of `aux_output_config` from then on."""
-    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
-    return any(getattr(owner, "enable_return_routed_experts", False) for owner in owners)
-
-
 def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     """Have an engine with our drafter schedule asynchronously where it would without: with MRV2.
 
@@ -122,6 +116,8 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
         ConfigError: it is asked for and cannot be had.
     """
     scheduler = vllm_config.scheduler_config
+    # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.
+    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
     reason = None
     if not vllm_config.use_v2_model_runner:
         reason = "needs vLLM's MRV2 together with the drafter, which this engine does not have"
@@ -130,7 +126,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
         backend = vllm_config.parallel_config.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
-    elif _returns_experts(vllm_config):
+    elif any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
         reason = (
             "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
             "tokens"

@@ -87,8 +87,7 @@ class HostDrafts:
         self._has_model = self.model_tokens > 0
         self._device = runner.device
         self._stream = torch.cuda.Stream(self._device)
-        shape = runner.max_num_reqs, config.num_speculative_tokens
-        self._no_drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self._num_tokens = config.num_speculative_tokens
         self._arrivals: deque[_Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._plan = Plan()  # of the step that runs
@@ -125,7 +124,7 @@ class HostDrafts:
         self._nums_drafts = {name: len(tokens) for name, tokens in drafts.items()}
         if not drafts:
             return
-        tokens, states = np.zeros((len(drafts), self._no_drafts.shape[1]), np.int64), self._runner.req_states
+        tokens, states = np.zeros((len(drafts), self._num_tokens), np.int64), self._runner.req_states
         for row, draft in zip(tokens, drafts.values(), strict=True):
             row[: len(draft)] = draft
         rows = np.array([states.req_id_to_index[request_id] for request_id in drafts])
@@ -202,7 +201,8 @@ class HostDrafts:
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What `draft` returns, where nothing was sampled."""
-        return self._no_drafts[: input_batch.num_reqs]
+        # A new one each time: vLLM 0.33 writes into it.
+        return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
     def _receive(self, num_in_flight: int, *, in_time: bool, rooms: Any = None) -> None:
         """Index the tokens of all steps but the latest few, and draft; rooms: as of `Drafter`."""

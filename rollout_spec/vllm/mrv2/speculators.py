@@ -139,6 +139,9 @@ class BesideText(SharedNoise):
             super().init_cudagraph_manager(cudagraph_mode)
         finally:
             self.num_speculative_steps = self.num_tokens
+        manager = getattr(self, "prefill_cudagraph_manager", None)
+        if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
+            manager.decode_query_len = self.num_tokens + 1
 
     def propose(
         self,
@@ -163,5 +166,8 @@ class BesideText(SharedNoise):
             self.num_speculative_steps = self.num_tokens
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
-        taken = (drafts[:, :num], self.log_odds[: len(drafts), :num]) if self.host.has_room else ()
+        taken: tuple[torch.Tensor, ...] = ()
+        if self.host.has_room:
+            # Both are overwritten by the next passes, which may come before they are on the host.
+            taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.draft(input_batch, num_sampled, taken)

@@ -1,0 +1,209 @@
+"""For programs, before all else: vLLM's engine on the CPU goes the ways of CUDA, on MRV2 of 0.29 and 0.32.
+
+At its start it does what vLLM's worker for GPUs does: dummy runs that profile, requests that warm up, and the
+capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to the host arrives late.
+"""
+
+# ruff: noqa: I001 (what is imported depends on what comes before)
+from __future__ import annotations
+
+import tests.engine.interpreted_triton  # noqa: F401
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rollout_spec.patches import when_imported
+from tests.engine import recorded_graphs
+
+replays: Counter[str] = Counter()  # by the graph's manager, and whether it is for plain steps or for drafts
+faults: Counter[str] = Counter()  # what a GPU would compute wrongly
+
+
+def with_graphs(mode: str) -> dict[str, Any]:
+    """vLLM's arguments for an engine that captures graphs."""
+    compilation = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    return {"enforce_eager": False, "compilation_config": compilation}
+
+
+def take_notes() -> dict[str, dict[str, int]]:
+    """What was counted since the last call."""
+    counted = {"replays": replays, "faults": faults, "waits": recorded_graphs.waits}
+    notes = {name: dict(counter) for name, counter in counted.items()}
+    for counter in counted.values():
+        counter.clear()
+    return notes
+
+
+def allow_graphs(cpu: Any) -> None:
+    """Of the platform: its check of a configuration would turn graphs off."""
+    platform = cpu.CpuPlatform
+    check = platform.check_and_update_config.__func__
+
+    def check_and_keep(cls: Any, vllm_config: Any) -> None:
+        compilation = vllm_config.compilation_config
+        names = "mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"
+        kept = {name: getattr(compilation, name) for name in names}
+        check(cls, vllm_config)
+        vars(compilation).update(kept)
+
+    platform.check_and_update_config = classmethod(check_and_keep)
+    platform.support_static_graph_mode = classmethod(lambda cls: True)
+    platform.graph_pool_handle = classmethod(lambda cls: (0, 0))
+    # As one operation, what is inside attention would not be noted.
+    platform.opaque_attention_op = classmethod(lambda cls: False)
+
+
+def allow_piecewise(compilation: Any) -> None:
+    """Piecewise graphs without torch.compile: such a step has the padded batch, and no graph."""
+    compilation.CUDAGraphMode.requires_piecewise_compilation = lambda self: False
+
+
+def seem_compiled(module: Any) -> None:
+    if hasattr(module, "has_compiled_submodule"):
+        module.has_compiled_submodule = lambda model: True
+
+
+def count_replays(cudagraph_utils: Any) -> None:
+    seem_compiled(cudagraph_utils)
+    manager = cudagraph_utils.CudaGraphManager
+    run = manager.run_fullgraph
+
+    def run_and_count(self: Any, desc: Any) -> Any:
+        kind = "plain" if getattr(desc, "max_query_len", None) is None else "drafts"
+        replays[f"{type(self).__name__} {kind}"] += 1
+        return run(self, desc)
+
+    manager.run_fullgraph = run_and_count
+
+
+class Plan:
+    """What attention has planned for a step, which a graph reads in each replay.
+
+    FlashAttention 3 writes such a plan (`scheduler_metadata`) to a buffer in each step. Its layout goes by
+    the number of rows, and by whether they have several tokens.
+    """
+
+    def __init__(self, builder: Any, metadata: Any, batch: Any) -> None:
+        self.builder, self.metadata = builder, metadata
+        self.layout = batch.num_reqs, batch.max_query_len > 1
+        self.max_query_len, self.starts = batch.max_query_len, batch.query_start_loc
+        self.num_tokens = batch.num_actual_tokens
+
+    def latest(self) -> torch.Tensor:
+        """That of the step that runs, where the graph was captured with this one."""
+        plan, starts = self.builder.plan, self.starts
+        longest, num_tokens = int((starts[1:] - starts[:-1]).max()), int(starts[-1])
+        if plan.layout != self.layout:
+            faults[f"attention: a plan for {plan.layout} in a graph for {self.layout}"] += 1
+        if longest > self.max_query_len:
+            faults[f"attention: a row of {longest} tokens in a graph for {self.max_query_len}"] += 1
+        if num_tokens > self.num_tokens:
+            faults[f"attention: {num_tokens} tokens in a graph for {self.num_tokens}"] += 1
+        return plan.metadata
+
+
+def plan_attention(cpu_attn: Any) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    builder = cpu_attn.CPUAttentionMetadataBuilder
+    build = builder.build
+
+    def build_and_plan(self: Any, common_prefix_len: int, common_attn_metadata: Any, *others: Any) -> Any:
+        metadata = build(self, common_prefix_len, common_attn_metadata, *others)
+        self.plan = Plan(self, metadata.scheduler_metadata, common_attn_metadata)
+        metadata.scheduler_metadata.latest = self.plan.latest
+        return metadata
+
+    builder.build = build_and_plan
+    builder._cudagraph_support = AttentionCGSupport.ALWAYS  # as FlashAttention 3 and Triton
+
+
+def start_as_on_gpus(cpu_worker: Any) -> None:
+    worker = cpu_worker.CPUWorker
+    determine, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
+
+    def profile_and_determine(self: Any) -> int:
+        from vllm.config import CUDAGraphMode, set_current_vllm_config
+        from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+        reset_workspace_manager()  # that of the engine before
+        init_workspace_manager(self.device)
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.profile_run()
+        if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            self.model_runner.profile_cudagraph_memory()
+        return determine(self)
+
+    def warm_up_and_capture(self: Any) -> Any:
+        found = warm_up(self)  # with requests: `interpreted_triton`
+        if not self.model_config.enforce_eager:
+            self.model_runner.capture_model()
+        return found
+
+    worker.determine_available_memory = profile_and_determine
+    worker.compile_or_warm_up_model = warm_up_and_capture
+
+
+class Event:
+    """In place of `torch.cuda.Event`: `synchronize` makes the copies to the host that were begun before."""
+
+    begun: ClassVar[list[Callable[[], None]]] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._copies: list[Callable[[], None]] = []
+
+    def record(self, *_: Any) -> None:
+        self._copies, Event.begun = Event.begun, []
+
+    def synchronize(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy()
+
+    def wait(self, *_: Any) -> None:
+        """A stream waits, and not the host."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, *_: Any) -> float:
+        return 0.0
+
+
+def copy_late(x: torch.Tensor) -> np.ndarray:
+    """In place of vLLM's `async_copy_to_np`."""
+    copied, at_first = np.full(tuple(x.shape), 77, x.numpy().dtype), x.numpy().copy()
+    where = recorded_graphs.place()
+
+    def copy() -> None:
+        copied[...] = x.numpy()
+        if not np.array_equal(copied, at_first, equal_nan=True):
+            faults[f"{x.dtype} {[*x.shape]} of {where} was overwritten before it had been copied"] += 1
+
+    Event.begun.append(copy)
+    return copied
+
+
+def arrive_late(module: Any) -> None:
+    torch.cuda.Event = Event  # type: ignore[misc]
+    if hasattr(module, "async_copy_to_np"):
+        module.async_copy_to_np = copy_late
+
+
+recorded_graphs.install()
+when_imported("vllm.platforms.cpu", allow_graphs)
+when_imported("vllm.config.compilation", allow_piecewise)
+when_imported("vllm.v1.worker.gpu.cudagraph_utils", count_replays)
+when_imported("vllm.v1.worker.gpu.model_runner", seem_compiled)
+when_imported("vllm.v1.attention.backends.cpu_attn", plan_attention)
+when_imported("vllm.v1.worker.cpu_worker", start_as_on_gpus)
+for late in (
+    "vllm.v1.worker.cpu.shm",
+    "vllm.v1.worker.gpu.async_utils",
+    "rollout_spec.vllm.mrv2.host_drafts",
+):
+    when_imported(late, arrive_late)  # the first has events of its own

@@ -1,0 +1,100 @@
+"""Engines that go the ways of CUDA, beside eager ones that serve the same; as `interpreted_runner`."""
+
+# ruff: noqa: I001 (what is imported depends on what comes before)
+from __future__ import annotations
+
+from tests.engine import interpreted_cuda
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from rollout_spec.vllm.keys import KEY
+from tests.engine.interpreted_model import NUM_MODEL_TOKENS
+from tests.engine.interpreted_runner import FEW, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
+
+FULL, DECODE = (interpreted_cuda.with_graphs(mode) for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"))
+REQUESTS |= {"long": {"max_tokens": 160}}
+SOME = (*FEW, *LATE, "one")
+ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
+FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
+CHUNKS = {"max_num_batched_tokens": 24}
+AHEAD = {"async_scheduling": True}
+GATE = {"batch_threshold": 3}  # closed at first, and open at the end
+
+
+def text(models: dict[str, str], spec: Any, names: Any, **more: Any) -> dict[str, Any]:
+    return run(models["target"], spec, names=names, **more)
+
+
+def beside(models: dict[str, str], spec: Any, names: Any, head: str = "eagle", **more: Any) -> dict[str, Any]:
+    """A model drafts too. What it drafts is noted, because verification hides where that is wrong."""
+    method = "draft_model" if head == "copy" else "eagle"
+    drafter = {"method": method, "model": models[head], "num_speculative_tokens": 8}
+    spec = {"model_tokens": NUM_MODEL_TOKENS} | spec
+    with noted_drafts() as drafts:
+        found = run(models["target"], spec, names=names, speculative_config=drafter, **AHEAD | more)
+    return found | {"drafts": drafts}
+
+
+@contextlib.contextmanager
+def noted_drafts() -> Iterator[dict[str, Any]]:
+    """The tokens that a model drafts and their log-odds, by request and its number of tokens."""
+    from rollout_spec.vllm.mrv2.host_batch import HostBatch
+
+    drafts: dict[str, Any] = {}
+    place = HostBatch.place
+
+    def place_and_note(self: Any, request_ids: list[str], nums: Any, tokens: Any, log_odds: Any) -> Any:
+        rows = self.input_batch.req_ids
+        for request_id, num, *draft in zip(request_ids, nums, tokens, log_odds, strict=True):
+            if num == 0 or request_id not in rows:
+                continue
+            level = int(self.levels[rows.index(request_id)])
+            name = (self.requests[request_id].sampling_params.extra_args or {}).get(KEY)
+            is_whole = level < self._last_levels[rows.index(request_id)]  # else more tokens may have come
+            if isinstance(name, list) and is_whole:  # examples of the table share a name
+                drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
+        return place(self, request_ids, nums, tokens, log_odds)
+
+    HostBatch.place = place_and_note
+    try:
+        yield drafts
+    finally:
+        HostBatch.place = place
+
+
+SCENARIOS: dict[str, Any] = {
+    # Eager ones, with which the others are compared.
+    "plain": lambda m: text(m, None, (*NAMES, *MORE, "one", "long"), max_num_seqs=64),
+    "plain mixed": lambda m: text(m, None, (*MIXED,), max_num_seqs=64),
+    "plain one token": lambda m: text(m, None, SOME, prompts=ONE_TOKEN),
+    "eager eagle": lambda m: beside(m, {}, SOME),
+    "eager copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy"),
+    # The drafter alone.
+    "open": lambda m: text(m, {}, (*NAMES, "looping"), **AHEAD, **FULL),
+    "gate": lambda m: text(m, GATE, SOME, **AHEAD, **DECODE),
+    "all of life": lambda m: text(m, GATE, (*NAMES, "looping", "long"), stop=m["stop"], **AHEAD, **FULL),
+    "waiting": lambda m: text(m, {}, SOME, **FULL),
+    "preempted": lambda m: text(m, GATE, FEW, **AHEAD, **FEW_BLOCKS, **FULL),
+    "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
+    "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
+    "mixed decode": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **DECODE),
+    # A model beside it.
+    "eagle": lambda m: beside(m, {}, SOME, **FULL),
+    "eagle gate": lambda m: beside(m, GATE, SOME, stop=m["stop"], **DECODE),
+    "eagle preempted": lambda m: beside(m, {"batch_threshold": 1}, FEW, **FEW_BLOCKS, **FULL),
+    "copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy", **FULL),
+}
+
+
+def main(models: str, *names: str) -> dict[str, Any]:
+    folders = {path.name: str(path) for path in pathlib.Path(models).iterdir()}
+    results = {}
+    for name in names:
+        if "plain" in results:
+            folders["stop"] = late(results["plain"]["requests"]["sampled"]["text"])
+        results[name] = SCENARIOS[name](folders)
+        results[name] |= interpreted_cuda.take_notes()
+    return results
