@@ -7,7 +7,8 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file, write_file
+from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file
+from rollout_spec.files import write_files
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
 from tests.text import int32, merged
@@ -82,7 +83,7 @@ def test_what_is_saved_comes_back(tmp_path):
             history.add(prompt_key(int32(prompt)), np.arange(prompt * 10 + response + 1, dtype=np.int32))
     file = tmp_path / "a" / "folder" / "history"
     for _ in range(2):
-        write_file(file, history.pack())
+        write_files(file.parent, {file.name: history.pack()})
     loaded = History(3, 1 << 20)
     loaded.merge(read_file(file))
     assert (len(loaded), loaded.num_bytes) == (len(history), history.num_bytes)
@@ -90,7 +91,7 @@ def test_what_is_saved_comes_back(tmp_path):
         assert texts(loaded, prompt_key(int32(prompt))) == texts(history, prompt_key(int32(prompt)))
     assert [path.name for path in file.parent.iterdir()] == ["history"]
     empty = tmp_path / "empty"
-    write_file(empty, History(3, 100).pack())
+    empty.write_bytes(History(3, 100).pack())
     loaded.merge(read_file(empty))
     assert len(loaded) == len(history)
 

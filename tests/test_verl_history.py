@@ -182,7 +182,10 @@ def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoi
     text = np.random.default_rng(0).integers(0, 1 << 30, 50_000).tolist()
     ray.get(trainer.handles[0].serve.remote(text))
     save_history(trainer)
-    assert "the checkpoint has no history: [Errno 28] No space left on device" in caplog.text
+    assert (
+        f"the checkpoint has no history: {small_disk}/global_step_5/{FILE}: No space left on device"
+        in caplog.text
+    )
     assert [file.name for file in (small_disk / "global_step_5").iterdir()] == [FILE]
     assert (small_disk / "global_step_5" / FILE).read_bytes() == before
     assert shutil.disk_usage(small_disk).free == free

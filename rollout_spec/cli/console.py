@@ -27,9 +27,9 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
+def make_table(title: str, *columns: str) -> Table:
     """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", caption=caption)
+    table = Table(title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from pathlib import Path
@@ -130,19 +129,8 @@ class History(Responses):
             super().add(key, response)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write what `pack` made; an older file is replaced in one move."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def read_file(path: Path) -> bytes:
-    """What `write_file` wrote, for `merge`.
+    """A file of what `pack` made, for `merge`.
 
     Raises:
         OSError: the file cannot be read.

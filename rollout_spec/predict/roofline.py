@@ -156,7 +156,8 @@ class Roofline:
         read_bytes = self.stretch * num_context * self._kv_bytes_per_token
         read_bytes += self._state_bytes(num_tokens, num_rows, drafted)
         read_bytes += LOGIT_PASSES * _LOGIT_BYTES * num_tokens * model.vocab_size
-        seconds = self._shared_seconds(num_tokens)
+        shared = model.shared_params / self.tensor_parallel
+        seconds = self._product_seconds(shared, num_tokens * shared)
         seconds += self._expert_seconds(num_tokens + num_tokens_of_others)
         seconds += read_bytes / (device.memory_efficiency * device.bytes_per_s)
         seconds += self._collective_seconds(num_tokens) + model.num_layers * device.launch_s
@@ -194,10 +195,6 @@ class Roofline:
             return 0.0
         num_written = min(num_tokens, num_rows * (1 + MAX_RECURRENT_TOKENS)) if drafted else num_rows
         return (num_rows + num_written) * states.num_layers * states.recurrent_bytes / self.tensor_parallel
-
-    def _shared_seconds(self, num_tokens: int) -> float:
-        params = self.model.shared_params / self.tensor_parallel
-        return self._product_seconds(params, num_tokens * params)
 
     def _expert_seconds(self, num_tokens: int) -> float:
         """The experts, for the tokens of all ranks."""

@@ -61,7 +61,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[lis
     if len(record["by_step"]) > 1:
         rows = [[str(row["step"]), *_cells(row)] for row in _some(record["by_step"])]
         yield "By training step", ["step", *_COLUMNS], rows
-    rows = [[_range(row), *_cells(row)] for row in record["by_length"]]
+    rows = [[f"{row['from']:,} to {row['to']:,}", *_cells(row)] for row in record["by_length"]]
     yield "By length of the response", ["tokens", *_COLUMNS], rows
 
 
@@ -69,10 +69,6 @@ def _some(rows: Sequence[Any]) -> list[Any]:
     """The first, the last, and as many between them as a table holds."""
     places = range(min(len(rows), MAX_ROWS))
     return [rows[round(i * (len(rows) - 1) / max(1, len(places) - 1))] for i in places]
-
-
-def _range(row: Mapping[str, Any]) -> str:
-    return f"{row['from']:,} to {row['to']:,}"
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -132,9 +132,8 @@ def read_run(path: str | Path, name: str) -> Run:
             f"{log.source}: no step has {_SECONDS}; was the run started with "
             "+rollout.spec=sam or +rollout.spec=off?"
         )
-    has_drafter = any(
-        PREFIX + "num_failed_steps" in data for _, data in records
-    )  # only a drafter counts them
+    # Only a drafter counts them.
+    has_drafter = any(PREFIX + "num_failed_steps" in data for _, data in records)
     return Run(name, steps, looping_share(Path(path)), has_drafter)
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import ray
 
-from rollout_spec.drafting.history import HistoryError, read_file, write_file
+from rollout_spec.config import UserError
+from rollout_spec.drafting.history import HistoryError, read_file
+from rollout_spec.files import write_files
 from rollout_spec.verl.drafters import Drafters, kept
 from rollout_spec.verl.trainer import num_ranks, option, servers
 from rollout_spec.vllm.control import ProposerControl
@@ -55,10 +57,9 @@ def save_history(trainer: Any) -> None:
     if content is None:
         logger.warning("rollout_spec: the checkpoint has no history: no engine gives one; its log says why")
         return
-    folder = _checkpoint(trainer)
     try:
-        write_file(folder / FILE, content)
-    except OSError as error:
+        write_files(_checkpoint(trainer), {FILE: content})
+    except UserError as error:
         logger.warning("rollout_spec: the checkpoint has no history: %s", error)
 
 
