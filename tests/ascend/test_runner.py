@@ -86,8 +86,8 @@ def test_doctor_finds_the_stack_whole() -> None:
 def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting: Any, coarse_model: str) -> None:
     runner = runner_of(drafting)
     assert type(runner.drafter) is SuffixProposer
-    assert type(runner.sampler) is AscendSampler
-    assert type(runner.rejection_sampler) is theirs.AscendRejectionSampler
+    assert isinstance(runner.sampler, AscendSampler)
+    assert isinstance(runner.rejection_sampler, theirs.AscendRejectionSampler)
     assert not runner.use_async_scheduling
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     with engine(coarse_model, None, speculative_config=ngram) as llm:
