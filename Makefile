@@ -42,6 +42,7 @@ SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python 
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	requests engines life_cycle sampling plain_vllm graphs draft_graphs recorded_graphs schedule_ahead runner_v2 \
+	top_k_top_p \
 	model_drafter recurrent)
 # What needs verl, and no training.
 VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_check_engine \
