@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
 from rollout_spec.vllm.control import ProposerControl
@@ -63,7 +64,7 @@ class Engine:
     def add(
         self, name: str, prompt: list[int] = PROMPT, max_tokens: int | None = None, extra_args: Any = None
     ) -> None:
-        params = Value(max_tokens=max_tokens, extra_args=extra_args)
+        params = Value(max_tokens=max_tokens, extra_args=extra_args, eos_token_id=None, stop_token_ids=[])
         self.requests[name] = Value(prompt_token_ids=prompt, sampling_params=params)
         self.texts[name], self.drafts[name] = list(prompt), []
         self.resume(name)
@@ -134,6 +135,23 @@ def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> No
     engine.add("a", [80, 81])  # as many tokens as the other had are still to come
     assert engine.step({"a": [82]}) == {"a": []}
     assert engine.proposer.take_counters().num_failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "num_kept"), [({}, 25), ({"eos_token_id": 32}, 23), ({"stop_token_ids": [31, 33]}, 22)]
+)
+def test_nothing_is_learned_from_behind_an_end(end: dict[str, Any], num_kept: int) -> None:
+    """A step can accept draft tokens that come after the token which ends the request."""
+    engine = Engine(history=8)
+    engine.add("a")
+    vars(engine.requests["a"].sampling_params).update(end)
+    for said in (TEXT[:20], TEXT[20:25]):
+        engine.step({"a": said})
+    assert engine.proposer.take_counters().num_accepted_tokens == 19 + num_kept - 21
+    engine.finish("a")
+    engine.step()
+    [response] = engine.proposer.drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))  # type: ignore
+    assert response.tolist() == TEXT[:num_kept]
 
 
 def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:

@@ -137,7 +137,8 @@ class SuffixProposer:
             try:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                drafts = self.drafter.draft(request_ids, nums_new_tokens, token_ids, levels, **others)
+                nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
+                drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **others)
                 self._counts.log(self.drafter)
                 return drafts
             except NativeError as error:  # the index is as it was before the step
@@ -147,6 +148,21 @@ class SuffixProposer:
                 return [[] for _ in nums_new_tokens]
         self._counts.count_failed_step()
         return [[] for _ in nums_new_tokens]
+
+    def _until_ends(
+        self, request_ids: list[str], nums_new: list[int], token_ids: Any, levels: Any
+    ) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
+        nums_new, levels = nums_new.copy(), levels.copy()
+        for row, num in enumerate(nums_new):
+            if num > 1:
+                params = self._requests[request_ids[row]].sampling_params
+                ends = {params.eos_token_id, *(params.stop_token_ids or ())}
+                tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
+                num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
+                nums_new[row] -= num_after
+                levels[row] -= num_after
+        return nums_new, levels
 
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""

@@ -12,7 +12,7 @@ from typing import Any
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec.vllm.versions import v2_architectures
+from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import OFF, close, engine_settings
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
@@ -52,6 +52,8 @@ MIXED = {
     name: asked for name, asked in MIXED.items() if asked.params.thinking_token_budget is None
 }  # which 0.24 does not take on MRV2
 
+# What vLLM counts of each request, from 0.29 on.
+DETAILED = {} if version() in ("0.23.0", "0.24.0") else {"per_request_spec_decode_metrics": "detailed"}
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
@@ -63,7 +65,9 @@ def main(model: str) -> dict[str, Any]:
         "plain": plain,
         "drafted": run(model, {}, stop, names=(*NAMES, "looping"), max_num_seqs=64),
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
-        "open": run(model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
+        "open": run(
+            model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED
+        ),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
@@ -150,6 +154,9 @@ def run(
         found["counters_behind"] = drafter.take_counters().to_dict()
         found |= reset(llm, FEW[1:])
         found["reset_history"] = history(drafter)
+        if "per_request_spec_decode_metrics" in arguments:
+            [output] = llm.generate(TEXT, request("sampled", temperature=2.0).params, use_tqdm=False)
+            found["drafted"] = output.outputs[0].spec_decode_metrics.per_step_drafted
         drafter.take_counters()
         if hasattr(runner, "draft_tokens_handler"):  # MRV2
             runner.draft_tokens_handler._batch.extend = None

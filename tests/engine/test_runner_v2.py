@@ -225,12 +225,18 @@ def test_an_engine_core_schedules_in_every_call(results: dict[str, Any], engine:
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
 def test_every_token_is_indexed_once(results: dict[str, Any], engine: str) -> None:
-    """Those that a step gave after a stop too."""
+    """Those that a step gave after a stop string too."""
     counters = results[engine]["counters"]
     served = samples(results[engine])
     num_tokens = sum(len(one["tokens"]) for one in served)
     num_more = counters["num_row_steps"] + counters["num_accepted_tokens"] - num_tokens
-    assert 0 <= num_more <= 8 * sum(one["end"][0] == "stop" for one in served)
+    assert 0 <= num_more <= 8 * sum(isinstance(one["end"][1], str) for one in served)
+
+
+def test_vllm_counts_no_step_whose_room_stayed_empty(results: dict[str, Any]) -> None:
+    """But vLLM 0.24 counts none."""
+    drafted = results["open"].get("drafted", [1])
+    assert drafted and min(drafted) > 0
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])

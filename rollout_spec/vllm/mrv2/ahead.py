@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 
 from rollout_spec.config import ConfigError
+from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.options import SCHEDULER, drafts_with_model
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
@@ -23,6 +24,20 @@ from rollout_spec.vllm.step_notes import Plan, report_of
 logger = init_logger(f"vllm.{__name__}")
 
 AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
+_EMPTY_ROOM = Patch(
+    name="vllm-empty-room",
+    reason="vLLM counts a step for a request whenever that has room for drafts",
+    upstream="vllm/v1/metrics/stats.py, RequestSpecDecodeMetrics (from 0.29 on)",
+    until="a scheduler says which steps it counts",
+)
+
+
+class DraftedSteps:
+    """What `--per-request-spec-decode-metrics` counts of a request: its steps with drafts."""
+
+    def observe(self, num_draft_tokens: int, *args: Any, **kwargs: Any) -> None:
+        if num_draft_tokens > 0:
+            super().observe(num_draft_tokens, *args, **kwargs)  # type: ignore[misc]
 
 
 class AheadScheduler(SpecScheduler, AsyncScheduler):
@@ -37,6 +52,12 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         self._num_in_flight = 0
         self._gives_room = False  # as the drafting worker wants
         self._given_room = 0  # in the step that is being scheduled
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        metrics = getattr(request, "spec_decode_metrics", None)
+        if metrics is not None:
+            put_before(DraftedSteps, metrics, _EMPTY_ROOM)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._given_room = self._room()
