@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import importlib.abc
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 _MARK = "__rollout_spec_patch__"
+logger = logging.getLogger("vllm.rollout_spec.patches")  # vLLM shows what is below its own name
 
 
 class PatchError(RuntimeError):
@@ -69,11 +72,18 @@ def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Pat
     return current
 
 
-def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
+def wrap(owner: Any, name: str, patch: Patch, *bodies: str) -> Callable[[Callable], Callable]:
     """Decorates what `owner.name` is to do: it gets the original function, then the arguments of the call.
 
     Its parameters after the first say what the patch counts on: the original's begin with these, and there
     are no others unless it has *args or **kwargs.
+
+    Args:
+        owner: a module or a class.
+        name: of its function.
+        patch: the entry for the register.
+        bodies: where the patch counts on the function's body too, `body_digest` of each that was read. One
+            line in the log names any other.
 
     Raises:
         PatchError: there is no such function, or it takes others. Nothing is replaced then.
@@ -82,6 +92,11 @@ def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
     def replace(replacement: Callable) -> Callable:
         _guard_call(patch, owner, name, list(inspect.signature(replacement).parameters.values())[1:])
         original = getattr(owner, name)
+        if bodies and body_digest(original) not in bodies:
+            logger.warning(
+                "rollout_spec: %s.%s is not as it was when patch %r was written beside it; "
+                "`rollout-spec certify` shows whether the two still fit", owner.__name__, name, patch.name,
+            )  # fmt: skip
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +106,12 @@ def wrap(owner: Any, name: str, patch: Patch) -> Callable[[Callable], Callable]:
         return replacement
 
     return replace
+
+
+def body_digest(function: Any) -> str:
+    """Eight hexadecimal digits of what a function does, and says of it."""
+    source = inspect.getsource(inspect.unwrap(function))
+    return hashlib.sha256("".join(source.split()).encode()).hexdigest()[:8]
 
 
 def put_before(ours: type, instance: Any, patch: Patch) -> None:

@@ -65,6 +65,16 @@ def test_what_wraps_a_function_says_what_it_counts_on(module):
         patches.wrap(module, "g", PATCH)(lambda f: 0)
 
 
+def test_a_body_that_was_not_read_is_named(module, monkeypatch):
+    said = []
+    monkeypatch.setattr(patches.logger, "warning", lambda line, *args: said.append(line % args))
+    monkeypatch.setattr(module, "g", lambda a: a, raising=False)
+    patches.wrap(module, "f", PATCH, "0" * 8, patches.body_digest(_original))(lambda f, a, b: 0)
+    assert said == []
+    patches.wrap(module, "g", PATCH, "0" * 8)(lambda g, a: 0)
+    assert len(said) == 1 and "owner.g is not as it was when patch 'double' was" in said[0]
+
+
 class Base:
     def f(self, a, b=1):
         return [a, b]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pathlib
 from typing import Any
 
 import pytest
 
+from rollout_spec import patches
+from rollout_spec.vllm import top_k_top_p, upstream
 from tests.engine.conftest import OFF, close, core_of, new_engine, proposer_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
@@ -33,6 +36,17 @@ def requests(**others: Any) -> list[Request]:
         )
         for i, prompt in enumerate(PROMPTS)
     ]
+
+
+def test_what_is_mended_was_read_in_this_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that a fix stands on is one of those beside which the fix was written."""
+    unread = list[str]()
+    monkeypatch.setattr(patches.logger, "warning", lambda *args: unread.append(args[2]))
+    kinds = (upstream.ALL, upstream.WITH_DRAFTS, upstream.RECURRENT_MRV1, upstream.RECURRENT_MRV2)
+    for fix, module in upstream.fixes(*kinds):
+        upstream.mend(fix, importlib.import_module(module))
+    top_k_top_p.cut_rows_alike()
+    assert unread == []
 
 
 @pytest.fixture(scope="module")
