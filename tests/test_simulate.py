@@ -173,10 +173,15 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     [one] = noise(1, 2)
-    one = dataclasses.replace(one, proposals=[right_model(response, 2) for response in one.responses])
+    right, vocabulary = one.responses[0], 1 + max(map(np.max, (one.prompt_token_ids, *one.responses)))
+    other = one.responses[1] + vocabulary  # tokens that no text has
+    one = dataclasses.replace(one, proposals=[right_model(right, 2), right_model(other, 2)])
     copies = copied([one], 3)
     assert len({each.group for each in copies}) == 3 and copied([one], 1)[0].group == one.group
-    tokens = [{int(token) for response in each.responses for token in response} for each in copies]
+    tokens = [
+        {*np.concatenate([*each.responses, *(of.tokens[of.tokens >= 0] for of in each.proposals)]).tolist()}
+        for each in copies
+    ]
     assert not tokens[0] & tokens[1] and not tokens[1] & tokens[2]
     for each in copies:
         assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()

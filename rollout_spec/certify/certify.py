@@ -171,15 +171,17 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     if options is not None:
         drafter = plan.model_drafter if verify == "coupled" else None
         settings |= drafting_arguments({"verify": verify, **options}, drafter)
-    llm = LLM(**settings | plan.engine | more)
+    try:
+        llm = LLM(**settings | plan.engine | more)
+    finally:
+        if not is_chosen:  # what the process starts next has its own choice
+            del os.environ[_RUNNER]
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        if not is_chosen:  # what the process starts next has its own choice
-            del os.environ[_RUNNER]
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:

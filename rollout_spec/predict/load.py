@@ -70,8 +70,9 @@ def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
 def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
     """Every line `num_copies` times. A copy has groups and tokens of its own: the drafter learns nothing from
     one copy about another."""
-    arrays = [array for line in lines for array in (line.prompt_token_ids, *line.responses) if len(array)]
-    vocabulary = 1 + max((int(array.max()) for array in arrays), default=0)
+    texts = [array for line in lines for array in (line.prompt_token_ids, *line.responses)]
+    drafts = [proposals.tokens for line in lines for proposals in line.proposals]
+    vocabulary = 1 + max((int(array.max()) for array in (*texts, *drafts) if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
     return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]

@@ -157,7 +157,7 @@ class SuffixProposer:
         for row, num in enumerate(nums_new):
             if num > 1:
                 params = self._requests[request_ids[row]].sampling_params
-                ends = {params.eos_token_id, *(params.stop_token_ids or ())}
+                ends = {params.eos_token_id, *(params.stop_token_ids or ())} if params else ()
                 tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
                 num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
                 nums_new[row] -= num_after

@@ -159,7 +159,8 @@ def run(
             found["drafted"] = output.outputs[0].spec_decode_metrics.per_step_drafted
         drafter.take_counters()
         if hasattr(runner, "draft_tokens_handler"):  # MRV2
-            runner.draft_tokens_handler._batch.extend = None
+            batch = runner.draft_tokens_handler._batch
+            batch.add = batch.extend = None
         found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
     if hasattr(runner, "cudagraph_manager"):  # MRV2
