@@ -18,6 +18,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
@@ -39,7 +40,7 @@ class SimulatedModel(NamedTuple):
 
 
 @dataclasses.dataclass
-class EngineRun:
+class EngineRun(Counters):
     """What one engine did in all its rollouts."""
 
     seconds: float = 0.0

@@ -208,14 +208,12 @@ def _share_history(histories: Sequence[History]) -> None:
 
 def _figures(runs: Sequence[EngineRun], makespan: float) -> dict[str, Any]:
     """What `simulate` returns."""
-    total = {
-        field.name: sum(getattr(run, field.name) for run in runs) for field in dataclasses.fields(EngineRun)
-    }
+    total = EngineRun.sum(runs)
     return {
         "makespan_s": makespan,
-        "tail_share": total["tail_seconds"] / total["seconds"],
-        "tokens_per_s": total["num_tokens"] / makespan,
-        "tokens_per_step": total["num_tokens"] / total["num_row_steps"],
-        "acceptance_rate": total["num_accepted_tokens"] / max(1, total["num_draft_tokens"]),
-        "num_preemptions": total["num_preemptions"],
+        "tail_share": total.tail_seconds / total.seconds,
+        "tokens_per_s": total.num_tokens / makespan,
+        "tokens_per_step": total.num_tokens / total.num_row_steps,
+        "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),
+        "num_preemptions": total.num_preemptions,
     }

@@ -43,21 +43,17 @@ class Drafters:
 
     async def take_counters(self) -> EngineCounters | None:
         """The sums over the engine cores; None where none has a drafter."""
-        total: EngineCounters | None = None
         decoded, self._decoded = self._decoded, set()
-        for core, counts in enumerate(await self.call(ProposerControl.take_counters)):
+        of_cores = await self.call(ProposerControl.take_counters)
+        for core, counts in enumerate(of_cores):
             self._check(core, counts, core in decoded)
-            if counts is not None:
-                total = total or EngineCounters()
-                total.add(EngineCounters(**counts))
-        return total
+        found = [EngineCounters(**counts) for counts in of_cores if counts is not None]
+        return EngineCounters.sum(found) if found else None
 
     async def take_aborted(self) -> RequestCounters:
         """The sums over the requests that vLLM has aborted."""
-        total = RequestCounters()
-        for counts in await EngineCores(self._engine()).call_all(TAKE_ABORTED):
-            total.add(RequestCounters(**(counts or {})))
-        return total
+        of_cores = await EngineCores(self._engine()).call_all(TAKE_ABORTED)
+        return RequestCounters.sum(RequestCounters(**(counts or {})) for counts in of_cores)
 
     def _check(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
         where = f"engine core {core} of replica {self._replica_rank}"
