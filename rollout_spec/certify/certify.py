@@ -280,6 +280,5 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], RequestCounters.sum(
-        map(counters_of, outputs)
-    )
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, RequestCounters.sum(map(counters_of, outputs))

@@ -116,7 +116,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
-        _check_drafting(config, spec)
+        _check_drafting(config)
     check_engine(config, spec)
     return spec
 
@@ -160,7 +160,7 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
+def _check_drafting(config: DictConfig) -> None:
     """What a run without drafts may have, and one with them may not."""
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)

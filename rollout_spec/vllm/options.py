@@ -13,8 +13,8 @@ OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
 # Of vLLM's `speculative_config`: a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
-_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncCountingScheduler"
+SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
+_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,17 @@ from rollout_spec.vllm.other_ranks import OtherRanks
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+class Runner(Protocol):
+    """What the proposer reads of a model runner: MRV1 itself, or `HostBatch` in the place of MRV2."""
+
+    parallel_config: Any
+    requests: dict[str, Any]  # by id; preempted ones too
+    input_batch: Any  # `req_ids` of its rows
+
+    @property
+    def max_model_len(self) -> int: ...
 
 
 class SuffixProposer:
@@ -55,23 +66,19 @@ class SuffixProposer:
         # None: its drafts are not used, or it has failed.
         self.drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.other_ranks = OtherRanks(vllm_config)
-        self._runner: Any = None
+        self._runner: Any = None  # a `Runner`, once there is one
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         # Takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
         self._counts = Counts()
 
-    def bind(self, runner: Any) -> None:
+    def bind(self, runner: Runner) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
                 self.other_ranks.watch()
-        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
-        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
-        # its own end.
-        runner.effective_drafter_max_model_len = 1 << 31
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
