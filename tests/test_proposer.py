@@ -229,13 +229,14 @@ def drafts_of(history: bytes | None, group: str) -> list[int]:
     return engine.step({"new": TEXT[:2]})["new"]
 
 
-def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
+def test_new_weights_leave_the_text_and_the_history_keeps_what_ended() -> None:
     engine = Engine(min_survival=0.0, history=4)
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
-    engine.control.drop_texts(["cut"])  # by the name that its sender gave it
-    assert engine.index.stats().num_sequences == engine.index.stats().num_groups == 0
+    engine.control.note_new_weights(["cut"], ["done"])  # by the names that their sender gave them
+    stats = engine.index.stats()
+    assert (stats.num_sequences, stats.num_groups, stats.num_tokens) == (0, 2, 2 * (len(PROMPT) + 9))
     content = engine.control.pack_history()
     assert drafts_of(content, "done") == TEXT[2:6]
     assert drafts_of(content, "cut") == []
@@ -272,11 +273,11 @@ def test_what_is_on_its_way_is_received_first() -> None:
     """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
-    for name in ("take_counters", "drop_texts", "take_history", "pack_history"):
+    for name in ("take_counters", "note_new_weights", "take_history", "pack_history"):
         engine.proposer.receive = lambda name=name: received.append(name)
         getattr(engine.control, name)()
     engine.proposer.take_counters(waits=False)
-    assert received == ["take_counters", "drop_texts", "take_history", "pack_history"]
+    assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
 def test_what_a_warm_up_has_left_is_forgotten() -> None:
@@ -325,7 +326,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     [message] = said
     assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
     # What the trainer asks of the engine goes on.
-    engine.control.drop_texts(["a"])
+    engine.control.note_new_weights(["a"])
     engine.control.add_history([b""])
     assert engine.control.take_history() is None
     assert engine.control.pack_history() is None

@@ -164,10 +164,8 @@ class IndexProposer:
         self._group = self.index.open_group(line.prompt_token_ids)
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
-        none, before = np.empty(0, np.int32), self.index.stats()
-        waiting = before.num_waiting_tokens
-        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=waiting)
-        if self.index.stats().num_tokens != before.num_tokens + waiting:
+        self.index.catch_up()
+        if self.index.stats().num_texts_left_out:
             raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)

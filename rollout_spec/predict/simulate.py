@@ -195,7 +195,7 @@ def rollout(
         heapq.heappush(turns, (ranks[0].elapsed_s, i))
     for rank in engines:
         if rank.drafter is not None:
-            rank.drafter.clear()  # the weights change
+            rank.drafter.note_new_weights()
     return max(rank.elapsed_s for rank in engines)
 
 

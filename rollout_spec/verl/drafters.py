@@ -20,7 +20,8 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        self._aborted, self._finished = list[str](), list[str]()  # requests, since the drafters were told
+        # Requests, and samples that have said all, since the drafters were told.
+        self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
@@ -30,16 +31,20 @@ class Drafters:
         if has_decoded:
             self._decoded.add(core)
 
-    async def drop_texts(self) -> None:
-        """The weights have changed."""
-        aborted, _ = self.take_ended()
-        await self.call(ProposerControl.drop_texts, aborted)
+    def end_sample(self, sample: str) -> None:
+        """The sample of this name makes no more requests."""
+        self._samples.append(sample)
 
-    def take_ended(self) -> tuple[list[str], list[str]]:
-        """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
-        aborted, finished = self._aborted, self._finished
-        self._aborted, self._finished = [], []
-        return aborted, finished
+    async def note_new_weights(self) -> None:
+        """The weights have changed."""
+        await self.call(ProposerControl.note_new_weights, *self.take_ended())
+
+    def take_ended(self) -> tuple[list[str], list[str], list[str]]:
+        """The aborted and the finished requests, and the samples that have said all: a drafter cannot tell
+        these from those that go on."""
+        taken = self._aborted, self._finished, self._samples
+        self._aborted, self._finished, self._samples = [], [], []
+        return taken
 
     async def take_counters(self) -> EngineCounters | None:
         """The sums over the engine cores; None where none has a drafter."""

@@ -118,6 +118,10 @@ class SpecHttpServer(vLLMHttpServer):
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
 
+    async def end_sample(self, sample: str) -> None:
+        """The agent loop of the sample of this name has ended."""
+        self._drafters.end_sample(sample)
+
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         """Verl's gate, where a request waits for a weight sync."""
         rejected = await super()._park_until_admitted(request_id)
@@ -146,12 +150,12 @@ class SpecHttpServer(vLLMHttpServer):
         return result
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """A weight sync has ended: what is indexed now came from an older policy."""
+        """A weight sync has ended."""
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._drafters.drop_texts()
+            await self._drafters.note_new_weights()
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: the time to count, and to share texts."""

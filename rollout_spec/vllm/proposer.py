@@ -43,7 +43,8 @@ class SuffixProposer:
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
     tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
     token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
-    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt.
+    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt. The turns of a sample have
+    one `extra_args["rollout_spec_sample"]`.
 
     Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
     """
@@ -209,7 +210,7 @@ class SuffixProposer:
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
         names = names_of(getattr(request.sampling_params, "extra_args", None))
-        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
+        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
 
 
 def last_level(request: Any, max_model_len: int) -> int:

@@ -214,7 +214,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
     if (proposer := proposer_of(runner)) is not None:
-        ProposerControl(proposer).drop_texts(aborted)
+        ProposerControl(proposer).note_new_weights(aborted)
     in_flight.append(len(arrivals))
     [rest] = serve(llm, [request(name, {"prompt_token_ids": PROMPT + tokens}, len(tokens))])
     return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}
