@@ -67,7 +67,7 @@ class SuffixProposer:
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
-                self.other_ranks.watch()
+                self.other_ranks.watch(runner)
         # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
         # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
         # its own end.
