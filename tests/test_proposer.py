@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.v1.worker import gpu_model_runner
 
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.other_ranks import most_tokens
+from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer, last_level
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -397,3 +399,18 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any],
 )
 def test_what_fills_a_ranks_graph_is_not_verified(num_own: int, num_padded: int, most: int) -> None:
     assert most_tokens(num_own, num_padded, graphs=[24, 16, 8]) == most
+
+
+def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coordinate(num_tokens_unpadded: int, parallel_config: Any) -> tuple[bool, torch.Tensor]:
+        return False, torch.tensor([num_tokens_unpadded, 31])
+
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    watching = []
+    for _ in range(2):
+        config = vllm_config({})
+        watching.append((OtherRanks(config), config.parallel_config))
+        watching[-1][0].watch(config)
+    for num_own, (_, parallel_config) in zip((25, 40), watching, strict=True):
+        gpu_model_runner.coordinate_batch_across_dp(num_own, parallel_config=parallel_config)
+    assert [each.ranks for each, _ in watching] == [(1, 31), (1, 40)]

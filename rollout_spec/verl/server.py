@@ -22,11 +22,10 @@ from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
-from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
+from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -35,7 +34,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
     """The options that `rollout.spec` put into the engine's arguments; None where it is not used."""
-    options = (_engine_kwargs(rollout_config).get("additional_config") or {}).get(OPTIONS_KEY)
+    options = asked_options(_engine_kwargs(rollout_config).get("additional_config"))
     return None if options is None else SpecConfig.from_mapping(dict(options))
 
 

@@ -79,7 +79,7 @@ class SuffixProposer:
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
-                self.other_ranks.watch()
+                self.other_ranks.watch(runner)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
