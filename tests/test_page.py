@@ -91,7 +91,6 @@ def browse(chromium: str, page: Path, folder: Path, *arguments: str, width: int 
 
 
 def probe(chromium: str, page: Path, folder: Path, width: int = WIDTH) -> dict[str, Any]:
-    """What the page says of itself once it has been laid out."""
     probed = folder / "probed.html"
     probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     dom = browse(chromium, probed, folder, "--dump-dom", width=width)

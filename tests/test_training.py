@@ -23,8 +23,6 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class Run(NamedTuple):
-    """What each engine has served, each response of the step, and verl's metrics of it."""
-
     folder: pathlib.Path
     served: list[list[Rollout]]
     responses: list[Response]

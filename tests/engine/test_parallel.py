@@ -187,7 +187,6 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make
 
 
 def note_drawn(worker: Any) -> None:
-    """Let a rank keep what its model draws, pass by pass."""
     runner = worker.model_runner
     draw, runner.drawn = runner.drafter._sample_draft_tokens, []
 

@@ -211,7 +211,6 @@ def test_characters_of_several_tokens(
 
 
 def processed(llm: Any, params: Any, **more: Any) -> Any:
-    """A request as the engine's front end hands it on."""
     prompt = {"type": "token", "prompt_token_ids": [1]}
     return llm.llm_engine.input_processor.process_inputs("one", prompt, params, ("generate",), **more)
 
@@ -255,7 +254,6 @@ def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> Non
 
 @pytest.fixture(scope="module")
 def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with two control characters for the marks of reasoning."""
     path = tmp_path_factory.mktemp("models") / "reasoning"
     shutil.copytree(chat_model, path)
     text = (path / "tokenizer.json").read_text()

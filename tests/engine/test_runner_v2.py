@@ -150,7 +150,6 @@ def interpreted(module: str, path: pathlib.Path, *given: str, **environment: str
 
 
 def samples(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all requests."""
     return [sample for one in found["requests"].values() for sample in (one, *one["others"])]
 
 
@@ -319,7 +318,6 @@ def graph_engines(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def on_cuda(models: pathlib.Path, *engines: str) -> dict[str, Any]:
-    """What engines of `interpreted_graphs` give."""
     return interpreted("tests.engine.interpreted_graphs", models.with_suffix(".json"), str(models), *engines)
 
 
