@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
-_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -100,7 +100,7 @@ class Accelerator(TorchDispatchMode):
             self.num_sent += 1
 
     def _computed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], values: Any) -> Any:
-        if func in _INDEXING:  # CUDA copies what is on the host, a number to be put there as well
+        if func in INDEXING:  # CUDA copies what is on the host, a number to be put there as well
             self.waits += [place()] * sum(not is_there(x) for x in given)
         if _depends_on_values(func, args, kwargs):
             self.waits.append(place())
@@ -155,7 +155,7 @@ def _value(x: Any) -> Any:
 
 def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the host has to read the device before it knows what comes out."""
-    if func in _INDEXING:
+    if func in INDEXING:
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None

@@ -76,21 +76,14 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("separate"), "separate_async", *options, until=(2, NUM_STEPS))
 
 
-@pytest.fixture(scope="module")
-def colocated_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("colocated_alone"), "colocate_async")
-
-
-@pytest.fixture(scope="module")
-def separate_alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The trainer's own engine serves until the first step only."""
-    work = "trainer.v1.separate_async.num_warmup_batches=6"  # more than the engine has done at a weight sync
-    return train(tmp_path_factory.mktemp("separate_alone"), "separate_async", work)
-
-
-@pytest.fixture(params=["colocated", "separate", "colocated_alone", "separate_alone"])
-def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=["colocated", "separate", "colocate_async", "separate_async"])
+def run(request, tmp_path_factory):
+    """With two engines; and with one, where the trainer's own serves until the first step only."""
+    if request.param in ("colocated", "separate"):
+        return request.getfixturevalue(request.param)
+    # More than the engine has done at a weight sync.
+    work = ["trainer.v1.separate_async.num_warmup_batches=6"] * (request.param == "separate_async")
+    return train(tmp_path_factory.mktemp("alone"), request.param, *work)
 
 
 def test_every_step_drafts_and_logs_it(run: Run) -> None:

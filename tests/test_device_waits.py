@@ -511,17 +511,6 @@ def test_the_accelerator_finds_what_waits(num_waits: int, use: Callable[[torch.T
     assert len(accelerator.waits) == num_waits
 
 
-def test_the_accelerator_refuses_what_cuda_refuses() -> None:
-    accelerator = Accelerator()
-    x = accelerator.put(torch.ones(4))
-    with accelerator, pytest.raises(RuntimeError, match="two different devices"):
-        x + torch.ones(4)
-    with accelerator, pytest.raises((RuntimeError, TypeError), match="numpy"):
-        x.numpy()
-    with accelerator, pytest.raises(RuntimeError, match="cannot pin"):
-        x.pin_memory()
-
-
 def has_cuda_kernel(name: str) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
 

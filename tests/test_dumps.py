@@ -42,7 +42,6 @@ def found(paths, tokenizer=None, columns=None):
 
 
 def read_back(folder, rows, tokenizer=None, columns=None):
-    """What is found in a folder with a file of these rows or bytes."""
     (folder / "x.jsonl").write_bytes(rows if isinstance(rows, bytes) else lines(rows))
     return found([folder], tokenizer, columns)
 

@@ -57,13 +57,13 @@ class Machine:
             share_proposed,
             fill_to * NUM_ROWS,
         )
-        self._num_drafted = self._num_right = 0
+        self._num_drafted = self.num_right = 0
 
     def step(self):
         """Run one; returns the draft tokens that the next verifies, None where it is to be a plain one."""
-        num_new_tokens = NUM_ROWS + self._num_right * (not self.lies)
+        num_new_tokens = NUM_ROWS + self.num_right * (not self.lies)
         step = Step(NUM_ROWS, 100, num_new_tokens, self.seconds(self._num_drafted))
-        self._num_drafted = self._num_right = 0
+        self._num_drafted = self.num_right = 0
         self.price = self.gate.begin(step, self.counters)
         if self.price is None:
             return None
@@ -73,7 +73,7 @@ class Machine:
         if self._num_filled and not self.gate.fills:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
-        self._num_right = round(float(self.survivals[is_right].sum()))
+        self.num_right = round(float(self.survivals[is_right].sum()))
         self._num_drafted = self._num_filled or int(chosen.sum())
         return chosen
 
@@ -169,33 +169,25 @@ def test_an_engine_without_requests_passes_for_no_step():
     assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
 
 
-def relative_speed(times_of_a_step, slope=0.025, num_steps=1000):
+def relative_speed(times_of_a_step, slope=0.025):
     """Tokens for the machine's work, over that of plain steps, once it has learned.
 
     A plain step is 0.1 s of work for four rows. Every draft token costs `slope` seconds of work.
-    A step's work takes times_of_a_step(its number) times as long, and the
-    gate sees only that. A draft token comes true as often as its survival says.
+    A step's work takes times_of_a_step(its number) times as long, and the gate sees only that.
     """
-    rng, gate, counters = np.random.default_rng(0), AutoGate(), EngineCounters()
-    num_drafted = num_accepted = 0
-    work = num_tokens = 0.0
-    for number in range(num_steps):
-        if number == 200:
-            work = num_tokens = 0.0
-        work += 0.1 + slope * num_drafted
-        num_tokens += NUM_ROWS + num_accepted
-        seconds = (0.1 + slope * num_drafted) * times_of_a_step(number) * rng.lognormal(0.0, 0.05)
-        step = Step(NUM_ROWS, 100, NUM_ROWS + num_accepted, seconds)
-        num_drafted = num_accepted = 0
-        if gate.begin(step, counters) is not None:
-            rates = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99)
-            chosen = gate.choose(
-                rates.cumprod(1).astype(np.float32), np.full(NUM_ROWS, 6, np.int32), counters
-            )
-            num_drafted = int(chosen.sum())
-            is_right = (rng.random(rates.shape) < rates).cumprod(1)
-            num_accepted = int((is_right * (np.arange(6) < chosen[:, None])).sum())
-    return num_tokens / NUM_ROWS * 0.1 / work
+    rng, work, nums_tokens = np.random.default_rng(0), [], []
+
+    def seconds(drafted):
+        work.append(0.1 + slope * drafted)
+        return work[-1] * times_of_a_step(len(work)) * rng.lognormal(0.0, 0.05)
+
+    machine = Machine([], seconds)
+    for _ in range(1000):
+        rates = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99)
+        machine.survivals = rates.cumprod(1).astype(np.float32)
+        nums_tokens.append(NUM_ROWS + machine.num_right)
+        machine.step()
+    return 0.1 * sum(nums_tokens[200:]) / NUM_ROWS / sum(work[200:])
 
 
 def drifting(period, seed=0):

@@ -1,11 +1,9 @@
-"""Trainings of other kinds than the demo's, two steps each, and its own command in each of verl's modes."""
+"""Trainings of other kinds than the demo's, two steps each."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -21,21 +19,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return make_policy(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
-def test_the_quick_demo(mode: str, policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Also where a batch is there before the weights change, so that its step has no tokens of its own."""
-    command = [sys.executable, "-m", "rollout_spec_lab.cli", "demo", "--quick", "--trainer", mode]
-    command += ["--model", str(policy), "--output", str(tmp_path), "rollout.spec.batch_threshold=64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    for method in ("off", "sam"):
-        assert summary[method]["step"] == [1, 2]
-        assert summary[method]["generated_tokens"][0] > 0
-    assert summary["sam"]["num_drafts"] > 0 == summary["off"]["num_drafts"]
-    assert (tmp_path / "report.html").exists()
 
 
 def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(

@@ -53,7 +53,6 @@ def contract(package: str) -> frozenset[str] | None:
 
 @cache
 def owner(module: str) -> str:
-    """The package whose contract a module goes by."""
     while module not in PACKAGES or contract(module) is None:
         assert "." in module, f"{module} has no sentence of what it may import"
         module = module.rpartition(".")[0]

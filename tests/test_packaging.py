@@ -88,7 +88,6 @@ def test_the_sdist_holds_what_can_be_built_and_run(built, tmp_path):
 
 
 def said_of(wheel: Path, file: str) -> str:
-    """What a file says of a wheel's contents, METADATA for example."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
         return archive.read(name).decode()

@@ -113,7 +113,6 @@ class Engine:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged as an exception or a warning."""
     messages: list[str] = []
 
     def note(message: str, *args: Any) -> None:

@@ -46,7 +46,6 @@ class Copier:
 
 
 def count(folder, *lines):
-    """What a replay of a trace with these lines counts with the Copier."""
     result = ReplayResult()
     for line in read_trace(write_trace(folder / "trace.jsonl.gz", *lines)):
         replay_line(Copier(), line, (), 4, result)

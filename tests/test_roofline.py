@@ -74,7 +74,6 @@ def test_a_model_has_the_parameters_that_transformers_builds(kind, changes, num_
 
 
 def read(folder, fields):
-    """What is read of a config.json with these fields."""
     (folder / "config.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
     return Model.read(folder / "config.json")
 

@@ -39,7 +39,6 @@ def rollouts(num_groups=6, group_size=8, seed=3):
 
 
 def noise(num_groups=4, group_size=8, length=150):
-    """Text without repetition."""
     rng = np.random.default_rng(9)
     return [
         Rollout(str(i), None, rng.integers(0, 50_000, 9).astype(np.int32),
@@ -49,7 +48,6 @@ def noise(num_groups=4, group_size=8, length=150):
 
 
 def served(requests, config, times, max_num_seqs, tail_rows=0, **more):
-    """What an engine has counted when it has served them all."""
     engine = Engine(config, times, max_num_seqs, tail_rows, **more)
     rollout([[engine]], [requests])
     assert engine.num_waiting == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from rollout_spec_lab.demo import data, model, report, runner
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
 from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of
 from tests.test_report import write_run
+from tests.trainings import make_policy
 
 
 def side(seconds: float, *responses: list[int]) -> dict[str, Any]:
@@ -156,6 +159,24 @@ def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
         runner.RunFailedError, match=r"out of memory; log: .*rollout-spec compare \S+/off \S+/sam"
     ):
         runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), print)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_the_quick_demo(mode: str, tmp_path: Path) -> None:
+    """Also where a batch is there before the weights change, so that its step has no tokens of its own."""
+    policy = make_policy(tmp_path / "policy")
+    command = [sys.executable, "-m", "rollout_spec_lab.cli", "demo", "--quick", "--trainer", mode]
+    command += ["--model", str(policy), "--output", str(tmp_path / "demo"), "rollout.spec.batch_threshold=64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "demo/summary.json").read_text())
+    for method in ("off", "sam"):
+        assert summary[method]["step"] == [1, 2]
+        assert summary[method]["generated_tokens"][0] > 0
+    assert summary["sam"]["num_drafts"] > 0 == summary["off"]["num_drafts"]
+    assert (tmp_path / "demo/report.html").exists()
 
 
 def test_rows_have_verls_columns_every_family_in_turn_and_the_seeds_text():

@@ -46,7 +46,6 @@ def coarse_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextlib.contextmanager
 def engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Iterator[Any]:
-    """One that drafts where there is a `spec`."""
     llm = new_engine(model, None if spec is None else {"num_speculative_tokens": K} | spec, **arguments)
     disable_envs_cache()  # with which an engine has begun: other tests set variables
     yield llm

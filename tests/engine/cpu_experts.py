@@ -10,8 +10,6 @@ from rollout_spec.verl.server import SpecWorkerExtension
 
 
 class Extension(SpecWorkerExtension):
-    """Ours, a look inside and a way to break the drafter."""
-
     def last_step_of_the_ranks(self) -> tuple[int, int]:
         return tuple(self.model_runner.drafter.other_ranks.ranks)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rollout_spec.patches import when_imported
+from tests.accelerator import place
 from tests.engine import recorded_graphs
 
 replays: Counter[str] = Counter()  # by the graph's manager, and whether it is for plain steps or for drafts
@@ -24,13 +25,11 @@ faults: Counter[str] = Counter()  # what a GPU would compute wrongly
 
 
 def with_graphs(mode: str) -> dict[str, Any]:
-    """vLLM's arguments for an engine that captures graphs."""
     compilation = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     return {"enforce_eager": False, "compilation_config": compilation}
 
 
 def take_notes() -> dict[str, dict[str, int]]:
-    """What was counted since the last call."""
     counted = {"replays": replays, "faults": faults, "waits": recorded_graphs.waits}
     notes = {name: dict(counter) for name, counter in counted.items()}
     for counter in counted.values():
@@ -177,7 +176,7 @@ class Event:
 def copy_late(x: torch.Tensor) -> np.ndarray:
     """In place of vLLM's `async_copy_to_np`."""
     copied, at_first = np.full(tuple(x.shape), 77, x.numpy().dtype), x.numpy().copy()
-    where = recorded_graphs.place()
+    where = place()
 
     def copy() -> None:
         copied[...] = x.numpy()

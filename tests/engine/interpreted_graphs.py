@@ -12,13 +12,12 @@ from typing import Any
 
 from rollout_spec.vllm.keys import KEY
 from tests.engine.interpreted_model import NUM_MODEL_TOKENS
-from tests.engine.interpreted_runner import FEW, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
+from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
 
 FULL, DECODE = (interpreted_cuda.with_graphs(mode) for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"))
 REQUESTS |= {"long": {"max_tokens": 160}}
 SOME = (*FEW, *LATE, "one")
 ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
-FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
@@ -40,7 +39,6 @@ def beside(models: dict[str, str], spec: Any, names: Any, head: str = "eagle", *
 
 @contextlib.contextmanager
 def noted_drafts() -> Iterator[dict[str, Any]]:
-    """The tokens that a model drafts and their log-odds, by request and its number of tokens."""
     from rollout_spec.vllm.mrv2.host_batch import HostBatch
 
     drafts: dict[str, Any] = {}

@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from rollout_spec.vllm.proposer import proposer_of
-from tests.engine.conftest import close, engine_settings
+from tests.engine.conftest import close, core_of, engine_settings, runner_of
 from tests.engine.interpreted_model import NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import run, serve_named
 from tests.engine.rollout_server import EXTENSION
@@ -44,8 +44,7 @@ def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
     settings = engine_settings(folders["mtp"], spec) | {"max_model_len": 256, "skip_tokenizer_init": False}
     settings["speculative_config"] = MTP
     llm = LLM(**settings, **({"worker_extension_cls": EXTENSION} if has_verl else {}))
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    runner = worker.model_runner
+    worker, runner = core_of(llm).model_executor.driver_worker.worker, runner_of(llm)
 
     def served() -> dict[str, Any]:
         return {

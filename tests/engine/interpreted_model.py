@@ -18,16 +18,19 @@ from rollout_spec.vllm.mrv2 import host_drafts
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.versions import version
 from tests.engine import interpreted_runner
-from tests.engine.interpreted_runner import REQUESTS, late, run
+from tests.engine.interpreted_runner import FEW_BLOCKS, REQUESTS, late, run
 
 NUM_MODEL_TOKENS = 3
 REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*interpreted_runner.NAMES, "one", "short")
+BRIEF = ("sampled", "one", "greedy")
 REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
-def main(models: str) -> dict[str, Any]:
+def main(models: str, in_brief: str = "") -> dict[str, Any]:
+    if in_brief:
+        return served_in_brief(pathlib.Path(models), async_scheduling=True)
     with virtual_time():
         return served(pathlib.Path(models), async_scheduling=True)
 
@@ -66,8 +69,6 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
     same = target, {"method": "draft_model", "model": folders["copy"]}
     if ahead and version() != "0.32.0":  # the first whose MRV2 has draft models
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
-    # For two requests of at most 64 tokens, drafts included; the first block is vLLM's.
-    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "max_model_len": 80, "max_num_seqs": 4}
     # vLLM's own drafts of a request with a grammar need a device's stream.
     without_grammar = tuple(name for name in NAMES if name != "grammar")
     plain = run(target, None, names=(*NAMES, "long"))
@@ -85,11 +86,19 @@ def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
             **ahead,
         ),
         "both": both(target, eagle, gate, stop, names=NAMES),
-        "preempted": both(
-            target, eagle, {"batch_threshold": 1}, names=("sampled", "one", "greedy"), **ahead, **few_blocks
-        ),
+        "preempted": preempted(target, eagle, **ahead),
         "wrong": wrong_beside_text | {"passes": passes_of_wrong},
     }
+
+
+def preempted(model, drafter, **ahead):
+    few_blocks = FEW_BLOCKS | {"num_gpu_blocks_override": 5}
+    return both(model, drafter, {"batch_threshold": 1}, names=BRIEF, **ahead, **few_blocks)
+
+
+def served_in_brief(models, **ahead):
+    target, eagle = str(models / "target"), {"method": "eagle", "model": str(models / "eagle")}
+    return {"plain": run(target, None, names=BRIEF), "preempted": preempted(target, eagle, **ahead)}
 
 
 def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:

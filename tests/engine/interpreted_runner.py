@@ -13,7 +13,7 @@ from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import v2_architectures, version
-from tests.engine.conftest import OFF, close, engine_settings
+from tests.engine.conftest import OFF, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_requests import random_request
@@ -46,6 +46,8 @@ MORE = (
 REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
 FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
+# For two requests of at most 64 tokens, drafts included, and one block more; the first block is vLLM's.
+FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
 DRAW = random.Random(5)
 MIXED = {f"mixed {number}": random_request(DRAW) for number in range(24)}
 MIXED = {
@@ -58,7 +60,6 @@ LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on t
 
 
 def main(model: str) -> dict[str, Any]:
-    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
     plain = run(model, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
@@ -68,7 +69,7 @@ def main(model: str) -> dict[str, Any]:
         "open": run(
             model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED
         ),
-        "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **few_blocks),
+        "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }
@@ -130,8 +131,7 @@ def run(
     sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     sizes |= {"scheduling_policy": "priority"}  # of MIXED
     llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    core, runner = core_of(llm), runner_of(llm)
     found: dict[str, Any] = {
         "model_runner": type(runner).__module__,
         "steps": noted_steps(core.scheduler, runner),
@@ -182,7 +182,6 @@ def request(name: str, prompt: Any = TEXT, num_tokens: int = 0, **more: Any) -> 
 
 
 def serve_named(llm: Any, names: tuple[str, ...], prompts: Any = None) -> dict[str, Any]:
-    """What the requests of these names get, each of its own prompt or of TEXT."""
     asked = [
         request(name, prompt) for name, prompt in zip(names, prompts or [TEXT] * len(names), strict=True)
     ]
@@ -232,13 +231,12 @@ def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
         if not engine.has_unfinished_requests():
             break
         if number % 2 == 0:
-            in_flight.append(len(engine.engine_core.engine_core.batch_queue or ()))
+            in_flight.append(len(core_of(llm).batch_queue or ()))
             assert llm.reset_prefix_cache(reset_running_requests=True)
     return {"reset": found, "reset_in_flight": in_flight}
 
 
 def history(proposer: Any) -> list[list[int]]:
-    """The responses to the prompt that the drafter remembers."""
     import numpy as np
 
     ProposerControl(proposer).pack_history()  # takes in those that have ended

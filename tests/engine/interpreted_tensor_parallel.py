@@ -11,10 +11,7 @@ NAMES = ("unnamed", "greedy", "sampled", "top_k", *LATE)
 
 
 class Extension:
-    """A look inside a worker."""
-
     def note_drafts(self) -> None:
-        """Keep what each step verifies."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         fill, self.drafts = runner.update_requests, list[dict[str, list[int]]]()
 
@@ -25,13 +22,11 @@ class Extension:
         runner.update_requests = fill_and_note
 
     def noted(self) -> tuple[list[dict[str, list[int]]], int]:
-        """The drafts of all steps, and the failed ones."""
         drafter = self.model_runner.drafter  # type: ignore[attr-defined]
         return self.drafts, drafter.take_counters().num_failed_steps
 
 
 def served(model: str, spec: dict[str, Any] | None) -> dict[str, Any]:
-    """What the requests get, and of each rank what it has verified."""
     from vllm import LLM
 
     settings = engine_settings(model, spec) | ({} if spec is not None else OFF)

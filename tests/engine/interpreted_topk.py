@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -40,9 +41,9 @@ def interpret_kernels(topk_topp_triton: Any) -> None:
     make_anew(topk_topp_triton, "apply_top_k_top_p_triton", edits)
 
 
-def choose_by_rows(topk_topp_sampler: Any) -> None:
-    make_anew(topk_topp_sampler, "apply_top_k_top_p", {"current_platform.is_cpu()": "False"})
-
-
-def cut_by_the_kernel(top_k_top_p: Any) -> None:
-    make_anew(top_k_top_p, "cut_rows_alike", {'logits.device.type == "cpu"': "False"})
+choose_by_rows = functools.partial(
+    make_anew, name="apply_top_k_top_p", edits={"current_platform.is_cpu()": "False"}
+)
+cut_by_the_kernel = functools.partial(
+    make_anew, name="cut_rows_alike", edits={'logits.device.type == "cpu"': "False"}
+)

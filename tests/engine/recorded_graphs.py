@@ -7,7 +7,6 @@ the capture stays as it was.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
+from tests.accelerator import INDEXING, place
+
 aten = torch.ops.aten
 # In inference mode what is made of other operations comes whole: `item`, not `_local_scalar_dense`.
 _WAITS = {
@@ -24,7 +25,6 @@ _WAITS = {
     aten.where.default, aten.equal.default, aten.allclose.default, aten.is_nonzero.default,
     aten.masked_select.default, aten._unique2.default, aten.lift_fresh.default,
 }  # fmt: skip
-_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 waits: Counter[str] = Counter()  # in captures, where CUDA allows none; by operation and place
 
 
@@ -82,7 +82,7 @@ class Capture(TorchDispatchMode):
         return found
 
     def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        by_mask = func in _INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+        by_mask = func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
         if func in _WAITS or by_mask:
             waits[f"{func} in {place()}"] += 1
         given = {_memory(x) for x in _tensors((args, kwargs))}
@@ -111,14 +111,6 @@ class Capture(TorchDispatchMode):
             self._graph.steps.append(kernel)
 
 
-def place() -> str:
-    """Where vLLM or we have called."""
-    frame = sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] not in ("rollout_spec", "vllm"):
-        frame = frame.f_back
-    return f"{frame.f_globals['__name__']}:{frame.f_lineno}"
-
-
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [x for x in tree_leaves(values) if torch.is_tensor(x)]
 
@@ -143,8 +135,6 @@ _run = InterpretedFunction.run
 
 
 def run_or_note(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`InterpretedFunction.run`, noted where a capture runs."""
-
     def kernel() -> Any:
         return _run(self, *args, **kwargs)
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.engine.conftest import OFF, close, engine_settings, proposer_of
+from tests.engine.conftest import OFF, close, core_of, engine_settings, proposer_of, runner_of
 from tests.engine.serving import KEY, sampling
 from tests.engine.tiny_recurrent import SEEN
 from tests.tiny_vl import make_image
@@ -44,7 +44,6 @@ def asked(i: int, max_tokens: int = 40, **more: Any) -> Any:
 
 
 def seen(engine: Any, prompt: list[int], params: Any) -> dict[str, Any]:
-    """A prompt of tokens, with the request's images."""
     sees = engine.model_config.is_multimodal_model
     seeds = IMAGES[params.extra_args[KEY][1] % len(IMAGES)] if sees else ()
     if not seeds:
@@ -204,21 +203,13 @@ def with_mtp(k: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k}}
 
 
-def runner_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def served(
     model: str, spec: dict[str, Any] | None, names: Iterable[str] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """What an engine gives in each scenario, and what its drafter and its scheduler counted."""
     scenarios = {each.__name__: each for each in SCENARIOS}
     llm = new_recurrent_engine(model, spec, **arguments)
     try:
-        rows, graphs = (
-            note_rows(llm.llm_engine.engine_core.engine_core.scheduler),
-            note_graphs(runner_of(llm)),
-        )
+        rows, graphs = note_rows(core_of(llm).scheduler), note_graphs(runner_of(llm))
         found: dict[str, Any] = {name: scenarios[name](llm) for name in names or scenarios}
         drafter = proposer_of(llm)
         if drafter is not None:

@@ -10,15 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection, mend
-from rollout_spec.vllm.versions import version
+from rollout_spec.vllm.upstream import cpu_expand
 
 NAME = "expand_batch_to_tokens"
-NEEDS_FIX = version() in ("0.23.0", "0.24.0")
 
 
 def vllms(name: str) -> Any:
@@ -30,13 +27,6 @@ def vllms(name: str) -> Any:
         function = function.__rollout_spec_patch__[1]
     assert function.__module__ == rejection_sampler.__name__
     return function
-
-
-def test_the_signature_is_vllms() -> None:
-    """So that ours can take the place in any call."""
-    theirs = inspect.signature(vllms(NAME)).parameters.values()
-    ours = inspect.signature(cpu_expand.expand_batch_to_tokens).parameters.values()
-    assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in theirs]
 
 
 def test_one_that_takes_other_arguments_is_not_replaced() -> None:
@@ -86,35 +76,3 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
     assert tokens.shape == (2, 3)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         couple_rejection_sample(module_with("target_scores"))
-
-
-@pytest.mark.skipif(
-    not NEEDS_FIX,
-    reason="vLLM from 0.29 on needs no fix: its own tests have its kernel",
-)
-@pytest.mark.parametrize("fp64", [False, True])
-def test_a_mended_kernel_leaves_the_targets_distribution(fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample import rejection_sampler
-
-    for name in ("rejection_random_sample_kernel", "expand_kernel", "sample_recovered_tokens_kernel"):
-        monkeypatch.setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
-    mend(cpu_rejection, rejection_sampler)
-    torch.manual_seed(1)
-    num, target = 20_000, torch.tensor([0.05, 0.3, 0.0, 0.15, 0.02, 0.28, 0.2])
-    ends = torch.arange(1, num + 1, dtype=torch.int32)
-    metadata = types.SimpleNamespace(
-        temperature=torch.ones(num), all_greedy=False, all_random=True, generators={}, top_k=None, top_p=None
-    )
-    tokens = vllms("rejection_sample")(
-        torch.ones(num, dtype=torch.int32), [1] * num, 1, ends, None, target.log().repeat(num, 1),
-        torch.zeros(num, 1, dtype=torch.int32), metadata, use_fp64_gumbel=fp64,
-    )  # fmt: skip
-    assert 0.2 < (tokens[:, 1] >= 0).double().mean() < 0.4, "the draft is token 1"
-    counts = tokens[:, 0].bincount(minlength=len(target)).numpy()
-    assert counts[2] == 0
-    kept = target.numpy() > 0
-    assert (
-        chisquare(counts[kept], target.double().numpy()[kept] / target.double().sum().item() * num).pvalue
-        > 1e-6
-    )

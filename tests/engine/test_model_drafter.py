@@ -18,9 +18,8 @@ from rollout_spec.vllm import checks, plugin
 from rollout_spec.vllm.checks import check_options, mrv2_misfit
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import configured
-from tests.engine.interpreted_brief import served_in_brief
 from tests.engine.interpreted_heads import served_heads
-from tests.engine.interpreted_model import served
+from tests.engine.interpreted_model import served, served_in_brief
 from tests.engine.serving import assert_each_same
 from tests.engine.test_runner_v2 import WITH_GRAPHS, interpreted, on_cuda
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_bigrams, make_eagle, make_eagle3, make_even, make_mtp
@@ -65,7 +64,6 @@ def results(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) ->
 
 @pytest.fixture(params=["V1", "V2 in brief", V2])
 def preempting(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) -> dict[str, Any]:
-    """The same, of a plain engine and of one that preempts rows."""
     return engines_on(request.param)
 
 
@@ -78,7 +76,8 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
     if runner == "V1":
         found = json.loads(json.dumps(serve(heads)))
     else:
-        found = interpreted(serve.__module__, heads / "results.json", str(heads))
+        brief = ["in brief"] * (serve is served_in_brief)
+        found = interpreted(serve.__module__, heads / "results.json", str(heads), *brief)
     where = {"V1": "vllm.v1.worker.cpu_model_runner", "V2": "vllm.v1.worker.cpu.model_runner"}[runner]
     assert {engine["model_runner"] for engine in found.values()} == {where}
     return found
@@ -278,25 +277,6 @@ def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("arguments", "refusal"),
-    [
-        (
-            {"spec": {"verify": "standard"}},
-            r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard",
-        ),
-        ({"enable_lora": True}, "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"),
-    ],
-)
-def test_what_does_not_go_with_a_model_is_refused_by_name(
-    arguments: dict[str, Any], refusal: str, heads: pathlib.Path, with_runner: str
-) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^speculative_config.method=eagle( with rollout_spec)?: {refusal}$"
-    ):
-        with_eagle(heads, **{"spec": {}} | arguments)
-
-
 def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
     heads: pathlib.Path, with_runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +308,16 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
             with pytest.raises(ConfigError, match=f"^speculative_config.method=eagle [^\\n]*: .*{refusal}"):
                 check_options(config)
     check_options(config)
+    for arguments, refusal in (
+        (
+            {"spec": {"verify": "standard"}},
+            r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard",
+        ),
+        ({"enable_lora": True}, "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"),
+    ):
+        named = "^speculative_config.method=eagle( with rollout_spec)?: "
+        with pytest.raises(ConfigError, match=f"{named}{refusal}$"):
+            with_eagle(heads, **{"spec": {}} | arguments)
     if with_runner == "V1":
         with monkeypatch.context() as patch:
             patch.setattr(config.scheduler_config, "async_scheduling", True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 from typing import Any
 
@@ -12,8 +11,7 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
-from rollout_spec.vllm.versions import version
-from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
+from tests.engine.conftest import OFF, engine_settings, make_tiny
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.serving import Request, sampling
 from tests.engine.serving import serve as serve_requests
@@ -31,67 +29,6 @@ NUMBERS = itertools.count()  # of requests
 def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
-
-
-def test_experts_run_on_any_processor(
-    tiny_experts: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where vLLM has no kernel for them: one without AVX-512."""
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
-
-    import tests.engine.cpu_experts  # noqa: F401 (the activation)
-
-    monkeypatch.setattr(CPUFusedMOE, "check_grouped_gemm", lambda *_: (False, "none"))
-    plain, drafted = (
-        generate(make_engine(spec, model=tiny_experts, skip_tokenizer_init=True), PROMPTS, greedy(LENGTH))
-        for spec in (None, {})
-    )
-    assert drafted == plain
-
-
-@pytest.mark.skipif(
-    version() not in ("0.23.0", "0.24.0"),
-    reason="on CPUs vLLM 0.29 returns no experts, and 0.32 only with MRV2",
-)
-@pytest.mark.parametrize("spec", [None, {"history": 8}], ids=["off", "sam"])
-def test_the_experts_that_are_returned_are_each_tokens_own(
-    tiny_experts: str, chat_model: str, spec: dict[str, Any] | None
-) -> None:
-    """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
-    the token and its position."""
-    from vllm import SamplingParams
-
-    llm = new_engine(
-        tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
-    )
-    runner = runner_of(llm)
-    capturer = runner.routed_experts_capturer
-
-    def note() -> Any:
-        rows = len(capturer.device_buffer)
-        capturer.device_buffer[:, :, 0] = runner.input_ids.gpu[:rows, None]
-        capturer.device_buffer[:, :, 1] = runner.positions[:rows, None]
-        return capturer.device_buffer
-
-    capturer.get_device_buffer = note
-    ask = functools.partial(SamplingParams, temperature=0, ignore_eos=True, max_tokens=LENGTH)
-    prompt = {"prompt_token_ids": PROMPTS[0]}
-    for _ in range(2):  # the second time drafts go on after each end
-        [free] = llm.generate([prompt], ask(), use_tqdm=False)
-        text, tokens = free.outputs[0].text, free.outputs[0].token_ids
-        ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]
-        ends += [ask(stop=[text[i : i + 2]]) for i in (19, 20, 21, 22)]
-        ends.append(ask(routed_experts_prompt_start=2))
-        outputs = llm.generate([prompt] * len(ends), ends, use_tqdm=False)
-        for output, asked in zip(outputs, ends, strict=True):
-            [sample] = output.outputs
-            own = [*PROMPTS[0], *sample.token_ids][:-1]  # the last one was in no step
-            first = asked.routed_experts_prompt_start or 0
-            found = [tuple(row) for row in sample.routed_experts[:, 1].tolist()]
-            assert found == [(token, i) for i, token in enumerate(own)][first:]
-    if spec is not None:
-        assert proposer_of(llm).take_counters().num_accepted_tokens > 100
-    close([llm])
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(
@@ -250,7 +187,6 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make
 
 
 def note_drawn(worker: Any) -> None:
-    """Let a rank keep what its model draws, pass by pass."""
     runner = worker.model_runner
     draw, runner.drawn = runner.drafter._sample_draft_tokens, []
 

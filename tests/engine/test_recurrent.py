@@ -78,14 +78,6 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
 
 
-@pytest.fixture
-def own_groups() -> None:
-    """Those that engines of a dense model have made have none for experts."""
-    from vllm.distributed.parallel_state import destroy_model_parallel
-
-    destroy_model_parallel()
-
-
 def undo_mends(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> None:
     for name in names:
         current = getattr(owner, name)
@@ -194,7 +186,6 @@ def builder_of(name: str, vllm_config: Any) -> Any:
 
 
 def dummy_rows(num_reqs: int, num_tokens: int) -> Any:
-    """What vLLM captures a graph with."""
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -303,8 +294,11 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
     [("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)],
 )
 def test_drafts_change_nothing_with_experts_or_images(
-    name: str, sees: bool, k: int, model: str, own_groups: None, tmp_path: pathlib.Path
+    name: str, sees: bool, k: int, model: str, tmp_path: pathlib.Path
 ) -> None:
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    destroy_model_parallel()  # the groups of engines of a dense model have none for experts
     folder, spec = make_recurrent(name, tmp_path, sees), GATED | {"num_speculative_tokens": k}
     names, arguments = (None, SHORT_STEPS | SEES) if sees else (SOME, SHORT_STEPS)
     drafted = served(folder, spec, names, **arguments)
@@ -392,38 +386,21 @@ def test_drafts_change_nothing_where_prefixes_are_cached(
     assert (drafted["counters"]["num_model_accepted_tokens"] > 50) == (head == "mtp")
 
 
-NEXT, LFM, JAMBA = "Qwen3Next", "Lfm2", "Jamba"
-MIXED = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-
-
-@pytest.mark.parametrize(
-    ("stem", "fields", "k", "message"),
-    [
-        (NEXT, {}, 15, r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 with [^\n]*\Z"),
-        (LFM, MIXED, 3, r"^rollout\.spec\.method=sam: Lfm2ForCausalLM gives tokens that depend on [^\n]*\Z"),
-        (JAMBA, {}, 3, r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba 1[^\n]*\Z"),
-    ],
-)
-def test_refused_before_an_engine_process_is_launched(
-    stem: str, fields: dict[str, Any], k: int, message: str, tmp_path: pathlib.Path
-) -> None:
+def test_refused_before_an_engine_process_is_launched(tmp_path):
     import transformers
 
-    config = getattr(transformers, f"{stem}Config")(architectures=[f"{stem}ForCausalLM"], **fields)
-    config.save_pretrained(tmp_path)
-    configured(str(tmp_path), **OFF)
-    with pytest.raises(ValueError, match=message):
-        configured(str(tmp_path), {"num_speculative_tokens": k})
-
-
-@pytest.mark.parametrize("mode", ["all", "some"])
-def test_a_cache_mode_that_is_not_known_is_refused(
-    model: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     from rollout_spec.vllm.checks import check_options
 
-    config = configured(model, {"num_speculative_tokens": 3})
-    check_options(config)
-    monkeypatch.setattr(config.cache_config, "mamba_cache_mode", mode)
-    with pytest.raises(ValueError, match=rf"^mamba_cache_mode={mode}: must be none or align [^\n]*\Z"):
+    transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
+    configured(str(tmp_path), **OFF)
+    config = configured(str(tmp_path), {"num_speculative_tokens": 3})
+    config.cache_config.mamba_cache_mode = "all"
+    with pytest.raises(ValueError, match=r"^mamba_cache_mode=all: must be none or align [^\n]*\Z"):
         check_options(config)
+    with pytest.raises(ValueError, match=r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 "):
+        configured(str(tmp_path), {"num_speculative_tokens": 15})
+    transformers.JambaConfig(architectures=["JambaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba 1"
+    ):
+        configured(str(tmp_path), {"num_speculative_tokens": 3})

@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from rollout_spec.vllm.upstream import stop_strings
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
 from tests.engine.serving import (
@@ -140,6 +142,15 @@ def test_a_stop_string_ends_tokens_and_text(engines: Engines, text: str) -> None
             assert (one["text"], one["end"]) == (text[: text.find(first)], ["stop", first])
 
 
+def test_a_token_that_comes_before_a_stop_string_keeps_its_own_experts():
+    from vllm.v1.engine import EngineCoreOutput
+
+    parts = stop_strings.one_by_one(EngineCoreOutput("a", [4, 5], routed_experts=np.array([[[7]], [[8]]])))
+    assert [(part.new_token_ids, part.routed_experts.tolist()) for part in parts] == [
+        ([4], [[[7]]]), ([5], [[[8]]])
+    ]  # fmt: skip
+
+
 def test_the_samples_of_one_request_have_keys_of_their_own(engines: Engines) -> None:
     """Sample i is that of a request with the key [key, i]."""
     for llm in engines:
@@ -200,7 +211,6 @@ def test_characters_of_several_tokens(
 
 
 def processed(llm: Any, params: Any, **more: Any) -> Any:
-    """A request as the engine's front end hands it on."""
     prompt = {"type": "token", "prompt_token_ids": [1]}
     return llm.llm_engine.input_processor.process_inputs("one", prompt, params, ("generate",), **more)
 
@@ -244,7 +254,6 @@ def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> Non
 
 @pytest.fixture(scope="module")
 def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with two control characters for the marks of reasoning."""
     path = tmp_path_factory.mktemp("models") / "reasoning"
     shutil.copytree(chat_model, path)
     text = (path / "tokenizer.json").read_text()

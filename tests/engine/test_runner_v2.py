@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from lab.tests.engine.test_bench import assert_recorded
 from rollout_spec import patches
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
@@ -151,7 +150,6 @@ def interpreted(module: str, path: pathlib.Path, *given: str, **environment: str
 
 
 def samples(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all requests."""
     return [sample for one in found["requests"].values() for sample in (one, *one["others"])]
 
 
@@ -320,7 +318,6 @@ def graph_engines(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def on_cuda(models: pathlib.Path, *engines: str) -> dict[str, Any]:
-    """What engines of `interpreted_graphs` give."""
     return interpreted("tests.engine.interpreted_graphs", models.with_suffix(".json"), str(models), *engines)
 
 
@@ -357,22 +354,3 @@ def assert_graphs_change_nothing(found: dict[str, Any], plain: dict[str, Any]) -
     assert found["counters"]["num_failed_steps"] == 0 < found["counters"]["num_accepted_tokens"]
     for steps in ("plain", "drafts"):
         assert found["replays"][f"ModelCudaGraphManager {steps}"] > 2
-
-
-@pytest.mark.long
-def test_the_tools_measure_it(tiny_model: str, tmp_path: pathlib.Path) -> None:
-    found = interpreted("tests.engine.interpreted_tools", tmp_path / "results.json", tiny_model)
-    steps = found.pop("steps")
-    assert_recorded(found["recorded"])
-    assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}
-    assert found["off:coupled"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
-    sam = found["sam:64"]
-    assert sam["counters"]["num_draft_tokens"] == sum(sam["timeline"]["num_draft_tokens"]) > 0
-    assert not any(found["sam:0"]["timeline"]["num_draft_tokens"])
-    for method in ("sam:0", "sam:64"):
-        assert found[method]["draft_cpu_s"] > 0
-        counters = found[method]["counters"]
-        assert counters["num_row_steps"] + counters["num_accepted_tokens"] == 4 * 24
-    assert steps["skipped"] == []
-    for table in (steps["steps"], steps["sampling"]):
-        assert {(row["num_rows"], row["num_drafts"]) for row in table} == {(1, 0), (1, 2), (2, 0), (2, 2)}

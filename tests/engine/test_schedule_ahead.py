@@ -17,7 +17,6 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 @pytest.fixture
 def decided(tiny_model: str) -> Callable[..., Any]:
-    """`decided(asked, is_cpu=False, has_v2=True, **arguments)`: that engine's scheduler's settings."""
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 

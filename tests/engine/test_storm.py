@@ -22,8 +22,6 @@ from tests.text import merged
 
 
 class Part(NamedTuple):
-    """What one request gave: of which server and version of the weights, and so on."""
-
     of: tuple[int, int]
     num_tokens: int
     is_aborted: bool

@@ -13,7 +13,7 @@ import pytest
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
-from tests.engine.conftest import OFF, new_engine, proposer_of
+from tests.engine.conftest import OFF, core_of, new_engine, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import Request, num_accepted, sampling
 from tests.engine.serving import serve as serve_requests
@@ -173,7 +173,7 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
     for spec, more in ((None, OFF), ({"num_speculative_tokens": 3, "history": 2}, {})):
         arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": False} | more
         server = make_server(spec, fresh=True, model=model, kv_cache_memory_bytes=256 << 20, **arguments)
-        worker = server.engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        worker = core_of(server.engine.llm).model_executor.driver_worker.worker
         found += [[asyncio.run(one_round(server))], [num_accepted(server.engine.llm)] if spec else []]
         asyncio.run(server.abort_all_requests())
         worker._update_weights(list((weights | changed).items()), peft_config=None, base_sync_done=True)
@@ -193,7 +193,6 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
 
 
 async def one_round(server: Any) -> list[list[int]]:
-    """Two siblings of each prompt, and the greedy one."""
     params = [{"temperature": 0.0 if j == 2 else 0.8, "max_tokens": 40, "ignore_eos": True} for j in range(3)]
     outputs = [
         server.generate(prompt, params[j] | {"extra_args": {KEY: [i, j]}}, f"{i}-{j}")

@@ -35,7 +35,6 @@ def loaded(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def save_head(target: pathlib.Path, folder: pathlib.Path, weights: dict[str, Any], **own: Any) -> None:
-    """A head of one layer, beside its target's configuration."""
     folder.mkdir()
     config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1} | own
     (folder / "config.json").write_text(json.dumps(config))

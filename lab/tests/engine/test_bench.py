@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.native import Int32Array
@@ -17,7 +18,7 @@ from rollout_spec.predict.replay import IndexProposer, ReplayResult, replay_line
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
 from rollout_spec_lab.bench.engine import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
+from tests.engine.test_runner_v2 import interpreted
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def assert_recorded(found: dict[str, Any]) -> None:
 
 
 def test_a_recording_comes_in_the_place_of_what_is_sampled(tiny_model: str) -> None:
-    """On MRV1; on MRV2: tests/engine/test_runner_v2.py."""
+    """On MRV1; on MRV2: below."""
     from rollout_spec_lab.bench import engine_worker
 
     assert_recorded(engine_worker.run(job_of(tiny_model) | recorded_load() | {"method": "sam:64"}))
@@ -113,6 +114,26 @@ def test_the_first_responses_of_a_recording_at_a_time(
         assert timeline["num_running"][0] == timeline["num_prefills"][0] == rows
         written = read_trace(trace_file(tmp_path / f"rows-{rows}", 0))
         assert [[each.tolist() for each in line.responses] for line in written] == served
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_mrv2_is_measured(tiny_model: str, tmp_path: Path) -> None:
+    found = interpreted("lab.tests.engine.interpreted_tools", tmp_path / "results.json", tiny_model)
+    steps = found.pop("steps")
+    assert_recorded(found["recorded"])
+    assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}
+    assert found["off:coupled"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
+    sam = found["sam:64"]
+    assert sam["counters"]["num_draft_tokens"] == sum(sam["timeline"]["num_draft_tokens"]) > 0
+    assert not any(found["sam:0"]["timeline"]["num_draft_tokens"])
+    for method in ("sam:0", "sam:64"):
+        assert found[method]["draft_cpu_s"] > 0
+        counters = found[method]["counters"]
+        assert counters["num_row_steps"] + counters["num_accepted_tokens"] == 4 * 24
+    assert steps["skipped"] == []
+    for table in (steps["steps"], steps["sampling"]):
+        assert {(row["num_rows"], row["num_drafts"]) for row in table} == {(1, 0), (1, 2), (2, 0), (2, 2)}
 
 
 METHODS = ["off:coupled", "sam:4", "ngram"]

@@ -1,4 +1,4 @@
-"""What `bench engine` and `gpu-check` measure of MRV2; as `interpreted_runner`."""
+"""What `bench engine` and `gpu-check` measure of MRV2; as `tests.engine.interpreted_runner`."""
 
 from __future__ import annotations
 
