@@ -75,6 +75,21 @@ def test_a_rollout_without_drafts_by_hand():
     assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
+def test_agents_wait_for_their_tools():
+    """Two turns of two tokens; the second has three new ones before it. Then another sample's only turn."""
+    spans = [np.array([[0, 2], [5, 7]], np.int32), np.array([[1, 3]], np.int32)]
+    agents = dataclasses.replace(line("0", 5, 7, 3), turns=spans)
+    first, second = requests_of([agents], None)
+    assert [turn.num_tokens for turn in first.turns] == [7, 12] and second.num_tokens == 8
+    run = served([first], OFF, BY_HAND, 1, tool_seconds=100.0)
+    assert (run.seconds, run.num_tokens) == ((5 + 1) + 1 + 100 + (3 + 1) + 1, 4)
+    # The other one runs meanwhile; of its prompt the tool's token is new.
+    both = served([first, second], OFF, BY_HAND, 1, tool_seconds=3.0)
+    assert (both.seconds, both.num_tokens) == ((5 + 1) + 1 + (1 + 1) + 1 + (3 + 1) + 1, 6)
+    drafted = served([first, second], SpecConfig(batch_threshold=4), BY_HAND, 2, tool_seconds=3.0)
+    assert drafted.num_tokens == 6
+
+
 class ContextTimes(StepTimes):
     """A step takes a second a token of context, and a thousand for each token of other ranks."""
 
