@@ -39,6 +39,8 @@ class EngineCounters(Counters):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
+    num_behind_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
+    num_texts_left_out: int = 0  # prompts, requests and responses of the history, for want of memory
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
@@ -180,6 +182,16 @@ METRICS = (
         "num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
         "Decoding requests that had no place in the index, summed over steps.",
         "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
+    ),
+    Metric(
+        "share_behind", "engine", lambda counts: _ratio(counts.num_behind_rows, counts.num_row_steps),
+        "Share of the decoding requests' steps without drafts because their text was not indexed yet.",
+        "High: prompts are long and answers short, or name samples, so that turns go on where they were.",
+    ),
+    Metric(
+        "num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
+        "Prompts, requests and earlier responses for which the index had no memory.",
+        "Above 0: raise `max_index_mb`, or lower `history`.",
     ),
     Metric(
         "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
