@@ -43,13 +43,16 @@ def _engine_kwargs(rollout_config: Any) -> Any:
 
 
 class SpecReplica(vLLMReplica):
-    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s."""
+    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s (`is_watched`)."""
+
+    is_watched = False
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
             require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
+            self.is_watched = True
 
 
 class SpecWorkerExtension(vLLMColocateWorkerExtension):
@@ -87,12 +90,28 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
+        self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
         self._counts = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
         self._warned_missing_spec_decode_stats = self._counts  # so that verl does not: we have them
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
         spread_groups(self.engine, self._spec)
+
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().collective_rpc(*args, **kwargs)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def require_engine(self) -> None:
+        """Raise what the engine of this server has died of, or what one of its workers has failed with."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if self.node_rank == 0 and self.engine.errored:
+            raise self.engine.dead_error
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
