@@ -9,7 +9,7 @@ from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl.deaths import while_alive
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.metrics import end_validation, take_reports
+from rollout_spec.verl.metrics import take_reports, validation
 
 _PATCH = Patch(
     name="verl-trainer-hooks",
@@ -49,10 +49,9 @@ def install() -> None:
 
     @wrap(PPOTrainer, "_validate", _PATCH)
     def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Servers know its requests by their names, and do not count them towards a step."""
-        result = validate(self, *args, **kwargs)
-        end_validation(self)
-        return result
+        """Servers do not count its requests towards a step."""
+        with validation(self):
+            return validate(self, *args, **kwargs)
 
     @wrap(PPOTrainer, "_save_checkpoint", _PATCH)
     def save_checkpoint(save: Any, self: Any) -> None:

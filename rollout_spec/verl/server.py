@@ -18,7 +18,7 @@ from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file
-from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
+from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
@@ -119,7 +119,7 @@ class SpecHttpServer(vLLMHttpServer):
         extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.coupled and extra_args.get(KEY) is None and sampling_params.get("seed") is None:
             extra_args[KEY] = self._name_unnamed()
-        is_training = not is_validation(extra_args.get(KEY))
+        is_training = not self._windows.is_validation(extra_args.get(KEY))
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
@@ -132,7 +132,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             has_decoded = counters is not None and counters.num_decode_steps > 0
             self._drafters.end_request(request_id, is_aborted, core, has_decoded)
-        if not is_aborted:
+        if not is_aborted and is_training:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
 
@@ -181,9 +181,13 @@ class SpecHttpServer(vLLMHttpServer):
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
 
+    async def begin_validation(self) -> None:
+        """Requests of nobody's name validate from now on."""
+        self._windows.is_validating = True
+
     async def end_validation(self) -> None:
         """Drop what the engine counted in a validation that had it to itself."""
-        self._recorder.flush(self.global_steps)
+        self._windows.is_validating = False
         if self._spec.enabled and not self._windows.has_training:
             await self._drafters.take_counters()
 
