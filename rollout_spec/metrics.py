@@ -125,7 +125,8 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _load_imbalance(servers: Sequence[RolloutReport]) -> float | None:
-    nums = [server.num_generated_tokens for server in servers]
+    # Engines that served nothing may train: verl's separate_async has such.
+    nums = [server.num_generated_tokens for server in servers if server.num_generated_tokens]
     return _ratio(max(nums) * len(nums), sum(nums)) if len(nums) > 1 else None
 
 
@@ -244,7 +245,7 @@ METRICS = (
     ),
     Metric(
         "load_imbalance", "servers", _load_imbalance,
-        "Tokens of the busiest rollout engine over the mean, where there are several.",
+        "Tokens of the busiest rollout engine over the mean of all that served, where there are several.",
         "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
     ),
 )  # fmt: skip
