@@ -45,6 +45,18 @@ void rs_automaton_free(rs_automaton *a) {
     memset(a, 0, sizeof *a);
 }
 
+void rs_automaton_reset(rs_automaton *a) {
+    rs_automaton old = *a;
+    rs_discard(a->memory, (void **)&old.pool.units, &old.pool.capacity, sizeof *old.pool.units);
+    if (rs_automaton_init(a, old.memory, old.counts) == RS_OK) {
+        rs_automaton_free(&old);
+        return;
+    }
+    *a = (rs_automaton){.memory = old.memory, .states = old.states, .num_states = 1, .capacity = old.capacity,
+                        .counts = old.counts};
+    a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
+}
+
 static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, uint32_t target) {
     rs_state *from = a->states + state;
     if (from->token < 0) {

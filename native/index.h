@@ -2,32 +2,49 @@
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
+#include "corpus.h"
 #include "error.h"
 #include "evidence.h"
-#include "waiting.h"
+
+/* How far a text is indexed, and where it is there. Zeros: the empty one. */
+typedef struct {
+    int32_t level;    /* tokens of it */
+    uint32_t last;    /* their state */
+    rs_recent recent; /* their end */
+    rs_cursor cursor; /* their place in the corpus */
+} rs_place;
 
 typedef struct {
     bool open;
-    bool given_up;         /* closed, but its slot is not free until rs_group_given_up has named it */
-    int32_t next_free;     /* while closed; -1: none */
-    int32_t num_sequences; /* open */
-    uint64_t idle_since;   /* what num_idle_ever was when it became idle, 0: it has sequences */
-    int32_t prompt_len;
-    rs_place prompt; /* until it is indexed as a whole, no sequence is */
+    bool given_up;       /* closed, but its slot is not free until rs_group_given_up has named it */
+    int32_t next_free;   /* while closed; -1: none */
+    int32_t num_running; /* sequences */
+    uint64_t idle_since; /* what num_idle_ever was when it became idle, 0: it has running sequences */
+    int32_t prompt;      /* a sequence; until it is indexed as a whole, no other of the group is */
     uint64_t num_tokens;
+    uint64_t num_live; /* of them, of its sequences: as rs_spare_text_leaves last counted */
     rs_automaton automaton;
 } rs_group;
 
+/* What runs is in the batches of steps. What is parked may run again. A text closes itself when it is indexed. */
+typedef enum { RS_CLOSED, RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
+
 typedef struct {
-    bool open;
-    int32_t next_free; /* while closed; -1: none */
-    int32_t group;
-    bool after_prompt;
-    rs_place at;   /* its level has the prompt in it, if it comes after it */
-    int32_t *text; /* what comes after its start */
+    rs_kind kind;
+    bool is_behind;    /* something of it is not indexed, and may have room: it is in the list of these */
+    bool has_no_room;  /* it is left out of the next step */
+    bool is_resumed;   /* the next step compares its row with its text */
+    int32_t next;      /* in the list of those that are closed, or behind; -1: none */
+    int32_t previous;  /* in the list of those that are behind; -1: none */
+    int32_t group;     /* -1: given up; it is parked, and nothing is left of it but its text */
+    int32_t start;     /* the level at which its text begins: the prompt's length, or 0 */
+    int32_t level;     /* at which its text ends */
+    int32_t followed;  /* up to this level the text is in the automaton already, and is not counted again */
+    rs_place at;       /* its level has the prompt in it, if it comes after it */
+    int32_t *text;
     uint32_t text_capacity;
     int32_t num_predictions; /* of the draft that is not verified yet, and perhaps one that was too unlikely for it */
-    uint64_t serial;         /* of all texts ever begun, from 1 */
+    uint64_t serial;         /* of all texts ever begun, from 1; 0: a prompt, from which no context learns */
     uint64_t latest_step;
 } rs_sequence;
 
@@ -42,13 +59,15 @@ struct rs_index {
     uint32_t num_sequences; /* likewise */
     uint32_t sequences_capacity;
     int32_t free_sequence;
+    int32_t first_behind; /* of the list of those that are, -1: none */
+    int32_t num_behind;
     rs_prediction *predictions; /* [sequences][num_speculative_tokens] */
     uint32_t predictions_capacity;
-    rs_waiting *waiting;
     int32_t num_idle;       /* groups */
     int32_t num_given_up;   /* groups that rs_group_given_up has not named yet */
     uint64_t num_idle_ever; /* how often a group became idle */
     uint64_t num_serials;
+    uint64_t num_texts_left_out; /* ever, for want of memory */
     uint64_t num_steps;
     rs_contexts contexts;
     rs_calibration calibration;
@@ -60,24 +79,33 @@ static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
     return known ? index->groups + group : NULL;
 }
 
+/* One that runs or is parked: only these have callers. */
 static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t sequence) {
-    bool known = sequence >= 0 && (uint32_t)sequence < index->num_sequences && index->sequences[sequence].open;
-    return known ? index->sequences + sequence : NULL;
+    rs_sequence *found = sequence >= 0 && (uint32_t)sequence < index->num_sequences ? index->sequences + sequence : NULL;
+    return found != NULL && (found->kind == RS_RUNNING || found->kind == RS_PARKED) ? found : NULL;
 }
 
-static inline bool rs_is_whole(const rs_group *group) { return group->prompt.level == group->prompt_len; }
-
-/* The level at which the sequence's own text begins. */
-static inline int32_t rs_start_level(const rs_index *index, const rs_sequence *sequence) {
-    return sequence->after_prompt ? index->groups[sequence->group].prompt_len : 0;
+/* Whether the group's prompt is indexed. */
+static inline bool rs_is_whole(const rs_index *index, const rs_group *group) {
+    const rs_sequence *prompt = index->sequences + group->prompt;
+    return prompt->at.level == prompt->level;
 }
 
-/* Put the sequence back to its start: the prompt, or the root. */
-void rs_sequence_restart(const rs_index *index, rs_sequence *sequence);
+/* Its text ends at this level now, which is not below its start. */
+void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level);
 
-/* Index what a text goes on with, as far as there is room. serial 0: a prompt, from which no context learns. */
-rs_status rs_append(rs_index *index, rs_group *group, rs_place *at, uint64_t serial, const int32_t *tokens,
-                    int64_t num_tokens);
+/* Its text goes on with these tokens, which are not indexed yet. Idle groups make room, and then spare text. */
+rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int32_t num_tokens);
+
+/* Index up to max_tokens of what is behind of a sequence whose prompt is whole, as far as there is room. For what runs and
+ * for prompts spare text makes room: then it may be behind again. */
+rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens);
+
+/* Its slot is closed; its group does not learn of it. */
+void rs_sequence_free(rs_index *index, rs_sequence *sequence);
+
+/* There is no room for more of it. */
+void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
 
 /* While somebody is in a group, it is not given up. */
 void rs_group_enter(rs_index *index, rs_group *group);

@@ -29,8 +29,12 @@
  * idle groups be gone; but for rs_corpus_add. `error` may be NULL; when it is not, it is written on failure only. So may
  * an array of no tokens; nothing else.
  *
- * A group without an open sequence is idle. Where an index is full, or has more than max_idle_groups, it gives up the group
- * that has been idle longest, in whatever call that is; rs_group_given_up names it.
+ * A sequence runs or is parked; a parked one has its place until it runs again or is closed. A text is behind while not all
+ * of it is indexed: rs_catch_up goes on with it.
+ *
+ * A group without a running sequence is idle. Where an index is full it gives up the group that has been idle longest, in
+ * whatever call that is; rs_group_given_up names it, and nothing is left of its parked sequences but their text. Where none
+ * is idle, a group that holds more than its sequences' text forgets the rest, and indexes theirs again.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -39,7 +43,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 23, /* raised with every change of this file */
+    RS_ABI_VERSION = 24, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -60,7 +64,6 @@ typedef enum {
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
-    int32_t max_idle_groups;        /* that are kept */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
     const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
                                        for as long as the index lives. */
@@ -83,8 +86,7 @@ typedef struct {
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
-    int32_t max_new_tokens;          /* of the rows that have got more than a step gives, all together; 0: no limit */
-    int64_t max_waiting_tokens;      /* to index of the texts that wait */
+    int64_t max_tokens;              /* to index of what is behind, before the drafts */
     double min_survival;             /* 0 .. 1: the least survival that is drafted */
     int32_t num_model_tokens;          /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
     const int32_t *model_tokens;       /* [num_rows][m]; negative: it proposes nothing from there on */
@@ -94,14 +96,16 @@ typedef struct {
                                         this token is accepted */
     int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is left out */
     int32_t num_left_out;            /* out: rows */
+    int32_t num_behind;              /* out: rows that draft nothing, as something of them is not indexed */
 } rs_batch;
 
 typedef struct {
     uint64_t num_groups;    /* open */
-    uint64_t num_sequences; /* open */
+    uint64_t num_sequences; /* that run */
     uint64_t num_states;
     uint64_t num_tokens;    /* indexed and not forgotten */
-    uint64_t num_waiting_tokens;
+    uint64_t num_tokens_behind;  /* of prompts and sequences: not indexed yet */
+    uint64_t num_texts_left_out; /* ever: for which there was no memory */
     uint64_t num_bytes;     /* allocated, everything included */
 } rs_stats;
 
@@ -112,27 +116,36 @@ int32_t rs_abi_version(void);
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error);
 void rs_index_free(rs_index *index);
 
-/* Index the first max_tokens of the prompt; the rest waits. Until all of it is indexed, a step leaves the group's sequences
- * as they are and drafts nothing for them. An id is the one closed last, or else the smallest that was never used: an id
- * that is not open is refused, one that has been opened again cannot be told from its predecessor. */
-rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int64_t max_tokens,
-                        int32_t *group, rs_error *error);
+/* The prompt, which is copied, is behind, and so are the group's sequences until all of it is indexed. An id is the one
+ * closed last, or else the smallest that was never used: an id that is not open is refused, one that has been opened again
+ * cannot be told from its predecessor. */
+rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
+                        rs_error *error);
 
-/* This text, which is copied, waits to be indexed after the group's prompt. What waits is indexed by the steps that
- * follow, prompts first; where there is no room for it, all of its group is dropped. */
+/* This text, which is copied, follows the group's prompt, and is behind. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
+
+/* Index up to max_tokens of what is behind; returns how many prompts and sequences still are. Rows and prompts go first,
+ * those of which least is left before others; then parked sequences and texts in the order in which they came. What has
+ * no room is left out: a row leaves with the next step, and so do those whose prompt it is. */
+int32_t rs_catch_up(rs_index *index, int64_t max_tokens);
 
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
 int32_t rs_group_given_up(rs_index *index);
 
-/* Forgets the group's text. RS_EINVAL while one of its sequences is open. */
+/* Forgets the group's text, but for that of its parked sequences. RS_EINVAL while one of its sequences runs. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
 /* after_prompt: the first tokens of every row of this sequence are the group's prompt, which is
  * not indexed again. Else the sequence begins at the root, all its tokens are its own. */
 rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error);
 
-/* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), and how
+/* A running sequence is in no batch until it is resumed; a parked one is in the batches again. Then what its row and its
+ * text begin with is kept, and indexed only as far as it was not. RS_EINVAL, of a parked one: its group is gone. */
+rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error);
+rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error);
+
+/* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), indexed or not, and how
  * many there are. */
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error);
@@ -140,18 +153,17 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
 /* The text stays in the group. */
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
-/* Index of the texts that wait, then what is new in every row, then draft for every row: siblings see each other's newest
- * tokens. A level above the last one indexes the tokens between; the same level indexes nothing; a lower one (a request
- * that was started again) indexes the row from its start, as a new sequence would.
+/* Take over what is new in every row and index it, catch up, then draft for every row: siblings see each other's newest
+ * tokens. A level above the last one indexes the tokens between; the same level indexes nothing; of a lower one (a request
+ * that was started again) what its text and the row begin with is kept.
  *
  * A row is left out where there is no room for it, a new token is negative, or its level is below the prompt's length,
  * above num_columns or RS_MAX_TEXT_TOKENS. Its sequence is closed then; what of it had room stays in the group.
  *
- * max_new_tokens bounds the step: every row indexes up to RS_MAX_SPECULATIVE_TOKENS + 1 tokens, and more as long as
- * such rows have fewer than that together. A row that is not whole then has no draft; the steps that follow go on. */
+ * A row that has got more than RS_MAX_SPECULATIVE_TOKENS + 1 tokens is behind, and has no draft while it is. */
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
-/* Close all sequences and groups, in time that grows with their number only; what was learned stays. */
+/* Close all sequences and groups, parked ones too, in time that grows with their number only; what was learned stays. */
 void rs_index_clear(rs_index *index);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);

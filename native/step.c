@@ -1,9 +1,10 @@
 /* One engine step.
  *
- *     check        waiting texts      rows 0 .. n-1            drafts 0 .. n-1
- *     [ all rows ] [ a few tokens ]   [ new tokens of each ]   [ from what all have now ]
- *          |                               |
- *          +-- wrong: no text changes      +-- does not fit, or is no text: this row is left out
+ *     check        rows 0 .. n-1            what is behind   drafts 0 .. n-1
+ *     [ all rows ] [ new tokens of each ]   [ a few tokens ] [ from what all have now ]
+ *          |            |
+ *          |            +-- does not fit, or is no text: this row is left out
+ *          +-- wrong: no text changes
  *
  * Invariants: what is wrong about the call is found before anything changes; a row that is left out has closed its
  * sequence, so that its group can make room for the rows after it; siblings see each other's newest tokens. */
@@ -55,6 +56,9 @@ static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, 
     if (sequence == NULL) {
         return rs_fail(error, RS_EUNKNOWN, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
     }
+    if (sequence->kind == RS_PARKED) {
+        return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": is parked", i, batch->sequences[i]);
+    }
     if (sequence->latest_step == index->num_steps) {
         return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i, batch->sequences[i]);
     }
@@ -79,47 +83,6 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
     return status;
 }
 
-/* ---- waiting texts ---- */
-
-/* Up to max_tokens of the first text that waits. */
-static rs_status append_first(rs_index *index, rs_waiting *first, int64_t max_tokens) {
-    rs_group *group = index->groups + first->group;
-    rs_place *at = first->is_prompt ? &group->prompt : &first->at;
-    if (!first->is_prompt && first->serial == 0) {
-        first->serial = ++index->num_serials;
-        first->at = group->prompt;
-    }
-    const int32_t num_left = first->num_tokens - first->num_indexed;
-    const int32_t before = at->level;
-    rs_status status = rs_append(index, group, at, first->serial, first->tokens + first->num_indexed,
-                                 num_left < max_tokens ? num_left : max_tokens);
-    first->num_indexed += at->level - before;
-    for (uint32_t i = 0; first->is_prompt && rs_is_whole(group) && i < index->num_sequences; i++) {
-        if (index->sequences[i].open && index->sequences[i].group == first->group) {
-            rs_sequence_restart(index, index->sequences + i); /* it waited for the prompt */
-        }
-    }
-    return status;
-}
-
-/* Index up to max_tokens of the texts that wait. Where there is no room, the group's are dropped. */
-static void append_waiting(rs_index *index, int64_t max_tokens) {
-    while (index->waiting != NULL && max_tokens > 0) {
-        rs_waiting *first = index->waiting;
-        rs_group *group = index->groups + first->group;
-        max_tokens += first->num_indexed;
-        rs_group_enter(index, group);
-        rs_status status = append_first(index, first, max_tokens - first->num_indexed);
-        max_tokens -= first->num_indexed;
-        if (status != RS_OK) {
-            rs_waiting_drop(&index->waiting, &index->memory, first->group);
-        } else if (first->num_indexed == first->num_tokens) {
-            rs_waiting_drop_first(&index->waiting, &index->memory);
-        }
-        rs_group_leave(index, group);
-    }
-}
-
 /* ---- rows ---- */
 
 /* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
@@ -135,66 +98,104 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
     }
 }
 
-/* Whether the row can have its level, and there is text from `first` up to `end`. */
-static bool holds_text(const rs_batch *batch, int32_t i, int32_t first, int32_t end) {
-    const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
-    bool holds = batch->levels[i] <= batch->num_columns && batch->levels[i] <= RS_MAX_TEXT_TOKENS;
-    for (int32_t position = first; holds && position < end; position++) {
-        holds = tokens[position] >= 0;
+/* At which level the row and the sequence's text no longer are the same, up to the row's. */
+static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
+    int32_t common = sequence->start;
+    while (common < level && common < sequence->level && tokens[common] == sequence->text[common - sequence->start]) {
+        common++;
     }
-    return holds;
+    return common;
 }
 
-/* Index what is new of a row: all of it, or as far as *num_left lets it. False where it must be left out. */
-static bool index_row(rs_index *index, const rs_batch *batch, int32_t i, int64_t *num_left) {
+/* Take over what is new of a row, and index it unless that is much. False where it must be left out. */
+static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     rs_sequence *sequence = index->sequences + batch->sequences[i];
-    rs_group *group = index->groups + sequence->group;
-    if (!rs_is_whole(group)) {
-        return true; /* it waits for its prompt */
-    }
-    const int32_t start = rs_start_level(index, sequence);
-    if (batch->levels[i] < start) {
-        return false; /* whatever it is: INT32_MIN, too */
-    }
-    const int32_t first = batch->levels[i] >= sequence->at.level ? sequence->at.level : start;
-    int64_t num_new = (int64_t)batch->levels[i] - first;
-    if (num_new > TOKENS_OF_A_STEP) {
-        const int64_t most = *num_left > TOKENS_OF_A_STEP ? *num_left : TOKENS_OF_A_STEP;
-        num_new = num_new < most ? num_new : most;
-        *num_left -= num_new;
-    }
-    const int32_t end = first + (int32_t)num_new;
-    if (!holds_text(batch, i, first, end) ||
-        rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity, (uint64_t)(end - start),
-                   sizeof *sequence->text) != RS_OK) {
+    const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
+    const int32_t level = batch->levels[i];
+    const rs_group *group = index->groups + sequence->group;
+    if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
+        sequence->has_no_room || index->sequences[group->prompt].has_no_room) {
         return false;
     }
-    const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride + first;
-    if (first == sequence->at.level) {
-        learn_outcome(index, batch->sequences[i], tokens, (int32_t)num_new);
-    } else {
-        rs_sequence_restart(index, sequence);
+    if (sequence->is_resumed || level < sequence->level) {
+        rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
+        sequence->is_resumed = false;
     }
-    if (num_new == 0) {
-        return true;
+    const int32_t first = sequence->level, num_new = level - first;
+    if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
+        return false;
     }
-    memcpy(sequence->text + (first - start), tokens, (size_t)num_new * sizeof *tokens);
-    return rs_append(index, group, &sequence->at, sequence->serial, tokens, num_new) == RS_OK;
+    const bool was_behind = sequence->at.level < first || !rs_is_whole(index, group);
+    if (!was_behind) {
+        learn_outcome(index, batch->sequences[i], tokens + first, num_new);
+    }
+    if (rs_sequence_write(index, sequence, tokens + first, num_new) != RS_OK) {
+        return false;
+    }
+    return was_behind || num_new > TOKENS_OF_A_STEP || rs_sequence_index(index, sequence, num_new) == RS_OK;
 }
 
 /* Returns how many rows were left out. */
-static int32_t index_rows(rs_index *index, const rs_batch *batch) {
-    int64_t num_left = batch->max_new_tokens > 0 ? batch->max_new_tokens : INT64_MAX;
+static int32_t take_rows(rs_index *index, const rs_batch *batch) {
     int32_t num_left_out = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         batch->num_draft_tokens[i] = 0;
-        if (!index_row(index, batch, i, &num_left)) {
+        if (!take_row(index, batch, i)) {
             batch->num_draft_tokens[i] = -1;
             num_left_out++;
             rs_sequence_close(index, batch->sequences[i], NULL);
         }
     }
     return num_left_out;
+}
+
+/* ---- what is behind ---- */
+
+static bool waits_for_its_prompt(const rs_index *index, const rs_sequence *sequence) {
+    return sequence->kind != RS_PROMPT && !rs_is_whole(index, index->groups + sequence->group);
+}
+
+/* Of two that are behind. */
+static bool goes_first(const rs_sequence *one, const rs_sequence *other) {
+    const bool one_runs = one->kind == RS_PROMPT || one->kind == RS_RUNNING;
+    const bool other_runs = other->kind == RS_PROMPT || other->kind == RS_RUNNING;
+    if (one_runs != other_runs) {
+        return one_runs;
+    }
+    const uint64_t of_one = one_runs ? (uint64_t)(one->level - one->at.level) : one->serial;
+    const uint64_t of_other = one_runs ? (uint64_t)(other->level - other->at.level) : other->serial;
+    if (of_one != of_other) {
+        return of_one < of_other;
+    }
+    return one->group != other->group ? one->group < other->group : one < other;
+}
+
+static rs_sequence *first_behind(rs_index *index) {
+    rs_sequence *first = NULL;
+    for (int32_t id = index->first_behind; id >= 0; id = index->sequences[id].next) {
+        rs_sequence *sequence = index->sequences + id;
+        if (!waits_for_its_prompt(index, sequence) && (first == NULL || goes_first(sequence, first))) {
+            first = sequence;
+        }
+    }
+    return first;
+}
+
+int32_t rs_catch_up(rs_index *index, int64_t max_tokens) {
+    rs_sequence *first;
+    while (max_tokens > 0 && (first = first_behind(index)) != NULL) {
+        const int32_t group = first->group, before = first->at.level;
+        rs_group_enter(index, index->groups + group);
+        if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
+            rs_sequence_leave_out(index, first);
+        }
+        max_tokens -= first->at.level > before ? first->at.level - before : 0;
+        if (first->kind == RS_TEXT && !first->is_behind) {
+            rs_sequence_free(index, first);
+        }
+        rs_group_leave(index, index->groups + group);
+    }
+    return index->num_behind;
 }
 
 /* ---- draft ---- */
@@ -207,18 +208,22 @@ static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
                     : (rs_model_draft){batch->model_tokens + at, batch->model_confidences + at, num};
 }
 
-static void draft_rows(const rs_index *index, const rs_batch *batch) {
+/* Returns how many rows are behind. */
+static int32_t draft_rows(const rs_index *index, const rs_batch *batch) {
+    int32_t num_behind = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         if (batch->num_draft_tokens[i] < 0) {
             continue;
         }
         const rs_sequence *sequence = index->sequences + batch->sequences[i];
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-        const bool is_whole = rs_is_whole(index->groups + sequence->group) && sequence->at.level == batch->levels[i];
+        const bool is_behind = sequence->at.level < sequence->level || waits_for_its_prompt(index, sequence);
+        num_behind += is_behind;
         batch->num_draft_tokens[i] =
-            rs_draft(index, batch->sequences[i], is_whole ? batch->max_draft_tokens[i] : 0, batch->min_survival,
+            rs_draft(index, batch->sequences[i], is_behind ? 0 : batch->max_draft_tokens[i], batch->min_survival,
                      model_draft(batch, i), batch->draft_tokens + at, batch->survivals + at);
     }
+    return num_behind;
 }
 
 /* ---- the whole step ---- */
@@ -228,9 +233,9 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     if (status != RS_OK) {
         return status;
     }
-    append_waiting(index, batch->max_waiting_tokens);
-    batch->num_left_out = index_rows(index, batch);
-    draft_rows(index, batch);
+    batch->num_left_out = take_rows(index, batch);
+    rs_catch_up(index, batch->max_tokens);
+    batch->num_behind = draft_rows(index, batch);
     rs_release(&index->memory, 1);
     return RS_OK;
 }

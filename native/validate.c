@@ -7,19 +7,33 @@
 #include "index.h"
 
 static const char *check_sequence(const rs_index *index, const rs_sequence *sequence) {
+    const int32_t level = sequence->at.level;
+    if (sequence->level < sequence->start || (uint32_t)(sequence->level - sequence->start) > sequence->text_capacity) {
+        return "sequence: its text is longer than there is room for";
+    }
+    if (sequence->kind == RS_PARKED && sequence->group < 0) {
+        return sequence->is_behind ? "sequence: its group is gone, it cannot be behind" : NULL;
+    }
     const rs_group *group = rs_find_group(index, sequence->group);
     if (group == NULL) {
         return "sequence: its group is not open";
     }
     const rs_automaton *a = &group->automaton;
-    const int32_t start_level = rs_start_level(index, sequence);
-    const int32_t level = sequence->at.level;
+    const bool is_prompt = sequence->kind == RS_PROMPT;
+    const bool waits = !is_prompt && !rs_is_whole(index, group);
     if (sequence->at.last >= a->num_states ||
-        (rs_is_whole(group) ? a->states[sequence->at.last].len != (uint32_t)level : level != start_level)) {
+        (waits ? level != sequence->start : a->states[sequence->at.last].len != (uint32_t)level)) {
         return "sequence: at is not the place of its text";
     }
-    if (level < start_level || (uint32_t)(level - start_level) > sequence->text_capacity) {
-        return "sequence: its text is longer than there is room for";
+    if (level < sequence->start || level > sequence->level || sequence->followed > sequence->level) {
+        return "sequence: its levels are not in order";
+    }
+    if (sequence->is_behind != (level < sequence->level && !sequence->has_no_room)) {
+        return "sequence: is_behind is wrong";
+    }
+    if ((sequence->start != 0 && sequence->start != index->sequences[group->prompt].level) ||
+        is_prompt != (sequence - index->sequences == group->prompt)) {
+        return "sequence: it begins where its prompt does not end, or is not its group's prompt";
     }
     if (index->corpus.states != NULL && !rs_cursor_holds(&index->corpus, sequence->at.cursor, level)) {
         return "sequence: its cursor is not in the corpus";
@@ -34,8 +48,7 @@ static uint64_t num_bytes_of(const rs_index *index) {
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
-                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
-                         rs_waiting_num_bytes(index->waiting);
+                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets;
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;
     }
@@ -46,17 +59,6 @@ static uint64_t num_bytes_of(const rs_index *index) {
     return num_bytes;
 }
 
-static const char *check_waiting(const rs_index *index) {
-    for (const rs_waiting *waiting = index->waiting; waiting != NULL; waiting = waiting->next) {
-        const rs_group *group = rs_find_group(index, waiting->group);
-        if (group == NULL || waiting->num_indexed >= waiting->num_tokens ||
-            (waiting->is_prompt && group->prompt.level + waiting->num_tokens - waiting->num_indexed != group->prompt_len)) {
-            return "waiting: its group is not open, or nothing is left of it";
-        }
-    }
-    return NULL;
-}
-
 static const char *check_bytes(const rs_index *index) {
     const rs_memory *memory = &index->memory;
     if (num_bytes_of(index) != memory->num_bytes) {
@@ -65,23 +67,11 @@ static const char *check_bytes(const rs_index *index) {
     return memory->max_bytes == 0 || memory->num_bytes <= memory->max_bytes ? NULL : "index: over budget";
 }
 
-static const char *check_group(const rs_group *group) {
-    const rs_automaton *a = &group->automaton;
-    const char *broken = rs_automaton_check(a);
-    if (broken != NULL) {
-        return broken;
-    }
-    const bool holds =
-        group->prompt.last < a->num_states && a->states[group->prompt.last].len == (uint32_t)group->prompt.level;
-    return holds ? NULL : "group: prompt is not the place of its prompt";
-}
-
 rs_status rs_index_validate(const rs_index *index, rs_error *error) {
     const char *found[] = {index->corpus.states == NULL ? NULL : rs_corpus_check(&index->corpus),
                            rs_contexts_check(&index->contexts),
                            rs_calibration_check(&index->calibration),
                            rs_tables_check(index),
-                           check_waiting(index),
                            check_bytes(index)};
     for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
         if (found[i] != NULL) {
@@ -89,13 +79,13 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
         }
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
-        const char *broken = index->groups[i].open ? check_group(index->groups + i) : NULL;
+        const char *broken = index->groups[i].open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
         if (broken != NULL) {
             return rs_fail(error, RS_ECORRUPT, "group %" PRIu32 ": %s", i, broken);
         }
     }
     for (uint32_t i = 0; i < index->num_sequences; i++) {
-        const char *broken = index->sequences[i].open ? check_sequence(index, index->sequences + i) : NULL;
+        const char *broken = index->sequences[i].kind != RS_CLOSED ? check_sequence(index, index->sequences + i) : NULL;
         if (broken != NULL) {
             return rs_fail(error, RS_ECORRUPT, "%s", broken);
         }

@@ -132,9 +132,9 @@ class SpecConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        _check_choice("method", self.method, METHODS)
-        _check_choice("verify", self.verify, VERIFY)
-        _check_choice("routing", self.routing, ROUTINGS)
+        for name, choices in (("method", METHODS), ("verify", VERIFY), ("routing", ROUTINGS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")
 
     @property
     def enabled(self) -> bool:
@@ -172,11 +172,6 @@ def parse_threshold(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:

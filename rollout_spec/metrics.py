@@ -10,17 +10,26 @@ PREFIX = "rollout/spec_"
 
 
 @dataclasses.dataclass
-class _Counters:
+class Counters:
+    """Numbers that add up, field by field."""
+
     def add(self, other: Self) -> None:
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    @classmethod
+    def sum(cls, each: Iterable[Self]) -> Self:
+        total = cls()
+        for one in each:
+            total.add(one)
+        return total
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass
-class EngineCounters(_Counters):
+class EngineCounters(Counters):
     """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
@@ -47,7 +56,7 @@ class EngineCounters(_Counters):
 
 
 @dataclasses.dataclass
-class RequestCounters(_Counters):
+class RequestCounters(Counters):
     """Counts of one ended request, or the sums over several, taken where the tokens are verified.
 
     num_decode_steps counts the forwards that gave at least one token, the prefill's excluded, and
@@ -245,14 +254,10 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
 
     Rollout time is that of the busiest server. Ratios appear only where their denominator is not 0.
     """
-    servers, requests = list(reports), RequestCounters()
-    engine: EngineCounters | None = None
-    for server in servers:
-        if server.engine is not None:
-            engine = engine or EngineCounters()
-            engine.add(server.engine)
-        for request in (*server.requests, server.aborted):
-            requests.add(request)
+    servers = list(reports)
+    engines = [server.engine for server in servers if server.engine is not None]
+    engine = EngineCounters.sum(engines) if engines else None
+    requests = RequestCounters.sum(each for server in servers for each in (*server.requests, server.aborted))
     has_drafts = engine is not None or requests.num_decode_steps
     counted = Counted(servers, requests if has_drafts else None, engine)
     return {PREFIX + name: value for name, value in _values(counted).items()}

@@ -61,6 +61,20 @@ class Rollout:
     """The sample's name for each response, or None; empty if the trace has no names."""
     proposals: Sequence[Proposals] = ()
     """One for each response; empty if no model drafted."""
+    turns: Sequence[npt.NDArray[np.int32]] = ()
+    """Of an agent's samples: in each response, which then has what its tools said too, where the policy's
+    turns begin and end, [num_turns, 2]. Empty: each response is one turn."""
+
+    def turns_of(self, number: int) -> list[list[int]]:
+        """Where the turns of a response begin and end."""
+        return self.turns[number].tolist() if self.turns else [[0, len(self.responses[number])]]
+
+    @property
+    def num_generated(self) -> list[int]:
+        """Tokens of each response that the policy wrote."""
+        return [
+            sum(end - begin for begin, end in self.turns_of(number)) for number in range(len(self.responses))
+        ]
 
 
 def trace_file(folder: Path, number: int) -> Path:
@@ -86,6 +100,19 @@ def to_line(
     said = [{name: array.tolist() for name, array in each._asdict().items()} for each in proposals]
     line |= {name: value for name, value in (("names", names), ("proposals", said)) if value}
     return json.dumps(line) + "\n"
+
+
+def to_line_of_agents(
+    group: str,
+    step: int | None,
+    prompt_token_ids: Sequence[int],
+    samples: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]],
+    names: Sequence[Any],
+) -> str:
+    """A line of samples with turns: of each turn what tools or a user said, and what the policy wrote."""
+    said = [[{"input": before, "output": wrote} for before, wrote in turns] for turns in samples]
+    line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids, "samples": said}
+    return json.dumps(line | {"names": names}) + "\n"
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
@@ -162,11 +189,15 @@ def _parse_json(line: bytes, where: str) -> dict[str, Any] | None:
 
 def is_recorded(fields: Mapping[str, Any]) -> bool:
     """Whether these are the fields of a trace's line."""
-    return {"group", "prompt_token_ids", "responses"} <= fields.keys()
+    return {"group", "prompt_token_ids"} <= fields.keys() and not {"responses", "samples"}.isdisjoint(fields)
 
 
 def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
     """A line of a trace; a TraceError, which begins with `where`, if it is none."""
+    turns = None
+    if "samples" in fields:
+        turns = _samples(fields["samples"], where)
+        fields = {**fields, "responses": [[token for part in parts for token in part] for parts in turns]}
     for name in ("group", "prompt_token_ids", "responses"):
         if name not in fields:
             raise TraceError(f"{where}: {name}: is missing")
@@ -193,7 +224,22 @@ def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
             _proposals(each, len(response), f"{where}: proposals[{i}]")
             for i, (each, response) in enumerate(zip(proposals, responses, strict=False))
         ],
+        turns=[np.cumsum([0, *map(len, parts)], dtype=np.int32)[1:].reshape(-1, 2) for parts in turns or ()],
     )
+
+
+def _samples(value: Any, where: str) -> list[list[list[int]]]:
+    """Of each sample its turns' parts in their order: input, output, input, ..."""
+    form = f"{where}: samples: must be a list of samples, each a list of turns with input and output"
+    if not isinstance(value, list):
+        raise TraceError(form)
+    try:
+        found = [[turn[part] for turn in turns for part in ("input", "output")] for turns in value]
+    except (TypeError, KeyError) as error:
+        raise TraceError(f"{form}: {error!r}") from error
+    if not all(found) or not all(isinstance(part, list) for parts in found for part in parts):
+        raise TraceError(form)
+    return found
 
 
 def _proposals(value: Any, num_tokens: int, where: str) -> Proposals:

@@ -19,6 +19,7 @@ single = np.float32
 
 COUNTED_STATES = 8
 MAX_BRANCHES = 64
+TOKENS_OF_A_STEP = 65
 MODEL_EXPERT = 8
 CORPUS_EXPERT = 9
 BITS64 = (1 << 64) - 1
@@ -295,9 +296,9 @@ class CorpusOracle(Matching):
 
 
 class GroupOracle(Matching):
-    """Everything that was indexed in one group; max_tokens: of the prompt, at first."""
+    """Everything that was indexed in one group; num_indexed: of the prompt, at first."""
 
-    def __init__(self, prompt: Sequence[int], options: Options, max_tokens: int | None = None) -> None:
+    def __init__(self, prompt: Sequence[int], options: Options, num_indexed: int | None = None) -> None:
         self.options = options
         self.prompt: Text = tuple(prompt)
         self.indexed: Text = ()  # of the prompt
@@ -305,7 +306,8 @@ class GroupOracle(Matching):
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
         self.counts: dict[Text, int] = defaultdict(int)
-        self.index_prompt(len(self.prompt) if max_tokens is None else max_tokens)
+        self.num_tokens = 0
+        self.index_prompt(len(self.prompt) if num_indexed is None else num_indexed)
 
     def index_prompt(self, num: int) -> None:
         for token in self.prompt[len(self.indexed) :][:num]:
@@ -321,6 +323,7 @@ class GroupOracle(Matching):
             if token not in self.continuations[suffix]:
                 self.continuations[suffix].append(token)
         text += (token,)
+        self.num_tokens += 1
         position = self.positions.setdefault(text, len(self.positions))
         for suffix in suffixes(text):
             self.ends[suffix].add(position)
@@ -352,40 +355,68 @@ class GroupOracle(Matching):
 
 @dataclass
 class SequenceOracle:
-    """One request: its text so far and the draft that is not verified yet."""
+    """One sequence: its text, how much of it is indexed, and the draft that is not verified yet."""
 
     group: GroupOracle
     after_prompt: bool
     experience: Experience
-    text: Text = ()
+    said: Text = ()  # with its start
+    text: Text = ()  # of it, what is indexed
+    num_followed: int = 0  # of it, tokens that were indexed before and are not counted again
     last_draft: list[int] = field(default_factory=list)
     survivals: list[float] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
     own_salt: int = 0
 
     def __post_init__(self) -> None:
-        self.text = self.start
+        self.said = self.text = self.start
         self.experience.num_opened += 1
-        self.own_salt = ~(self.experience.num_opened << 8) & BITS64
+        self.serial = self.experience.num_opened
+        self.own_salt = ~(self.serial << 8) & BITS64
 
     @property
     def start(self) -> Text:
         return self.group.prompt if self.after_prompt else ()
 
-    def index(self, row: Sequence[int]) -> None:
+    @property
+    def num_behind(self) -> int:
+        return len(self.said) - len(self.text)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.group.is_whole and self.num_behind == 0
+
+    def take(self, row: Sequence[int], *, is_resumed: bool = False) -> None:
         """The first half of a step: the row has these tokens now."""
-        if len(row) < len(self.text):
-            self.text = self.start
-        else:
-            for prediction, token in zip(self.predictions, row[len(self.text) :], strict=False):
-                self.experience.calibrate(prediction, token)
-                if prediction.token != token:
-                    break
+        if is_resumed or len(row) < len(self.said):
+            self.cut([a == b for a, b in zip(row, self.said, strict=False)])
+        new, was_whole = row[len(self.said) :], self.is_whole
+        for prediction, token in zip(self.predictions, new if was_whole else (), strict=False):
+            self.experience.calibrate(prediction, token)
+            if prediction.token != token:
+                break
         self.predictions = []
-        for token in row[len(self.text) :]:
-            contexts = self.experience.contexts
-            contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
-            self.text = self.group.extend(self.text, token)
+        self.said += tuple(new)
+        if was_whole and len(new) <= TOKENS_OF_A_STEP:
+            self.index(len(new))
+
+    def cut(self, agrees: list[bool]) -> None:
+        """Only what the text and the row begin with is kept, and has not to be indexed again."""
+        num_kept = [*agrees, False].index(False)
+        self.said, self.predictions = self.said[:num_kept], []
+        if num_kept < len(self.text):
+            self.text, self.num_followed = self.start, num_kept
+        self.num_followed = min(self.num_followed, num_kept)
+
+    def index(self, num: int) -> None:
+        """So much of what is behind."""
+        for token in self.said[len(self.text) :][:num]:
+            if len(self.text) < self.num_followed:
+                self.text += (token,)
+            else:
+                contexts = self.experience.contexts
+                contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
+                self.text = self.group.extend(self.text, token)
 
     def draft(
         self, max_draft_tokens: int, min_survival: float = 0.0, model: Sequence[ModelProposal] = ()

@@ -381,12 +381,10 @@ def mrv2_host(accelerator: Accelerator, rows: dict[str, int]) -> tuple[Any, Any]
     return runner.host_drafts, runner
 
 
-def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = None, **asked: Any) -> Any:
-    """A step of vLLM's scheduler, in which these requests are new and have these parameters."""
+def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = None) -> Any:
+    """A step of vLLM's scheduler, in which these requests are new."""
     requests = [
-        SimpleNamespace(
-            req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=asked.get(name)
-        )
+        SimpleNamespace(req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=None)
         for name in new
     ]
     return SimpleNamespace(
@@ -424,7 +422,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
     group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
-    names = ["b", "a", "new", "grammar"]
+    names = ["b", "a", "new"]
 
     def step(output: Any, plan: Plan) -> Any:
         rooms = output.scheduled_spec_decode_tokens
@@ -435,19 +433,18 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
 
     with Accelerator() as accelerator:
         host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
-        asked = SimpleNamespace(structured_outputs=object(), extra_args=None)
-        runner.execute_model(step(scheduled((*names,), grammar=asked), Plan(None, 0, 0)))
+        runner.execute_model(step(scheduled((*names,)), Plan(None, 0, 0)))
         accelerator.start()
-        after_sampling(host, runner, accelerator.put, names, [6, 6, 40, 6])
-        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K, "grammar": [-1] * 3}
+        after_sampling(host, runner, accelerator.put, names, [6, 6, 40])
+        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
         given = step(scheduled(drafts=dict(rooms)), Plan(None, 1, K))
         runner.execute_model(given)
         report = report_of(runner.sample_tokens(None))
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
-    assert runner.executed.scheduled_spec_decode_tokens == drafts | {"grammar": [-1] * 3}
-    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1, "grammar": 4}
-    assert runner.executed.total_num_scheduled_tokens == 13
-    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 17
+    assert runner.executed.scheduled_spec_decode_tokens == drafts
+    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
+    assert runner.executed.total_num_scheduled_tokens == 9
+    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 13
     assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
     assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]

@@ -9,10 +9,8 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
-from rollout_spec.drafting import groups
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
-from rollout_spec.drafting.groups import MAX_IDLE_GROUPS
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
@@ -227,12 +225,44 @@ def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: 
     assert [text.tolist() for text in batch.drafter.history.get(group_key("g"))] == [[21, 22]]
 
 
-def test_idle_groups_are_bounded() -> None:
-    drafter = Drafter(SpecConfig())
-    for i in range(3 * MAX_IDLE_GROUPS):
-        drafter.add(str(i), np.array([i, i + 1], np.int32), 64)
-        drafter.remove(str(i))
-    assert drafter.index.stats().num_groups == MAX_IDLE_GROUPS
+@pytest.mark.parametrize("sample", ["s", None])
+@pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted", "group gone"])
+def test_a_sample_goes_on_where_it_was_and_is_one_response(sample: str | None, how: str) -> None:
+    """Its turns are requests; each prompt has all before, or without what the first one thought."""
+    text = speak(np.random.default_rng(0), 500)
+    drafter = Drafter(SpecConfig(batch_threshold=8, history=4, max_index_mb=1))
+    row = text[None].copy()
+
+    def turn(name: str, begin: int, end: int) -> None:
+        drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
+        for level in range(begin + 1, end + 1):
+            drafter.draft([name], [1], row, np.array([level], np.int32))
+        drafter.remove(name, remember=how != "aborted")
+
+    turn("first", 50, 200)
+    before = drafter.index.stats().num_tokens
+    num_kept = 100 if how == "without thoughts" else 200
+    if how == "without thoughts":
+        row[0, 100:300] = text[200:400]
+    if how == "group gone":
+        drafter.add("other", np.arange(15_000, dtype=np.int32), 16_000)
+        for level in range(15_001, 15_021):
+            drafter.draft(
+                ["other"], [1], np.arange(16_000, dtype=np.int32)[None], np.array([level], np.int32)
+            )
+        drafter.remove("other")
+        assert drafter.index.stats().num_groups == 1
+    turn("second", 300, 350)
+    drafter.index.validate()
+    if how in ("whole", "aborted") or (how == "without thoughts" and sample):
+        assert drafter.index.stats().num_tokens == before + 350 - num_kept
+    drafter.end_samples(["s"])
+    kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
+    if how == "aborted" and sample is None:
+        assert kept == []
+    else:
+        assert kept[-1] == row[0, 50:350].tolist()
+        assert len(kept) == 1 + (how == "without thoughts" and sample is None)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +316,7 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
 
     Siblings after a long prompt; one was interrupted, one ends while the prompt is not whole. History.
     """
-    monkeypatch.setattr(groups, "MAX_TOKENS_AT_ONCE", num_at_once)
-    monkeypatch.setattr(drafter_module, "MAX_TOKENS_AT_ONCE", num_at_once)
+    monkeypatch.setattr(drafter_module, "TOKENS_OF_A_STEP", num_at_once)
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4, history=2))
     batch = Batch(drafter, num_rows=4, length=9_000)
@@ -316,8 +345,8 @@ def test_a_long_prompt_is_indexed_a_few_hundred_tokens_a_step(monkeypatch: pytes
     at_once, _ = long_run(1 << 20, monkeypatch)
     in_parts, num_tokens = long_run(512, monkeypatch)
     assert at_once == in_parts and any(at_once)
-    assert max(num_tokens) <= 512 + 256 + 3 * (16 + 65)
-    assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000  # c was closed before anything of it was indexed
+    assert max(num_tokens) <= 512 + 3
+    assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000 + 3
 
 
 def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +396,7 @@ def test_a_full_index_closes_no_more_groups_than_it_needs() -> None:
             batch.drafter.remove(name)
         batch.request_ids.clear()
     assert len(nums_open) == 32 * 20
-    assert np.diff(nums_open).min() == -1 and (np.diff(nums_open) == -1).sum() > 16
+    assert np.diff(nums_open).min() == -1 and (np.diff(nums_open) == -1).sum() > 12
     assert batch.drafter.counters.num_untracked_rows == 0
 
 

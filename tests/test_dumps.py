@@ -46,6 +46,21 @@ def read_back(folder, rows, tokenizer=None, columns=None):
     return found([folder], tokenizer, columns)
 
 
+def test_no_file_is_read_beyond_the_last_of_the_first_groups(tmp_path, caplog):
+    for step in (1, 2, 10):
+        text = "".join(to_line(str(group), step, [step], [[group, 1]]) for group in range(2))
+        (tmp_path / f"{step}.jsonl").write_text(text if step < 10 else "no line of a recording\n")
+    first = [([step], [[group, 1]]) for step in (1, 2) for group in range(2)]
+    for limit in (1, 2, 3, 4):
+        rollouts = read_rollouts([tmp_path], limit=limit)
+        said = [
+            (one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses]) for one in rollouts
+        ]
+        assert (said, caplog.messages) == (first[:limit], [])
+    assert len(list(read_rollouts([tmp_path], limit=5))) == 4
+    assert "left out" in caplog.text
+
+
 GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]
 FORMS = {
     "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],

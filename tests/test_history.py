@@ -126,13 +126,13 @@ def test_a_full_index_does_without_history(num_tokens):
     for _ in range(2):
         drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, num_tokens // 2).astype(np.int32))
     drafter.add("a", int32(1), 2000)
-    assert (drafter.index.stats().num_waiting_tokens > 0) == (num_tokens < 60_000)
+    assert (drafter.index.stats().num_tokens_behind > 1) == (num_tokens < 60_000)
     token_ids = np.ones((1, 2000), np.int32)
     for level in range(2, 200):
         drafts = drafter.draft(["a"], [1], token_ids, int32(level))
     assert drafts == [[1] * 8]
     stats = drafter.index.stats()
-    assert (stats.num_groups, stats.num_sequences, stats.num_waiting_tokens) == (1, 1, 0)
+    assert (stats.num_groups, stats.num_sequences, stats.num_tokens_behind) == (1, 1, 0)
     assert stats.num_tokens == 199 or 199 < stats.num_tokens <= 199 + num_tokens
     drafter.index.validate()
 

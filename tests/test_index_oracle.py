@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import tempfile
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.drafting.corpus import Corpus, open_corpus
-from rollout_spec.drafting.index import ALL_GROUPS, ModelDrafts, SuffixIndex
+from rollout_spec.drafting.index import ALL_TOKENS, ModelDrafts, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
 from tests.text import int32, save_corpus, speak
@@ -53,94 +52,65 @@ def build_corpus(given: list[list[int]]) -> Corpus:
         return open_corpus(save_corpus(pathlib.Path(folder, "corpus.sam"), given))
 
 
-@dataclasses.dataclass
-class Waiting:
-    """A text of which a step indexes a part: the rest of a group's prompt, or one that follows it."""
-
-    group: int
-    tokens: list[int]
-    is_prompt: bool
-    sequence: SequenceOracle | None = None
-    num_indexed: int = 0
-
-
 class IndexMachine(RuleBasedStateMachine):
     @initialize(
         num_speculative_tokens=st.integers(1, 6),
         corpus=st.none() | st.lists(texts(30), max_size=3),
         tight=st.sampled_from([0, 0, 6000, 12000]),
-        max_idle_groups=st.sampled_from([1, 2, ALL_GROUPS]),
     )
-    def make(self, tight, corpus, max_idle_groups, **options):
+    def make(self, tight, corpus, **options):
         self.options = Options(**options, corpus=None if corpus is None else CorpusOracle(corpus))
         self.corpus = corpus or [[]]
         self.max_bytes = tight + EXPERIENCE_BYTES if tight else 0
-        self.max_idle_groups = max_idle_groups
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight)
         self.index = SuffixIndex(
             **options,
             corpus=None if corpus is None else build_corpus(corpus),
             max_bytes=self.max_bytes,
-            max_idle_groups=max_idle_groups,
         )
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
-        self.sequence_group: dict[int, int] = {}
-        self.num_tokens: dict[int, int] = {}
+        self.sequence_group: dict[int, int] = {}  # of those that run
+        self.parked: dict[int, int | None] = {}  # likewise; None: its group is gone
+        self.resumed: set[int] = set()
+        self.texts: list[tuple[int, SequenceOracle]] = []  # groups, and what was added to them
         self.idle: list[int] = []  # the groups without a sequence, the one that has been so longest first
-        self.gone: list[int] = []  # of them those that were too many, in this call
-        self.waiting: list[Waiting] = []  # prompts first
-        self.is_over = False  # a row had no room: how far it came the index does not say
+        self.is_over = False  # something had no room: how far it came the index does not say
 
     def pick(self, data, ids):
         return data.draw(st.sampled_from(sorted(ids)))
 
     def forget(self, group):
         self.idle.remove(group)
-        self.waiting = [each for each in self.waiting if each.group != group]
-        del self.groups[group], self.num_tokens[group]
+        self.texts = [each for each in self.texts if each[0] != group]
+        self.parked = {name: None if at == group else at for name, at in self.parked.items()}
+        del self.groups[group]
 
     def leave(self, group):
         """Somebody has left the group, who may have been the only one in it."""
         if group not in self.sequence_group.values():
             self.idle = [*(each for each in self.idle if each != group), group]
-        while len(self.idle) > self.max_idle_groups:
-            self.gone.append(self.idle[0])
-            self.forget(self.idle[0])
-
-    def close(self, sequence):
-        del self.sequences[sequence]
-        self.leave(self.sequence_group.pop(sequence))
 
     def check_given_up(self):
-        """Those that were too many, and where room was wanted those that had been idle longest."""
+        """Where room was wanted, those that had been idle longest."""
         given_up = set(self.index.given_up())
-        assert given_up.issuperset(self.gone)
-        for_room = given_up.difference(self.gone)
-        assert for_room == set(self.idle[: len(for_room)]) and (self.max_bytes or not for_room)
-        for group in for_room:
+        assert given_up == set(self.idle[: len(given_up)]) and (self.max_bytes or not given_up)
+        for group in given_up:
             self.forget(group)
-        self.gone = []
 
     @precondition(lambda self: not self.is_over)
-    @rule(prompt=texts(40), data=st.data())
-    def open_group(self, prompt, data):
-        num = len(prompt) if self.max_bytes else data.draw(st.sampled_from([0, 5, 40, 40]))
+    @rule(prompt=texts(40))
+    def open_group(self, prompt):
         try:
-            group = self.index.open_group(np.array(prompt, np.int32), num)
+            group = self.index.open_group(np.array(prompt, np.int32))
         except BudgetExceeded:
             self.check_given_up()
             assert self.max_bytes and not self.idle
             return
         self.check_given_up()
         assert group not in self.groups
-        self.groups[group] = GroupOracle(prompt, self.options, num)
-        self.num_tokens[group] = min(num, len(prompt))
-        if num < len(prompt):
-            self.waiting.insert(
-                sum(each.is_prompt for each in self.waiting), Waiting(group, prompt[num:], True)
-            )
+        self.groups[group] = GroupOracle(prompt, self.options, 0)
         self.idle.append(group)
 
     @precondition(lambda self: self.groups and not self.max_bytes)
@@ -148,9 +118,10 @@ class IndexMachine(RuleBasedStateMachine):
     def add_text(self, data, text):
         group = self.pick(data, self.groups)
         self.index.add_text(group, np.array(text, np.int32))
-        if text:
-            self.waiting.append(Waiting(group, text, False))
-            self.leave(group)
+        oracle = SequenceOracle(self.groups[group], True, self.experience)
+        oracle.said += tuple(text)
+        self.texts += [(group, oracle)] * bool(text)
+        self.leave(group)
         self.check_given_up()
 
     @precondition(lambda self: self.groups and not self.is_over)
@@ -170,25 +141,29 @@ class IndexMachine(RuleBasedStateMachine):
         self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
         self.sequence_group[sequence] = group
 
-    @precondition(lambda self: self.sequences and not self.is_over)
+    @precondition(lambda self: self.sequence_group and not self.is_over)
     @rule(data=st.data())
     def step(self, data):
-        chosen = data.draw(
-            st.lists(st.sampled_from(sorted(self.sequences)), unique=True, min_size=1, max_size=4)
-        )
+        running = sorted(self.sequence_group)
+        chosen = data.draw(st.lists(st.sampled_from(running), unique=True, min_size=1, max_size=4))
         matrix = np.full((len(chosen) + 1, NUM_COLUMNS), -1, np.int32)
         rows = data.draw(st.permutations(range(len(chosen))), label="rows")
         said, levels, budgets, no_text = [], [], [], set()
         for sequence, row in zip(chosen, rows, strict=True):
             oracle = self.sequences[sequence]
-            if data.draw(st.integers(0, 9)) == 0:
-                tokens = list(oracle.start) + data.draw(texts(max(1, len(oracle.text) - len(oracle.start))))
+            begins_again = data.draw(st.integers(0, 9)) == 0
+            if begins_again or (sequence in self.resumed and data.draw(st.booleans())):
+                kept = data.draw(st.integers(len(oracle.start), len(oracle.said)))
+                tokens = [*oracle.said[:kept], *data.draw(texts(max(1, len(oracle.said) - kept)))]
             else:
-                tokens = list(oracle.text) + self.new_tokens(data, oracle)
+                tokens = list(oracle.said) + self.new_tokens(data, oracle)
             tokens = tokens[:NUM_COLUMNS]
-            # What is indexed already is not read again.
-            known = len(oracle.text) if len(tokens) >= len(oracle.text) else len(oracle.start)
+            # What is known already is not read again.
+            is_compared = sequence in self.resumed or len(tokens) < len(oracle.said)
+            known = len(oracle.said) if not is_compared else len(oracle.start)
             matrix[row, known : len(tokens)] = tokens[known:]
+            agrees = [a == b for a, b in zip(tokens, oracle.said, strict=False)]
+            known = [*agrees, False].index(False)
             if len(tokens) > known and data.draw(st.integers(0, 19)) == 0:
                 matrix[row, data.draw(st.integers(known, len(tokens) - 1))] = -1
                 no_text.add(sequence)
@@ -197,56 +172,114 @@ class IndexMachine(RuleBasedStateMachine):
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
         price = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="price")
         models = self.model_drafts(data, len(matrix))
-        max_waiting_tokens = data.draw(st.sampled_from([0, 3, 50]))
+        max_tokens = data.draw(st.sampled_from([0, 3, 50, ALL_TOKENS]))
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         result = self.index.index_and_draft(
-            arrays[0], matrix, *arrays[1:], price, 0, max_waiting_tokens, as_arrays(models)
+            arrays[0], matrix, *arrays[1:], price, max_tokens, as_arrays(models)
         )
-        self.index_waiting(max_waiting_tokens)
         left_out = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
         assert result.num_left_out == len(left_out)
-        no_text = {sequence for sequence in no_text if self.sequences[sequence].group.is_whole}
         assert no_text <= left_out
-        self.is_over = left_out != no_text
+        self.is_over = left_out != no_text or self.index.stats().num_texts_left_out > 0
         if self.is_over:
             assert self.max_bytes
             return
         for sequence, tokens in zip(chosen, said, strict=True):
-            self.index_row(sequence, tokens, sequence in no_text)
+            if sequence in no_text:
+                self.sequences.pop(sequence)
+                self.leave(self.sequence_group.pop(sequence))
+            else:
+                self.sequences[sequence].take(tokens, is_resumed=sequence in self.resumed)
+        self.resumed -= set(chosen)
+        self.catch_up(max_tokens)
         self.check_given_up()
+        if self.has_forgotten():
+            return
+        nums_behind = 0
         for i, sequence in enumerate(chosen):
             if sequence in no_text:
                 continue
             oracle = self.sequences[sequence]
-            budget, model = budgets[i] * oracle.group.is_whole, models[rows[i]] if models else ()
+            budget, model = budgets[i] * oracle.is_whole, models[rows[i]] if models else ()
             num = result.num_draft_tokens[i]
+            nums_behind += not oracle.is_whole
             assert result.draft_tokens[i, :num].tolist() == oracle.draft(budget, price, model)
             assert result.survivals[i, :num] == pytest.approx(oracle.survivals, rel=1e-5)
+        assert result.num_behind == nums_behind
 
-    def index_waiting(self, max_tokens):
-        while self.waiting and max_tokens:
-            first = self.waiting[0]
-            group, num = self.groups[first.group], min(max_tokens, len(first.tokens) - first.num_indexed)
-            max_tokens -= num
-            first.num_indexed += num
-            self.num_tokens[first.group] += num
-            if first.is_prompt:
+    def has_forgotten(self):
+        """Whether spare text made room, which the index does not say."""
+        num_tokens = sum(group.num_tokens for group in self.groups.values())
+        self.is_over = self.max_bytes > 0 and self.index.stats().num_tokens != num_tokens
+        return self.is_over
+
+    def catch_up(self, max_tokens):
+        """What runs and prompts, first where least is left; then what is parked and texts, in order."""
+        while max_tokens > 0:
+            waiting = [
+                ((0, len(group.prompt) - len(group.indexed), number, 0), number, group, None)
+                for number, group in self.groups.items()
+                if not group.is_whole
+            ]
+            own = [(name, group, self.sequences[name]) for name, group in self.sequence_group.items()]
+            for name, group, oracle in own:
+                waiting.append(((0, oracle.num_behind, group, name), group, oracle.group, oracle))
+            parked = [
+                (group, self.sequences[name]) for name, group in self.parked.items() if group is not None
+            ]
+            for group, oracle in [*parked, *self.texts]:
+                waiting.append(((1, oracle.serial, 0, 0), group, oracle.group, oracle))
+            waiting = [
+                each for each in waiting if each[3] is None or (each[3].num_behind and each[2].is_whole)
+            ]
+            if not waiting:
+                return
+            _, number, group, oracle = min(waiting, key=lambda each: each[0])
+            if oracle is None:
+                num = min(max_tokens, len(group.prompt) - len(group.indexed))
                 group.index_prompt(num)
             else:
-                first.sequence = first.sequence or SequenceOracle(group, True, self.experience)
-                first.sequence.index([*group.prompt, *first.tokens[: first.num_indexed]])
-            if first.num_indexed == len(first.tokens):
-                self.waiting.pop(0)
-            self.leave(first.group)
+                num = min(max_tokens, oracle.num_behind)
+                oracle.index(num)
+            max_tokens -= num
+            self.texts = [each for each in self.texts if each[1].num_behind]
+            self.leave(number)
 
-    def index_row(self, sequence, tokens, is_left_out):
-        oracle, group = self.sequences[sequence], self.sequence_group[sequence]
-        if is_left_out:
-            self.close(sequence)
-        elif oracle.group.is_whole:
-            known = len(oracle.text) if len(tokens) >= len(oracle.text) else len(oracle.start)
-            self.num_tokens[group] += len(tokens) - known
-            oracle.index(tokens)
+    @precondition(lambda self: self.groups and not self.is_over)
+    @rule(max_tokens=st.sampled_from([1, 30]))
+    def catch_up_between_steps(self, max_tokens):
+        num_left_out = self.index.stats().num_texts_left_out
+        num_behind = self.index.catch_up(max_tokens)
+        self.is_over = self.index.stats().num_texts_left_out > num_left_out
+        if not self.is_over:
+            self.catch_up(max_tokens)
+            self.check_given_up()
+        if not self.is_over and not self.has_forgotten():
+            oracles = [self.sequences[name] for name in (*self.sequence_group, *self.parked)]
+            oracles = [each for each in oracles if each.group in self.groups.values()]
+            num = sum(each.num_behind > 0 for each in oracles) + len(self.texts)
+            assert num_behind == num + sum(not group.is_whole for group in self.groups.values())
+
+    @precondition(lambda self: self.sequence_group and not self.is_over)
+    @rule(data=st.data())
+    def park(self, data):
+        sequence = self.pick(data, self.sequence_group)
+        self.index.park_sequence(sequence)
+        self.parked[sequence] = self.sequence_group.pop(sequence)
+        self.leave(self.parked[sequence])
+
+    @precondition(lambda self: self.parked and not self.is_over)
+    @rule(data=st.data())
+    def resume(self, data):
+        sequence = self.pick(data, self.parked)
+        if self.parked[sequence] is None:
+            with pytest.raises(InvalidArgument, match="its group is gone"):
+                self.index.resume_sequence(sequence)
+            return
+        self.index.resume_sequence(sequence)
+        self.sequence_group[sequence] = self.parked.pop(sequence)
+        self.idle = [each for each in self.idle if each != self.sequence_group[sequence]]
+        self.resumed.add(sequence)
 
     def model_drafts(self, data, num_rows):
         """Of every row of the matrix, all of one length; empty: there is no model in this step."""
@@ -269,7 +302,10 @@ class IndexMachine(RuleBasedStateMachine):
     def close_sequence(self, data):
         sequence = self.pick(data, self.sequences)
         self.index.close_sequence(sequence)
-        self.close(sequence)
+        del self.sequences[sequence]
+        self.resumed.discard(sequence)
+        if self.parked.pop(sequence, self) is self:
+            self.leave(self.sequence_group.pop(sequence))
         with pytest.raises(UnknownId):
             self.index.close_sequence(sequence)
         self.check_given_up()
@@ -290,8 +326,8 @@ class IndexMachine(RuleBasedStateMachine):
         if len(self.groups) < 3 or self.is_over:
             return
         self.index.clear()
-        self.groups, self.sequences, self.sequence_group, self.num_tokens = {}, {}, {}, {}
-        self.idle, self.waiting = [], []
+        self.groups, self.sequences, self.sequence_group, self.parked = {}, {}, {}, {}
+        self.idle, self.texts, self.resumed = [], [], set()
 
     @invariant()
     def agrees(self):
@@ -302,11 +338,10 @@ class IndexMachine(RuleBasedStateMachine):
             return
         stats = self.index.stats()
         for sequence, oracle in self.sequences.items():
-            assert self.index.text(sequence).tolist() == list(oracle.text[len(oracle.start) :])
+            assert self.index.text(sequence).tolist() == list(oracle.said[len(oracle.start) :])
         assert stats.num_groups == len(self.groups)
-        assert stats.num_sequences == len(self.sequences)
-        assert stats.num_tokens == sum(self.num_tokens.values())
-        assert stats.num_waiting_tokens == sum(len(w.tokens) - w.num_indexed for w in self.waiting)
+        assert stats.num_sequences == len(self.sequence_group)
+        assert stats.num_tokens == sum(group.num_tokens for group in self.groups.values())
         # A state is a class of substrings that end at the same positions; one more is the root.
         num_states = 0
         for group in self.groups.values():
@@ -354,6 +389,7 @@ def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
             group, of_group = index.open_group(int32(*prompt)), GroupOracle(prompt, options)
         sequences.append(index.open_sequence(group, after_prompt=after_prompt))
         oracles.append(SequenceOracle(of_group, after_prompt, experience))
+    index.catch_up()
     texts = [[*oracle.start, *say(100)] for oracle in oracles]
     while rows := [i for i in rng.permutation(NUM_ROWS).tolist() if len(oracles[i].text) < len(texts[i])]:
         price = float(rng.choice([0.0, 0.0, 0.2]))
@@ -362,7 +398,7 @@ def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
             agrees = [a == b for a, b in zip(oracles[row].last_draft, text[known:], strict=False)]
             level = min(len(text), known + [*agrees, False].index(False) + int(rng.choice([1, 1, 1, 4])))
             matrix[row, :level] = text[:level]
-            oracles[row].index(text[:level])
+            oracles[row].take(text[:level])
         levels = int32(*(len(oracles[row].text) for row in rows))
         budgets = np.full(len(rows), K, np.int32)
         result = index.index_and_draft(

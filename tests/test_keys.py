@@ -13,6 +13,8 @@ from rollout_spec.vllm.keys import (
     GROUP_KEY,
     GROUP_TOKENS_KEY,
     KEY,
+    SAMPLE_KEY,
+    TURN_KEY,
     TURN_TOKENS_KEY,
     RequestKeys,
     RequestNames,
@@ -31,6 +33,7 @@ def request(seed: int | None = None, **extra_args: Any) -> types.SimpleNamespace
 def test_the_names_in_a_request_are_those_that_callers_send() -> None:
     """Clients in other languages write them; a server of another version reads them."""
     assert [KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
+    assert [SAMPLE_KEY, TURN_KEY] == ["rollout_spec_sample", "rollout_spec_turn"]
     assert [GROUP_TOKENS_KEY, TURN_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_turn_tokens"]
 
 
@@ -120,6 +123,8 @@ NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
     [
         ({KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5}, (key_of_name("a"), "g", 3, 5)),
         ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
+        ({SAMPLE_KEY: 5, TURN_KEY: 2}, (None, None, None, None, "5", 2)),
+        ({SAMPLE_KEY: [5], TURN_KEY: -2}, (None, None, None, None)),
         ({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
         ({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),

@@ -27,8 +27,9 @@ logger.addFilter(lambda record: not said.append(record.getMessage()))
 def errors():
     "What an engine with our drafter, one with our noise, and one of vLLM's own end with: there is no model."
     found = []
-    ours = {"speculative_config": speculative_config(4)}, {"additional_config": {"rollout_spec": {}}}, {}
-    for arguments in ours:
+    asked = {"rollout_spec": {}}, {}, {"rollout_spec": "sam"}, {"rolloutspec": {}}
+    configs = ({"additional_config": each} for each in asked)
+    for arguments in ({"speculative_config": speculative_config(4)}, *configs):
         try:
             LLM(sys.argv[1], skip_tokenizer_init=True, **arguments)
         except Exception as error:
@@ -73,10 +74,16 @@ def found(tmp_path_factory):
     ],
 )
 def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, changed, reason):
-    drafting, keyed, plain = found[changed]
+    drafting, keyed, plain = found[changed][:3]
     assert drafting == keyed
     assert drafting.startswith(reason) and "\n" not in drafting
     assert "does not fit" not in plain, "an engine that does not ask for us is vLLM's own"
+
+
+def test_what_is_nearly_asked_for_is_refused(found):
+    assert [error.partition(": ")[0] for error in found["fixes"][3:]] == [
+        "additional_config['rollout_spec']='sam'", "additional_config has the key 'rolloutspec'"
+    ]  # fmt: skip
 
 
 def test_a_fix_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):

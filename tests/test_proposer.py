@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.v1.worker import gpu_model_runner
 
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.other_ranks import most_tokens
+from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer, last_level
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -53,7 +55,7 @@ class Engine:
         self.batch = Value(req_ids=[])
         self.runner = Value(
             requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS,
-            parallel_config=config.parallel_config, effective_drafter_max_model_len=0,
+            parallel_config=config.parallel_config,
         )  # fmt: skip
         self.proposer.bind(self.runner)
         self.proposer.load_model(None)
@@ -217,7 +219,6 @@ def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int,
     lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
     # After the first token there are five more, of which the target adds the last one by itself.
     assert lengths == [room, 3, 2, 1, 0, 0]
-    assert engine.runner.effective_drafter_max_model_len > 1_000_000, "vLLM leaves the end to the proposer"
 
 
 def drafts_of(history: bytes | None, group: str) -> list[int]:
@@ -229,13 +230,14 @@ def drafts_of(history: bytes | None, group: str) -> list[int]:
     return engine.step({"new": TEXT[:2]})["new"]
 
 
-def test_new_weights_drop_the_text_and_the_history_keeps_what_ended() -> None:
+def test_new_weights_leave_the_text_and_the_history_keeps_what_ended() -> None:
     engine = Engine(min_survival=0.0, history=4)
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
-    engine.control.drop_texts(["cut"])  # by the name that its sender gave it
-    assert engine.index.stats().num_sequences == engine.index.stats().num_groups == 0
+    engine.control.note_new_weights(["cut"], ["done"])  # by the names that their sender gave them
+    stats = engine.index.stats()
+    assert (stats.num_sequences, stats.num_groups, stats.num_tokens) == (0, 2, 2 * (len(PROMPT) + 9))
     content = engine.control.pack_history()
     assert drafts_of(content, "done") == TEXT[2:6]
     assert drafts_of(content, "cut") == []
@@ -272,11 +274,11 @@ def test_what_is_on_its_way_is_received_first() -> None:
     """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
-    for name in ("take_counters", "drop_texts", "take_history", "pack_history"):
+    for name in ("take_counters", "note_new_weights", "take_history", "pack_history"):
         engine.proposer.receive = lambda name=name: received.append(name)
         getattr(engine.control, name)()
     engine.proposer.take_counters(waits=False)
-    assert received == ["take_counters", "drop_texts", "take_history", "pack_history"]
+    assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
 def test_what_a_warm_up_has_left_is_forgotten() -> None:
@@ -325,7 +327,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     [message] = said
     assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
     # What the trainer asks of the engine goes on.
-    engine.control.drop_texts(["a"])
+    engine.control.note_new_weights(["a"])
     engine.control.add_history([b""])
     assert engine.control.take_history() is None
     assert engine.control.pack_history() is None
@@ -396,3 +398,18 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any],
 )
 def test_what_fills_a_ranks_graph_is_not_verified(num_own: int, num_padded: int, most: int) -> None:
     assert most_tokens(num_own, num_padded, graphs=[24, 16, 8]) == most
+
+
+def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coordinate(num_tokens_unpadded: int, parallel_config: Any) -> tuple[bool, torch.Tensor]:
+        return False, torch.tensor([num_tokens_unpadded, 31])
+
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    watching = []
+    for _ in range(2):
+        config = vllm_config({})
+        watching.append((OtherRanks(config), config.parallel_config))
+        watching[-1][0].watch(config)
+    for num_own, (_, parallel_config) in zip((25, 40), watching, strict=True):
+        gpu_model_runner.coordinate_batch_across_dp(num_own, parallel_config=parallel_config)
+    assert [each.ranks for each, _ in watching] == [(1, 31), (1, 40)]

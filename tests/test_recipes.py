@@ -30,7 +30,7 @@ from verl.utils.reward_score import default_compute_score
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict import roofline
 from rollout_spec.predict.model import Model
-from rollout_spec.verl.check_config import MODES, CheckConfig, check_config
+from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,6 @@ def composed(recipe: str, name: str, *overrides: str) -> Any:
 
 def check(config: Any) -> None:
     """All that verl and we check before anything is launched."""
-    CheckConfig().on_run_start(config)
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
@@ -184,7 +183,7 @@ def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path):
     assert config.actor_rollout_ref.model.path == "/models/one, two"
     assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
         "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl",
-        "ROLLOUT_SPEC_METHOD": "sam",
+        "ROLLOUT_SPEC_ASKED": "1",
     }
 
 

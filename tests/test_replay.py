@@ -16,7 +16,7 @@ from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
 from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.report.outlook import headline, sentences
-from rollout_spec.trace import Rollout, read_trace, to_line
+from rollout_spec.trace import Rollout, read_trace, to_line, to_line_of_agents
 
 
 def write_trace(path, *lines):
@@ -75,6 +75,19 @@ def test_hand_counted_drafts(tmp_path):
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
     result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]]))
     assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
+
+
+def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    turns = [([8, 8], [1, 2, 3]), ([1, 2, 3, 4], [7]), ([1], [2, 3, 4, 6])]
+    path.write_text(to_line_of_agents("g", None, [5], [turns], ["a"]))
+    [line] = read_trace(path)
+    result = ReplayResult()
+    replay_line(Copier(), line, (), 4, result)
+    # 1, 7 and 2 come from prefills. Two steps give 2 and 3, with nothing to draft from. After 1 2 the draft
+    # is 3 4 7 1: two are right, and the target says 6.
+    assert (result.num_tokens, result.num_steps, result.num_decoded_tokens) == (8, 3, 5)
+    assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
 
 
 def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):

@@ -15,7 +15,7 @@ from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
 from rollout_spec.vllm.mrv2.ahead import AheadScheduler, take_padding
-from rollout_spec.vllm.scheduler import AsyncCountingScheduler, CountingScheduler, SpecScheduler
+from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -32,7 +32,7 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
         return
     chosen = decided.get_scheduler_cls()
     assert issubclass(chosen, SpecScheduler) and not issubclass(chosen, AheadScheduler)
-    assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is CountingScheduler)
+    assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is SpecScheduler)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_room_that_stays_empty_is_no_draft() -> None:
 
 def test_tokens_that_are_thrown_away_are_no_step() -> None:
     """vLLM 0.24 discards those of a step that was in flight when `reset_prefix_cache` came."""
-    scheduler = AsyncCountingScheduler.__new__(AsyncCountingScheduler)
+    scheduler = AsyncSpecScheduler.__new__(AsyncSpecScheduler)
     scheduler._request_counters = defaultdict(RequestCounters)
     request = SimpleNamespace(request_id="a", num_output_tokens=3, async_tokens_to_discard=1)
     assert scheduler._update_request_with_output(request, [7, 8]) == ([], False)

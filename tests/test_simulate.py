@@ -75,6 +75,21 @@ def test_a_rollout_without_drafts_by_hand():
     assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
+def test_agents_wait_for_their_tools():
+    """Two turns of two tokens; the second has three new ones before it. Then another sample's only turn."""
+    spans = [np.array([[0, 2], [5, 7]], np.int32), np.array([[1, 3]], np.int32)]
+    agents = dataclasses.replace(line("0", 5, 7, 3), turns=spans)
+    first, second = requests_of([agents], None)
+    assert [turn.num_tokens for turn in first.turns] == [7, 12] and second.num_tokens == 8
+    run = served([first], OFF, BY_HAND, 1, tool_seconds=100.0)
+    assert (run.seconds, run.num_tokens) == ((5 + 1) + 1 + 100 + (3 + 1) + 1, 4)
+    # The other one runs meanwhile; of its prompt the tool's token is new.
+    both = served([first, second], OFF, BY_HAND, 1, tool_seconds=3.0)
+    assert (both.seconds, both.num_tokens) == ((5 + 1) + 1 + (1 + 1) + 1 + (3 + 1) + 1, 6)
+    drafted = served([first, second], SpecConfig(batch_threshold=4), BY_HAND, 2, tool_seconds=3.0)
+    assert drafted.num_tokens == 6
+
+
 class ContextTimes(StepTimes):
     """A step takes a second a token of context, and a thousand for each token of other ranks."""
 
@@ -171,10 +186,15 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     [one] = noise(1, 2)
-    one = dataclasses.replace(one, proposals=[right_model(response, 2) for response in one.responses])
+    right, vocabulary = one.responses[0], 1 + max(map(np.max, (one.prompt_token_ids, *one.responses)))
+    other = one.responses[1] + vocabulary  # tokens that no text has
+    one = dataclasses.replace(one, proposals=[right_model(right, 2), right_model(other, 2)])
     copies = copied([one], 3)
     assert len({each.group for each in copies}) == 3 and copied([one], 1)[0].group == one.group
-    tokens = [{int(token) for response in each.responses for token in response} for each in copies]
+    tokens = [
+        {*np.concatenate([*each.responses, *(of.tokens[of.tokens >= 0] for of in each.proposals)]).tolist()}
+        for each in copies
+    ]
     assert not tokens[0] & tokens[1] and not tokens[1] & tokens[2]
     for each in copies:
         assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()

@@ -145,17 +145,30 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     writer.add([5], [], {"rollout_spec_group": "second"})
     # A caller may send anything.
     writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
+    # A sample of three turns, then one whose context was compressed; they end in any order.
+    agent = {"rollout_spec_group": "agents", "rollout_spec_sample": "a"}
+    for turn, prompt, said in (
+        (1, [8, 8, 1, 0, 0], [2]),
+        (0, [8, 8], [1]),
+        (2, [8, 8, 1, 0, 0, 2], [3, 4]),
+        (3, [8, 1], [5]),
+    ):
+        writer.add(prompt, said, agent | {"rollout_spec_turn": turn})
     writer.flush(step=3)
     writer.flush(step=4)
     lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
-    expected = [([1, 2], [[3], [4, 4, 5]]), ([5], [[6, 7]]), ([9], [[1]])]
+    expected = [
+        *(([1, 2], [[3], [4, 4, 5]]), ([5], [[6, 7]]), ([9], [[1]])),
+        *(([8, 8], [[1, 0, 0, 2, 3, 4]]), ([8, 1], [[5]])),
+    ]
+    assert lines[3].turns_of(0) == [[0, 1], [3, 4], [4, 6]] and lines[4].turns == []
     assert [(line.step, *tokens(line)) for line in lines] == [(3, *line) for line in expected]
     assert [line.group for line in lines][:2] == ["first", "second"]
     assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
     monkeypatch.delenv(DIR_VARIABLE)
     idle = Recorder(replica_rank=1)
     idle.add([1], [2], {})
-    assert not idle._responses, "a run that records nothing keeps nothing"
+    assert not idle._calls, "a run that records nothing keeps nothing"
 
 
 def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch, caplog):
@@ -170,7 +183,7 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
         [message] = caplog.messages
         assert reason in message
         caplog.clear()
-        assert not recorder._responses
+        assert not recorder._calls
     assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
 
 

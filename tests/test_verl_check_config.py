@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pathlib
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import verl  # loads the plugin, which puts our groups on Hydra's search path
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, launch
-from rollout_spec.verl.check_config import CheckConfig, check_config, check_overrides
+from rollout_spec.verl.check_config import check_config, check_overrides, check_whole
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -46,7 +49,7 @@ def test_the_groups_hold_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
     plain = SpecConfig(method="off", verify="standard", routing="verl")
     for method, expected in (("sam", SpecConfig()), ("off", plain)):
-        options = OmegaConf.to_container(composed(f"+rollout.spec={method}").rollout.spec)
+        options = OmegaConf.to_container(composed(f"+rollout.spec={method}").rollout.spec, resolve=True)
         assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 
 
@@ -66,7 +69,6 @@ def launched(*overrides: str) -> Any:
     config = composed(
         "+rollout.spec=sam", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
     )
-    CheckConfig().on_run_start(config)
     check_config(config)
     return config
 
@@ -129,8 +131,11 @@ OFF_TOO = [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in k
     ("method", "override"), [*(("sam", key) for key in CONFLICTS), *(("off", key) for key in OFF_TOO)]
 )
 def test_what_does_not_go_together_is_refused(method, override):
+    config = composed(f"+rollout.spec={method}", override)
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
-        check_config(composed(f"+rollout.spec={method}", override))
+        check_config(config)
+    with pytest.raises(InterpolationResolutionError):  # as verl's trainer does, whoever starts it
+        OmegaConf.resolve(config)
 
 
 def test_a_manager_of_ones_own_goes_with_standard_verification():
@@ -180,15 +185,68 @@ def test_off_with_another_drafter_and_a_plain_string_are_refused():
         check_config(OmegaConf.create({"rollout": {"spec": "sam"}}))
 
 
-@pytest.mark.long
-def test_the_command_ends_before_hydra_composes(tmp_path):
-    """The real entry point: one line, exit code 2. test_recipes has a value out of range."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "+rollout.spec=sam", VLLM]
-    done = run([*command, "rollout.spec.mode=earliest", f"hydra.run.dir={tmp_path}"])
-    assert done.returncode == 2
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("rollout_spec: rollout.spec.mode: unknown field (known fields: method, ")
-    assert list(tmp_path.iterdir()) == []
+SIZES = ("actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size", "ref.log_prob_micro_batch_size")
+GIVEN = (
+    VLLM,
+    "algorithm.adv_estimator=grpo",
+    *(f"actor_rollout_ref.{size}_per_gpu=1" for size in SIZES),
+    *(f"hydra/{log}_logging=none" for log in ("job", "hydra")),
+)
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """`started(*arguments)`: the configurations with which verl's command would start Ray."""
+    found: list[Any] = []
+    monkeypatch.setattr(main_ppo, "run_ppo", lambda config, **_: found.append(config))
+
+    def run(*arguments: str) -> list[Any]:
+        folders = f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"
+        monkeypatch.setattr(sys, "argv", ["main_ppo", *arguments, *GIVEN, *folders])
+        main_ppo.main()
+        return found
+
+    run.found = found
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        (f"+rollout.spec=sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
+        (f"-m +rollout.spec=off,sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
+        ("-m +rollout.spec=sam rollout.spec.history=-1", "rollout.spec.history=-1: must be between 0"),
+        ("-m +rollout.spec=off,sam rollout.spec.history=2", "rollout.spec.history=2: in a sweep over "),
+        ("+rollout.spec=SAM", "rollout.spec=SAM: must be one of sam, off"),
+        ("-m +rollout.spec=sam,of", "rollout.spec=of: must be one of sam, off"),
+        ("+rollout.spec=sam rollout.spec.mode=early", "rollout.spec.mode: unknown field (known fields: "),
+        ("+rollout.spec=sam trainer.nnodes=${oc.env:WORDS}", "trainer.nnodes='2': must be a whole number"),
+        ("+rollout.spec=sam trainer.nnodes=${oc.env:NO}", "the check failed with InterpolationResolution"),
+    ],
+)
+def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, started, monkeypatch, capsys):
+    monkeypatch.setenv("WORDS", "2")
+    with pytest.raises(SystemExit) as ended:
+        started(*arguments.split())
+    error = capsys.readouterr().err
+    [line] = [each for each in error.splitlines() if "Warning" not in each and not each.startswith(" ")]
+    assert line.startswith(f"rollout_spec: {refusal}") and ended.value.code == 2
+    assert len(started.found) == ("off,sam" in arguments and DETERMINISM in arguments)
+
+
+def test_each_job_of_a_sweep_is_fitted(started, tmp_path):
+    """To one engine, which needs no router, and to a recurrent policy, which drafts fewer tokens."""
+    sizes = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+    fields = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4, "full_attention_interval": 4}
+    fields |= {"linear_conv_kernel_dim": 4, **dict.fromkeys(sizes, 16)}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    one = [f"{DEVICES}=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+    paths = f"actor_rollout_ref.model.path=/nowhere,{tmp_path}"
+    plain, recurrent = started("-m", "+rollout.spec=sam", *one, paths)
+    for config, num_tokens in ((plain, 15), (recurrent, 3)):
+        assert config.actor_rollout_ref.rollout.router_config_path is None
+        assert OmegaConf.select(config, ENGINE).speculative_config.num_speculative_tokens == num_tokens
+        assert config.ray_kwargs.ray_init.runtime_env.env_vars == {launch.ASKED_VARIABLE: "1"}
 
 
 def test_unknown_options_are_refused_among_other_overrides():
@@ -248,19 +306,16 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(broken, 
     assert "Traceback" in error
     assert "the verl plugin failed: no such group; runs without rollout.spec go on as they are" in error
     # A file of the user's own may name the group.
-    with pytest.raises(SystemExit):
-        CheckConfig().on_job_start(OmegaConf.create({}))
-    assert "no such group; run `rollout-spec doctor`" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no such group; run `rollout-spec doctor`"):
+        check_whole(_root_=OmegaConf.create({}))
 
 
-def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch, capsys):
+def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch):
     """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
     monkeypatch.setattr(launch, "failure", None)
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)
-    with pytest.raises(SystemExit):
-        CheckConfig().on_job_start(OmegaConf.create({}))
-    error = capsys.readouterr().err
-    assert error == (f"rollout_spec: this command runs verl.trainer.main_ppo_v0: {launch.V1_TRAINER_ONLY}\n")
+    with pytest.raises(ConfigError, match=rf"^this command runs \S+main_ppo_v0: {launch.V1_TRAINER_ONLY}"):
+        check_whole(_root_=OmegaConf.create({}))
 
 
 @pytest.mark.long
@@ -277,11 +332,11 @@ def without_engine(name):
 importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
-from rollout_spec.verl.check_config import CheckConfig
+from rollout_spec.verl.check_config import check_whole
 with initialize_config_module("verl.trainer.config", version_base=None):
     overrides = ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam", *sys.argv[1:]]
     config = compose("ppo_trainer", overrides)
-CheckConfig().on_job_start(config)
+check_whole(_root_=config)
 """
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     ahead = f"+{ENGINE}.async_scheduling=true"  # the engine knows whether it can

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.check_config import check_config, check_overrides
+from rollout_spec.verl.settings import say
 from rollout_spec.vllm import SCHEDULER, speculative_config
 from tests.test_verl_check_config import ENGINE, composed
 
@@ -94,6 +95,7 @@ def test_who_drafts_untrained_is_warned_once(head, capsys):
         (changed(SAM_MEGATRON, LOADED, drafter=head), 1),
         (changed(OFF, MTP), 0),
     ):
+        say.cache_clear()
         check_config(config)
         said = capsys.readouterr().err
         assert said.count("\n") == said.count("this drafter is not trained") == num_lines

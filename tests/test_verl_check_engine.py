@@ -13,6 +13,7 @@ import pytest
 
 from rollout_spec.config import ConfigError
 from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.settings import say
 from tests.test_verl_check_config import ENGINE
 from tests.test_verl_check_drafter import COUPLED, LOADED, MTP, OFF, OWN, SAM, SAM_MEGATRON, changed
 
@@ -220,6 +221,7 @@ def test_steps_with_drafts_that_have_no_graphs_are_named(capsys):
         (SAM, piecewise, {}, False),
         (SAM, full, NPU, False),
     ):
+        say.cache_clear()
         check_config(changed(groups, {f"{ENGINE}.compilation_config": value}, others))
         said = capsys.readouterr().err
         assert said.count("cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without") == is_named

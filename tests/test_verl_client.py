@@ -42,6 +42,8 @@ class Server:
 
     def __init__(self, aborted: tuple[int, ...] = ()) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+        self.end_sample = SimpleNamespace(remote=self.ended.append)
         self._aborted = aborted
         self.generate = Remote(self._generate)
 
@@ -135,6 +137,8 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
     lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_turn_tokens"]) for sent in server.sent]
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
+    turns = [(sent["rollout_spec_sample"], sent["rollout_spec_turn"]) for sent in server.sent]
+    assert turns == [(str(SAMPLE), turn) for turn in (0, 0, 0, 1)]
 
 
 def test_a_name_may_be_the_users_own_or_none():
@@ -162,6 +166,7 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
     calls.end([4])
     calls.end("unknown")
     assert len(calls._samples) == 2
+    assert server.ended == ["[4]"]
     asyncio.run(call(client, [1], params([4])))
     assert server.names[-1] == server.names[-2], "a run that repeats it"
 

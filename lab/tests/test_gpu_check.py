@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_spec.config import UserError
 from rollout_spec.predict.step_times import StepTimes
@@ -20,7 +22,7 @@ from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
-from rollout_spec_lab.gpu_check import V2, gpu_check
+from rollout_spec_lab.gpu_check import V2, gpu_check, latency
 from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
 from rollout_spec_lab.gpu_check.page import tables, verdict
 from tests.test_device_waits import STEPS as COUNTED
@@ -182,11 +184,41 @@ def test_engines_are_asked_on_both_model_runners_where_cuda_is(
     has_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
-    parts = command._parts(argparse.Namespace(parts="rollouts,steps,doctor"))
-    assert parts == ["doctor", *["steps" + V2] * has_cuda, "steps", "rollouts"]
-    assert set(command._parts(argparse.Namespace(parts=None))) >= {*ALL_PARTS, *["certify" + V2] * has_cuda}
-    with pytest.raises(UserError, match="--parts stepz: must be one of doctor, verify, certify"):
+    parts = command._parts(argparse.Namespace(parts="rollouts,steps,start,doctor"))
+    assert parts == ["doctor", "start" + V2 * has_cuda, *["steps" + V2] * has_cuda, "steps", "rollouts"]
+    found = set(command._parts(argparse.Namespace(parts=None)))
+    assert found >= {*ALL_PARTS, *["certify" + V2] * has_cuda} - {"start", "latency"}
+    assert ("latency" in found) == has_cuda, "elsewhere no stream can wait for the host"
+    with pytest.raises(UserError, match="--parts stepz: must be one of doctor, latency, start, verify"):
         command._parts(argparse.Namespace(parts="doctor,stepz"))
+
+
+def test_latencies_are_of_a_stream_that_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is told what to do and does it at once, but never before the host's flag."""
+    flags: list[torch.Tensor] = []
+    waiting: list[tuple[torch.Tensor, int]] = []
+    fake = SimpleNamespace(
+        Stream=lambda _: None, CUDAGraph=lambda: SimpleNamespace(replay=lambda: None),
+        graph=lambda _: contextlib.nullcontext(), stream=lambda _: contextlib.nullcontext(),
+        Event=lambda: SimpleNamespace(record=lambda: None, query=has_ended),
+    )  # fmt: skip
+
+    def has_ended() -> bool:
+        return all(int(flag[0]) >= value for flag, value in waiting)
+
+    def pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        flags.append(torch.zeros(shape, dtype=dtype))
+        return flags[-1]
+
+    monkeypatch.setattr(latency.torch, "cuda", fake)
+    monkeypatch.setattr(latency, "pinned", pinned)
+    monkeypatch.setattr(latency, "wait_for", lambda _, flag, value: waiting.append((flag, value)))
+    found = latency.latencies(torch.device("cpu"))
+    assert [value for _, value in waiting] == [*range(1, latency.ROUNDS + 1)]
+    assert {flag.dtype for flag, _ in waiting} == {torch.int32}
+    assert found.keys() == {"copy", "graph", "flag", "launch"} and min(found.values()) > 0
+    [sentence] = verdict(NOTHING | {"latency": found, "parts": []})
+    assert f"{found['flag']:.1f} us after the host's flag" in sentence
 
 
 def row(context: int, num_rows: int, num_drafts: int, seconds: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ static uint32_t random_below(uint32_t n) {
 /* ---- helpers ---- */
 
 static rs_options default_options(void) {
-    return (rs_options){.num_speculative_tokens = DRAFT_LEN, .max_idle_groups = INT32_MAX};
+    return (rs_options){.num_speculative_tokens = DRAFT_LEN};
 }
 
 /* A corpus of one random text, to be freed. */
@@ -89,6 +89,7 @@ static fixture *new_fixture(int32_t num_rows) {
                           .max_draft_tokens = f->max_draft_tokens,
                           .model_tokens = f->model_tokens,
                           .model_confidences = f->model_confidences,
+                          .max_tokens = INT64_MAX,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
                           .num_draft_tokens = f->num_draft_tokens};
@@ -102,7 +103,7 @@ static fixture *new_fixture(int32_t num_rows) {
 /* A sequence in a group of its own. */
 static int32_t open_alone(rs_index *index) {
     int32_t id;
-    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
+    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
     return id;
 }
@@ -176,14 +177,19 @@ typedef struct {
             check_valid((l)->index);                         \
             rs_index_stats((l)->index, &after);              \
             before.num_bytes = after.num_bytes;              \
+            before.num_texts_left_out = after.num_texts_left_out; \
             CHECK(memcmp(&before, &after, sizeof after) == 0); \
             CHECK((call) == RS_OK);                          \
         }                                                    \
         check_valid((l)->index);                             \
     } while (0)
 
-static void open_row(life *l, int32_t group, int32_t row) {
-    TWICE(l, rs_sequence_open(l->index, group, 1, l->f->sequences + row, NULL));
+/* In its group, or in a new one where that has no room for its prompt. */
+static void open_row(life *l, int32_t *group, int32_t row) {
+    if (rs_group_given_up(l->index) == *group) {
+        TWICE(l, rs_group_open(l->index, l->f->token_ids[0], PROMPT_LEN, group, NULL));
+    }
+    TWICE(l, rs_sequence_open(l->index, *group, 1, l->f->sequences + row, NULL));
 }
 
 /* What a model drafts in this step, if there is one: small tokens, and now and then none. */
@@ -199,19 +205,25 @@ static void check_text(const rs_index *index, const fixture *f, int32_t row) {
     static int32_t text[NUM_COLUMNS];
     int64_t num = 0;
     CHECK(rs_sequence_text(index, f->sequences[row], text, NUM_COLUMNS, &num, NULL) == RS_OK);
-    const bool waits = !rs_is_whole(index->groups + index->sequences[f->sequences[row]].group);
-    CHECK(num == (waits ? 0 : f->levels[row] - PROMPT_LEN));
+    CHECK(num == f->levels[row] - PROMPT_LEN);
     CHECK(memcmp(text, f->token_ids[row] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
 }
 
-/* Every row goes on, and now and then begins again. One that is left out is opened again. */
-static void step_rows(life *l, int32_t group, int num_steps) {
+/* Every row goes on, and now and then begins again, or is parked in between. One that is left out is opened again. */
+static void step_rows(life *l, int32_t *group, int num_steps) {
     fixture *f = l->f;
     for (int step = 0; step < num_steps; step++) {
         for (int i = 0; i < NUM_SEQUENCES; i++) {
             bool again = random_below(40) == 0;
             f->levels[i] = again ? PROMPT_LEN + (int32_t)random_below(20) : f->levels[i] + (int32_t)random_below(30);
+            if (random_below(10) == 0) {
+                CHECK(rs_sequence_park(l->index, f->sequences[i], NULL) == RS_OK);
+                CHECK(rs_step(l->index, &f->batch, NULL) == RS_EINVAL);
+                f->token_ids[i][PROMPT_LEN + random_below(200)] ^= 1;
+                CHECK(rs_sequence_resume(l->index, f->sequences[i], NULL) == RS_OK);
+            }
         }
+        f->batch.max_tokens = random_below(2) == 0 ? INT64_MAX : (int64_t)random_below(40);
         ask_model(f);
         CHECK(rs_step(l->index, &f->batch, NULL) == RS_OK);
         check_valid(l->index);
@@ -220,12 +232,16 @@ static void step_rows(life *l, int32_t group, int num_steps) {
             if (f->num_draft_tokens[i] < 0) {
                 num_left_out++;
                 CHECK(rs_sequence_close(l->index, f->sequences[i], NULL) == RS_EUNKNOWN);
-                open_row(l, group, i);
             } else {
                 check_text(l->index, f, i);
             }
         }
         CHECK(num_left_out == f->batch.num_left_out);
+        for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
+            if (f->num_draft_tokens[i] < 0) {
+                open_row(l, group, i);
+            }
+        }
         l->num_failures += num_left_out;
     }
 }
@@ -234,19 +250,18 @@ static void step_rows(life *l, int32_t group, int num_steps) {
 static void live(life *l) {
     fixture *f = l->f;
     int32_t group;
-    TWICE(l, rs_group_open(l->index, f->token_ids[0], PROMPT_LEN, PROMPT_LEN / 2, &group, NULL));
+    TWICE(l, rs_group_open(l->index, f->token_ids[0], PROMPT_LEN, &group, NULL));
     TWICE(l, rs_group_add(l->index, group, f->token_ids[1] + 100, 60, NULL));
-    f->batch.max_waiting_tokens = PROMPT_LEN;
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         f->levels[row] = PROMPT_LEN;
-        open_row(l, group, row);
+        open_row(l, &group, row);
     }
-    step_rows(l, group, 15);
+    step_rows(l, &group, 15);
     CHECK(rs_group_close(l->index, group, NULL) == RS_EINVAL);
     CHECK(rs_sequence_close(l->index, f->sequences[1], NULL) == RS_OK);
     f->levels[1] = PROMPT_LEN;
-    open_row(l, group, 1);
-    step_rows(l, group, 5);
+    open_row(l, &group, 1);
+    step_rows(l, &group, 5);
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         CHECK(rs_sequence_close(l->index, f->sequences[row], NULL) == RS_OK);
     }
@@ -312,7 +327,7 @@ static void test_budget(void) {
             f->token_ids[row][i] = (int32_t)random_below(5);
         }
     }
-    CHECK(rs_group_open(index, f->token_ids[0], 200, 200, &idle, NULL) == RS_OK);
+    CHECK(rs_group_open(index, f->token_ids[0], 200, &idle, NULL) == RS_OK);
     for (int32_t row = 0; row < 2; row++) {
         f->sequences[row] = open_alone(index);
     }
@@ -329,7 +344,7 @@ static void test_budget(void) {
     f->batch.num_rows = 1;
     f->sequences[0] = f->sequences[1 - left];
     f->rows[0] = 1 - left;
-    for (int step = 0; step < 10; step++) { /* in the room of the group that is idle now */
+    for (int step = 0; step < 30; step++) { /* in the room of the group that is idle now */
         f->levels[0] += 7;
         CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_left_out == 0);
     }
@@ -418,7 +433,7 @@ static void test_wide_blocks(void) {
 static void test_max_branches(void) {
     rs_index *index = new_index(default_options());
     fixture *f = new_fixture(1);
-    const int32_t id = open_alone(index);
+    const int32_t id = f->sequences[0] = open_alone(index);
     int32_t n = 0;
     for (int32_t round = 0; round < 3; round++) {
         for (int32_t i = 0; i < RS_MAX_BRANCHES + 1; i++) {
@@ -443,10 +458,9 @@ static void test_arguments(void) {
     fixture *f = new_fixture(1);
     int32_t id;
     rs_error error = {.message = ""};
-    CHECK(rs_group_open(index, NULL, -1, 0, &id, &error) == RS_EINVAL);
+    CHECK(rs_group_open(index, NULL, -1, &id, &error) == RS_EINVAL);
     CHECK(strncmp(error.message, "prompt_token_ids", 16) == 0);
-    CHECK(rs_group_open(index, NULL, 0, -1, &id, &error) == RS_EINVAL && strncmp(error.message, "max_tokens=-1", 13) == 0);
-    CHECK(rs_group_open(index, NULL, 0, 0, &id, NULL) == RS_OK);
+    CHECK(rs_group_open(index, NULL, 0, &id, NULL) == RS_OK);
     CHECK(rs_sequence_open(index, id, 0, &id, NULL) == RS_OK);
     f->batch.min_survival = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
@@ -480,7 +494,7 @@ static void test_least_level(void) {
     fixture *f = new_fixture(2);
     const int32_t prompt[] = {1, 2, 1};
     int32_t group;
-    CHECK(rs_group_open(index, prompt, 3, 3, &group, NULL) == RS_OK);
+    CHECK(rs_group_open(index, prompt, 3, &group, NULL) == RS_OK);
     for (int32_t row = 0; row < 2; row++) {
         CHECK(rs_sequence_open(index, group, true, f->sequences + row, NULL) == RS_OK);
     }
@@ -498,7 +512,8 @@ static void test_validator(void) {
     rs_index *index = new_index(default_options());
     const int32_t prompt[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
     int32_t group;
-    CHECK(rs_group_open(index, prompt, sizeof prompt / sizeof prompt[0], 99, &group, NULL) == RS_OK);
+    CHECK(rs_group_open(index, prompt, sizeof prompt / sizeof prompt[0], &group, NULL) == RS_OK);
+    CHECK(rs_catch_up(index, INT64_MAX) == 0);
     check_valid(index);
     rs_automaton *a = &index->groups[group].automaton;
     const rs_automaton whole = *a;
@@ -639,7 +654,7 @@ static void test_damaged_corpus(void) {
         }
         rs_index *index = NULL;
         CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
-        open_alone(index);
+        f->sequences[0] = open_alone(index);
         for (f->levels[0] = 0; f->levels[0] < 20; f->levels[0]++) {
             f->token_ids[0][f->levels[0]] = (int32_t)random_below(ALPHABET);
             CHECK(rs_step(index, &f->batch, NULL) == RS_OK);

@@ -24,7 +24,6 @@ from rollout_spec.certify.counts import (
     Sample,
     counts,
     logprob_differences,
-    total,
     untested,
     verdict,
 )
@@ -171,15 +170,17 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     if options is not None:
         drafter = plan.model_drafter if verify == "coupled" else None
         settings |= drafting_arguments({"verify": verify, **options}, drafter)
-    llm = LLM(**settings | plan.engine | more)
+    try:
+        llm = LLM(**settings | plan.engine | more)
+    finally:
+        if not is_chosen:  # what the process starts next has its own choice
+            del os.environ[_RUNNER]
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        if not is_chosen:  # what the process starts next has its own choice
-            del os.environ[_RUNNER]
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
@@ -279,4 +280,5 @@ def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
     shared = (len(prompt) - 1) // block_size * block_size
     inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs], total(map(counters_of, outputs))
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens, RequestCounters.sum(map(counters_of, outputs))

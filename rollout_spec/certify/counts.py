@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -74,7 +74,7 @@ class Pair:
 
 def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The counts of some pairs together."""
-    counters = total(pair.on.counters for pair in pairs)
+    counters = RequestCounters.sum(pair.on.counters for pair in pairs)
     return {
         "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),
         "tokens_identical": sum(pair.agreement.num_identical for pair in pairs),
@@ -101,13 +101,6 @@ def untested(counted: Mapping[Configuration, Mapping[str, Any]]) -> dict[Configu
         listed = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
         raise CertifyError(f"there is nothing to certify: {listed}")
     return reasons
-
-
-def total(counters: Iterable[RequestCounters]) -> RequestCounters:
-    result = RequestCounters()
-    for one in counters:
-        result.add(one)
-    return result
 
 
 def logprob_differences(pairs: Sequence[Pair]) -> dict[str, float]:

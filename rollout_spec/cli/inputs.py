@@ -67,8 +67,8 @@ def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
-    """The rollouts of `add_rollouts_arguments`, or of some of its files."""
+def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = None) -> Iterator[Rollout]:
+    """The rollouts of `add_rollouts_arguments`, or of some of its files, or only the first."""
     from rollout_spec.predict.dumps import NAMES, read_rollouts
 
     columns = {}
@@ -76,7 +76,7 @@ def read(args: argparse.Namespace, paths: Sequence[Path]) -> Iterator[Rollout]:
         role, sign, columns[role] = pair.partition("=")
         if not sign or role not in NAMES:
             raise UserError(f"--columns {pair}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
-    return read_rollouts(paths, args.tokenizer, columns)
+    return read_rollouts(paths, args.tokenizer, columns, limit)
 
 
 def check_steps(lines: Iterable[Rollout], trace: Path) -> None:

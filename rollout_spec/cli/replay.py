@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec import __version__
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(with_model(args, islice(read(args, args.traces), args.limit_groups)))
+    lines = list(with_model(args, read(args, args.traces, args.limit_groups)))
     check_steps(lines, args.traces[0])
     if config.corpus:
         check_corpus(config.corpus)

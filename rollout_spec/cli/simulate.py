@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--copies", type=engines, default=1, metavar="N",
         help="serve the recording N times at once, each copy with tokens of its own",
     )  # fmt: skip
+    lines.add_argument(
+        "--tool-seconds", type=number(float, 0.0, 86_400.0), default=1.0, metavar="S",
+        help="between two turns of an agent, where the recording has turns (1)",
+    )  # fmt: skip
     times = parser.add_argument_group("how long a step takes: measured, or predicted for a device")
     source = times.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -120,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus"):
         check_corpus(spec["corpus"])
-    lines = copied(list(itertools.islice(read(args, args.traces), args.limit_groups)), args.copies)
+    lines = copied(list(read(args, args.traces, args.limit_groups)), args.copies)
     lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     configs = configurations(spec, args.batch_thresholds, args.num_speculative_tokens, times)
@@ -130,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             num_ranks=args.dp or 1,
             kv_tokens=getattr(times, "kv_tokens", math.inf),
             fills_drafts=args.fill_drafts,
+            tool_seconds=args.tool_seconds,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]

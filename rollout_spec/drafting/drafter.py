@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.costs import Ranks, Step
 from rollout_spec.drafting.gate.gate import make_gate
-from rollout_spec.drafting.groups import MAX_IDLE_GROUPS, MAX_TOKENS_AT_ONCE, Groups, Member
+from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
@@ -27,9 +27,7 @@ from rollout_spec.metrics import EngineCounters
 # time), the gate learns from every step: otherwise it would learn next to nothing.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
-# Tokens of long prompts and of the history that one step indexes, and more for every row: as long as the rest
-# takes, about.
-_WAITING_TOKENS, _WAITING_TOKENS_PER_ROW = 256, 16
+TOKENS_OF_A_STEP = 4096  # that a step indexes of what is behind, in about half a millisecond
 
 
 class _Rows:
@@ -99,7 +97,7 @@ class Drafter:
         self._all_decoded = False  # whether all rows of it did
         self.next_step_waits = False  # for drafts, as they may pay
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
-        self.index = make_index(config, MAX_IDLE_GROUPS)
+        self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
         self._requests: dict[str, _Request] = {}
@@ -135,6 +133,7 @@ class Drafter:
         max_level: int,
         group: Hashable | None = None,
         num_group_tokens: int | None = None,
+        sample: Hashable | None = None,
     ) -> None:
         """Start a request.
 
@@ -144,26 +143,37 @@ class Drafter:
             max_level: the most tokens, prompt included, that the request can reach.
             group: requests with the same value are siblings. By default the exact prompt decides.
             num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all.
+            sample: names what the request belongs to, in its group: a later turn, or what goes on after an
+                abort, has the same name, and begins after what it and the text so far have in common.
+                Without a name it begins after a text that its prompt begins with as a whole, if there is one.
 
-        The first request of a group gives the group its prompt. A request whose prompt begins with that (one
-        that was interrupted, a later turn) continues after it; any other starts at the automaton's root.
+        The first request of a group gives the group its prompt. A request whose prompt begins with that
+        continues after it; any other starts at the automaton's root.
         """
-        member = self._groups.add(prompt_token_ids, group, num_group_tokens)
+        member = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
         self._requests[request_id] = _Request(member, max_level)
         self._rows = None
 
     def remove(self, request_id: str, *, remember: bool = True) -> None:
-        """End a request; its text stays in its group until the group is closed.
+        """End a request; its text stays in its group, and its place is kept for the sample's next one.
 
         Args:
             request_id: one that was added.
-            remember: keep its text in the history; not that of an aborted request, which goes on under
-                another name.
+            remember: without a name of its sample, keep its text in the history; not that of an aborted
+                request, which goes on under another name.
         """
         self._rows = None
         member = self._requests.pop(request_id).member
         if member is not None:
-            self._groups.remove(member, remember=remember)
+            self._groups.park(member, remember=remember)
+
+    def end_samples(self, samples: Collection[Hashable]) -> None:
+        """These have said all: the history keeps them, those that run as soon as their request is removed."""
+        for request in self._requests.values():
+            if request.member is not None and request.member.sample in samples:
+                request.member.sample = None
+        for sample in samples:
+            self._groups.end(sample)
 
     def draft(
         self,
@@ -314,8 +324,7 @@ class Drafter:
             rows.levels,
             rows.max_draft_tokens,
             price or 0.0,
-            MAX_TOKENS_AT_ONCE,
-            _WAITING_TOKENS + len(self._row_ids) * _WAITING_TOKENS_PER_ROW,
+            TOKENS_OF_A_STEP,
             model_drafts,
         )
         if result.num_left_out:
@@ -369,15 +378,13 @@ class Drafter:
         return taken
 
     def clear(self, aborted: Collection[str] = ()) -> None:
-        """The target's weights have changed: forget every request and group, but for the history.
-
-        A request that goes on is indexed anew; the history does not keep those in `aborted`.
-        """
-        for request_id, request in self._requests.items():
-            if request.member is not None and request_id not in aborted:
-                self._groups.remember(request.member)
+        """Forget every request and group, but for the history, which does not keep those in `aborted`."""
+        for request_id in list(self._requests):
+            self.remove(request_id, remember=request_id not in aborted)
         self._groups.clear()
-        self._requests.clear()
         self._row_ids = []
-        self._rows = None
-        self._last_end = None  # the time until the next step is no step's
+        self.note_new_weights()
+
+    def note_new_weights(self) -> None:
+        """The target's weights have changed: the time until the next step is no step's."""
+        self._last_end = None

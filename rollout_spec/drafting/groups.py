@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Hashable
 
 import numpy as np
@@ -12,40 +13,39 @@ from rollout_spec.drafting.history import History, group_key, prompt_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 
-# Siblings that wait in the engine's queue find their group's text here when they start.
-# Few are enough: the samples of a prompt arrive together and are served in order.
-MAX_IDLE_GROUPS = 32
-
-# Tokens that are indexed at once, about a millisecond: of a prompt, and in a step of rows that are behind.
-MAX_TOKENS_AT_ONCE = 4096
-
 _HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets more than what is generated here
 _BYTES_PER_TOKEN = 64  # about, of the index
+
+MAX_UNNAMED = 256  # parked sequences that are found by their text alone
+_TAIL = 8  # tokens at its end by which a text is looked for
 
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Group:
     handle: int
+    key: _Key
     prompt: Int32Array
     history_key: bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Member:
-    """An open sequence of a group."""
+    """A sequence of a group: a request, or between two requests what their sample has said so far."""
 
     sequence: int
+    group: _Group
     after_prompt: bool  # its text in the index is what comes after the group's prompt
-    history_key: bytes  # of the group
+    sample: Hashable | None  # its name; None: what it says is remembered when its request has ended
 
 
 class Groups:
     """The groups and sequences of an index, and the history they begin with.
 
-    Which groups and rows leave a full index is decided there (native/memory.c): idle groups, then what does
-    not fit.
+    When a request has ended, its sequence is parked: the sample's next request goes on there. Which groups
+    and rows leave a full index is decided there (native/index.c): idle groups, with what is parked in them,
+    then text that nobody goes on with, then what does not fit.
     """
 
     def __init__(self, index: SuffixIndex, history: History) -> None:
@@ -53,63 +53,132 @@ class Groups:
         self._history = history
         self._groups: dict[_Key, _Group] = {}
         self._keys: dict[int, _Key] = {}  # of the groups, by their handles
+        self._parked: dict[Hashable, Member] = {}  # by the names of their samples
+        # Those without, by the number and the last of all their tokens; the one parked last is the last.
+        self._unnamed: OrderedDict[tuple[int, bytes], Member] = OrderedDict()
 
     def add(
-        self, prompt: Int32Array, group: Hashable | None, num_group_tokens: int | None = None
+        self,
+        prompt: Int32Array,
+        group: Hashable | None = None,
+        num_group_tokens: int | None = None,
+        sample: Hashable | None = None,
     ) -> Member | None:
-        """A new sequence in a group, by default that of the exact prompt; None where no memory is left, or
-        where the prompt holds what no text can.
+        """The sequence of a request, in a group, by default that of the exact prompt; None where no memory
+        is left, or where the prompt holds what no text can.
 
         Args:
             prompt: int32 [num_prompt_tokens], the request's.
             group: names the group.
             num_group_tokens: how many of them are the group's prompt, by default all. The rest is text of
                 this sequence: what it said before it was interrupted, or earlier turns.
+            sample: names the sample, which goes on where its request before has ended. Without a name, a
+                request goes on with whatever text its prompt begins with.
         """
         if prompt.min(initial=0) < 0:
             return None
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
         self._forget_given_up()
+        member = self._parked.pop(sample, None) if sample is not None else self._take_by_text(prompt, key)
+        if member is not None:
+            if not member.after_prompt or _begins_with(prompt, member.group.prompt):
+                self._index.resume_sequence(member.sequence)
+                return member
+            self._end(member)
         is_new = key not in self._groups
         try:
             found = self._open(key, prompt[:num_group_tokens]) if is_new else self._groups[key]
-            after_prompt = np.array_equal(prompt[: len(found.prompt)], found.prompt)
+            after_prompt = _begins_with(prompt, found.prompt)
             sequence = self._index.open_sequence(found.handle, after_prompt=after_prompt)
         except (BudgetExceeded, OutOfMemory):
             return None
         if is_new:
             self._add_history(found)
-        return Member(sequence, after_prompt, found.history_key)
+        return Member(sequence, found, after_prompt, sample)
 
-    def remove(self, member: Member, *, remember: bool = True) -> None:
-        """Its text stays in its group until the group is closed, and in the history if to be remembered."""
+    def park(self, member: Member, *, remember: bool = True) -> None:
+        """Its request has ended; the sample may go on. Without a name its text is remembered at once, if it
+        is to be."""
+        self._index.park_sequence(member.sequence)
+        if member.sample is not None:
+            other = self._parked.get(member.sample)  # the sample had two requests at a time
+            if other is not None:
+                other, member = sorted((other, member), key=self._num_tokens)
+                self._index.close_sequence(other.sequence)
+            self._parked[member.sample] = member
+            return
         if remember:
-            self.remember(member)
+            self._remember(member)
+        text = self._whole_text(member)
+        place = len(text), text[-_TAIL:].tobytes()
+        replaced = self._unnamed.pop(place, None)
+        self._unnamed[place] = member
+        if replaced is None and len(self._unnamed) > MAX_UNNAMED:
+            _, replaced = self._unnamed.popitem(last=False)
+        if replaced is not None:
+            self._end(replaced)
+
+    def end(self, sample: Hashable) -> None:
+        """A sample that is parked has said all: the history keeps it."""
+        member = self._parked.pop(sample, None)
+        if member is not None:
+            self._end(member)
+
+    def _end(self, member: Member) -> None:
+        if member.sample is not None:
+            self._remember(member)
         self._index.close_sequence(member.sequence)
 
-    def remember(self, member: Member) -> None:
+    def _remember(self, member: Member) -> None:
         """Keep its text in the history."""
         if self._history.num_responses and member.after_prompt:
-            self._history.add(member.history_key, self._index.text(member.sequence))
+            self._history.add(member.group.history_key, self._index.text(member.sequence))
+
+    def _num_tokens(self, member: Member) -> int:
+        return len(self._index.text(member.sequence))
+
+    def _whole_text(self, member: Member) -> Int32Array:
+        text = self._index.text(member.sequence)
+        return np.concatenate([member.group.prompt, text]) if member.after_prompt else text
+
+    def _take_by_text(self, prompt: Int32Array, key: _Key) -> Member | None:
+        """One without a name that the prompt begins with, the longest text first."""
+        places = [
+            place
+            for place, member in self._unnamed.items()
+            if prompt[max(0, place[0] - _TAIL) : place[0]].tobytes() == place[1]
+            and (member.group.key == key or member.group.key[0] == key[0] == "prompt")
+        ]
+        for place in sorted(places, reverse=True):
+            if _begins_with(prompt, self._whole_text(self._unnamed[place])):
+                return self._unnamed.pop(place)
+        return None
 
     def clear(self) -> None:
-        """Close every group and sequence."""
+        """Close every group and sequence; what is parked has ended."""
+        for member in self._parked.values():
+            self._remember(member)
         self._index.clear()
-        self._groups.clear()
-        self._keys.clear()
+        for each in (self._groups, self._keys, self._parked, self._unnamed):
+            each.clear()
 
     def _open(self, key: _Key, prompt: Int32Array) -> _Group:
-        handle = self._index.open_group(prompt, MAX_TOKENS_AT_ONCE)
+        handle = self._index.open_group(prompt)
         self._forget_given_up()
         kind, name = key
         history_key = group_key(name) if kind == "group" else prompt_key(prompt)
-        self._groups[key] = found = _Group(handle, prompt.copy(), history_key)
+        self._groups[key] = found = _Group(handle, key, prompt.copy(), history_key)
         self._keys[handle] = key
         return found
 
     def _forget_given_up(self) -> None:
         for handle in self._index.given_up():
-            del self._groups[self._keys.pop(handle)]
+            group = self._groups.pop(self._keys.pop(handle))
+            for member in [*self._parked.values(), *self._unnamed.values()]:
+                if member.group is group:
+                    self._end(member)
+            self._parked = {name: each for name, each in self._parked.items() if each.group is not group}
+            self._unnamed = OrderedDict(each for each in self._unnamed.items() if each[1].group is not group)
 
     def _add_history(self, group: _Group) -> None:
         """The latest first: of continuations that are equally frequent the one that came first is drafted."""
@@ -118,8 +187,12 @@ class Groups:
             return
         # A full index does without them rather than without what is generated here.
         stats = self._index.stats()
-        num_tokens = stats.num_waiting_tokens + sum(map(len, responses))
+        num_tokens = stats.num_tokens_behind + sum(map(len, responses))
         if stats.num_bytes + num_tokens * _BYTES_PER_TOKEN <= _HISTORY_SHARE * self._index.max_bytes:
             with contextlib.suppress(BudgetExceeded, OutOfMemory):
                 for response in reversed(responses):
                     self._index.add_text(group.handle, response)
+
+
+def _begins_with(prompt: Int32Array, text: Int32Array) -> bool:
+    return np.array_equal(prompt[: len(text)], text)

@@ -48,7 +48,10 @@ class Responses:
         return len(self._responses)
 
     def add(self, prompt_key: bytes, response: Int32Array) -> None:
-        """Keep a response as the latest of its prompt, unless it is none: empty, or with negative tokens."""
+        """Keep a response as the latest of its prompt, unless it is none: empty, or with negative tokens.
+
+        It takes the place of those that it begins with: what its sample had said before.
+        """
         is_text = len(response) > 0 and response.min() >= 0
         if not is_text or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
             return
@@ -60,15 +63,21 @@ class Responses:
         responses.append(response)
         self.num_bytes += response.nbytes + _OVERHEAD_BYTES
         self._move(prompt_key, len(responses) - 1, len(responses))
+        for number in range(len(responses) - 2, -1, -1):
+            earlier = responses[number]
+            if len(earlier) < len(response) and np.array_equal(earlier, response[: len(earlier)]):
+                self._drop(prompt_key, number)
         if len(responses) > self.num_responses:
-            self._drop_earliest(prompt_key)
+            self._drop(prompt_key)
         while self.num_bytes > self._max_bytes:
             most = self._prompts_with[max(self._prompts_with)]
-            self._drop_earliest(next(iter(most)))
+            self._drop(next(iter(most)))
 
-    def _drop_earliest(self, prompt_key: bytes) -> None:
+    def _drop(self, prompt_key: bytes, number: int = 0) -> None:
+        """By default the earliest of the prompt."""
         responses = self._responses[prompt_key]
-        self.num_bytes -= responses.popleft().nbytes + _OVERHEAD_BYTES
+        self.num_bytes -= responses[number].nbytes + _OVERHEAD_BYTES
+        del responses[number]
         self._move(prompt_key, len(responses) + 1, len(responses))
         if not responses:
             del self._responses[prompt_key]

@@ -20,7 +20,7 @@ from rollout_spec.drafting.native import (
     lib,
 )
 
-ALL_GROUPS = 2**31 - 1
+ALL_TOKENS = 2**63 - 1
 
 
 class StepResult(NamedTuple):
@@ -34,6 +34,8 @@ class StepResult(NamedTuple):
     """[n]; -1: the row is left out, and its sequence closed."""
     num_left_out: int = 0
     """Rows."""
+    num_behind: int = 0
+    """Rows that draft nothing, as something of their text is not indexed."""
 
 
 class ModelDrafts(NamedTuple):
@@ -80,11 +82,13 @@ class IndexStats(NamedTuple):
     num_sequences: int
     num_states: int
     num_tokens: int
-    num_waiting_tokens: int
+    num_tokens_behind: int
+    num_texts_left_out: int
+    """Ever, for want of memory."""
     num_bytes: int
 
 
-def make_index(config: SpecConfig, max_idle_groups: int = ALL_GROUPS) -> SuffixIndex:
+def make_index(config: SpecConfig) -> SuffixIndex:
     """The index that the options of `rollout.spec` describe.
 
     Raises:
@@ -94,7 +98,6 @@ def make_index(config: SpecConfig, max_idle_groups: int = ALL_GROUPS) -> SuffixI
     return SuffixIndex(
         num_speculative_tokens=config.num_speculative_tokens,
         max_bytes=config.max_index_bytes,
-        max_idle_groups=max_idle_groups,
         corpus=open_corpus(config.corpus) if config.corpus else None,
     )
 
@@ -105,8 +108,6 @@ class SuffixIndex:
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
-        max_idle_groups: groups without an open sequence that are kept. Beyond it, or where there is no room,
-            the one that has been idle longest is given up.
         corpus: drafted from too; it is not copied and not part of the budget.
 
     native/rollout_spec_native.h says exactly what is drafted.
@@ -120,7 +121,6 @@ class SuffixIndex:
         *,
         num_speculative_tokens: int,
         max_bytes: int = 0,
-        max_idle_groups: int = ALL_GROUPS,
         corpus: Corpus | None = None,
     ) -> None:
         self._index = ffi.NULL
@@ -136,7 +136,6 @@ class SuffixIndex:
         options = ffi.new("rs_options *")
         options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
         options.max_bytes = max_bytes
-        options.max_idle_groups = int32("max_idle_groups", max_idle_groups)
         # Held for as long as the index.
         self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
         if self._corpus is not None:
@@ -149,20 +148,15 @@ class SuffixIndex:
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
-    def open_group(self, prompt_token_ids: Int32Array, max_tokens: int = 2**31 - 1) -> int:
-        """Index a prompt (int32 vector, may be empty) and return the new group's id.
-
-        max_tokens: to index now; the rest waits, and so do the group's sequences.
-        """
+    def open_group(self, prompt_token_ids: Int32Array) -> int:
+        """A new group with this prompt (int32 vector, may be empty), which is behind; returns its id."""
         check_vector("prompt_token_ids", prompt_token_ids, None)
         index, num_tokens = self._open_index(), len(prompt_token_ids)
-        self._check(
-            lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, max_tokens, self._id, self._error)
-        )
+        self._check(lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, self._id, self._error))
         return int(self._id[0])
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
-        """Let a text (int32 vector) wait to be indexed after the group's prompt, by the steps that follow.
+        """A text (int32 vector) that follows the group's prompt, and is behind.
 
         Raises:
             UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory
@@ -170,6 +164,10 @@ class SuffixIndex:
         check_vector("token_ids", token_ids, None)
         index, group = self._open_index(), int32("group", group)
         self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
+
+    def catch_up(self, max_tokens: int = ALL_TOKENS) -> int:
+        """Index up to so many tokens of what is behind; how many prompts, sequences and texts still are."""
+        return int(lib.rs_catch_up(self._open_index(), max_tokens))
 
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""
@@ -181,7 +179,7 @@ class SuffixIndex:
         where its bytes are needed, and counts in `stats` until then.
 
         Raises:
-            UnknownId: no such group; InvalidArgument: one of its sequences is open.
+            UnknownId: no such group; InvalidArgument: one of its sequences runs.
         """
         self._check(lib.rs_group_close(self._open_index(), int32("group", group), self._error))
 
@@ -196,7 +194,7 @@ class SuffixIndex:
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
-        """The tokens of an open sequence after its start, int32 [n]. Raises UnknownId."""
+        """The tokens of an open sequence after its start, indexed or not, int32 [n]. Raises UnknownId."""
         number = ffi.new("int64_t *")
         index, sequence = self._open_index(), int32("sequence", sequence)
         self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
@@ -210,6 +208,18 @@ class SuffixIndex:
         """Close a sequence; its text stays in the group. Raises UnknownId."""
         self._check(lib.rs_sequence_close(self._open_index(), int32("sequence", sequence), self._error))
 
+    def park_sequence(self, sequence: int) -> None:
+        """Keep a sequence's place while it is in no step. Raises UnknownId."""
+        self._check(lib.rs_sequence_park(self._open_index(), int32("sequence", sequence), self._error))
+
+    def resume_sequence(self, sequence: int) -> None:
+        """Its next row goes on after what it and the sequence's text begin with.
+
+        Raises:
+            UnknownId: no such sequence; InvalidArgument: its group was given up or closed.
+        """
+        self._check(lib.rs_sequence_resume(self._open_index(), int32("sequence", sequence), self._error))
+
     def index_and_draft(
         self,
         sequences: Int32Array,
@@ -218,8 +228,7 @@ class SuffixIndex:
         levels: Int32Array,
         max_draft_tokens: Int32Array,
         min_survival: float = 0.0,
-        max_new_tokens: int = 0,
-        max_waiting_tokens: int = 0,
+        max_tokens: int = ALL_TOKENS,
         model_drafts: ModelDrafts | None = None,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
@@ -231,9 +240,7 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_survival: end a draft where its estimated survival falls below.
-            max_new_tokens: limit, over all rows, on tokens of rows that are behind (new or resumed); the rest
-                is indexed in later steps, and until then the row has no draft. 0: no limit.
-            max_waiting_tokens: to index, before the rows, of the texts that wait.
+            max_tokens: to index of what is behind; a row that still is has no draft.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
 
         A row that does not fit, or holds what no text can, is left out; the result says which.
@@ -251,11 +258,14 @@ class SuffixIndex:
         if model_drafts is not None or batch.num_model_tokens:
             self._set_model(model_drafts, rows)
         batch.min_survival = min_survival
-        batch.max_new_tokens = max_new_tokens
-        batch.max_waiting_tokens = max_waiting_tokens
+        batch.max_tokens = max_tokens
         self._check(lib.rs_step(index, batch, self._error))
-        result = self._result
-        return result if batch.num_left_out == 0 else result._replace(num_left_out=batch.num_left_out)
+        left_out, behind = batch.num_left_out, batch.num_behind
+        return (
+            self._result._replace(num_left_out=left_out, num_behind=behind)
+            if left_out + behind
+            else self._result
+        )
 
     def clear(self) -> None:
         """Close every sequence and group, as `close_group` does; what was learned stays."""

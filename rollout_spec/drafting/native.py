@@ -16,7 +16,7 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 23
+ABI_VERSION = 24
 
 _INT32 = np.dtype(np.int32)
 

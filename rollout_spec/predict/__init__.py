@@ -2,6 +2,6 @@
 
 In: files of rollouts, options of the drafter, step times (a table, or a model's config and a device's name).
 Out: counts, predicted seconds and shares: dataclasses and dictionaries that `cli` and `report` show.
-May import: `config`, `homes`, `recurrent`, `trace`, `drafting`, numpy, pyarrow, tokenizers.
+May import: `config`, `homes`, `metrics`, `recurrent`, `trace`, `drafting`, numpy, pyarrow, tokenizers.
 Never: starts an engine, measures a device, or writes a file.
 """

@@ -63,11 +63,15 @@ class _Group:
 
 
 def read_rollouts(
-    paths: Sequence[Path], tokenizer: Path | None = None, columns: Columns | None = None
+    paths: Sequence[Path],
+    tokenizer: Path | None = None,
+    columns: Columns | None = None,
+    limit: int | None = None,
 ) -> Iterator[Rollout]:
     """Read files, and folders of files, as one: siblings together, several files by steps.
 
     Args:
+        limit: only the first lines, or groups; no file is read beyond the one that has the last of them.
         tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
         columns: the fields of roles that count, whatever else a row has.
 
@@ -87,6 +91,8 @@ def read_rollouts(
     groups: dict[tuple[Any, ...], _Group] = {}
     refused = []
     for file in files:
+        if limit is not None and len(found) >= limit:
+            break
         try:
             rows = list(_read(file, columns or {}))  # of a damaged file none
         except TraceError as error:
@@ -115,7 +121,7 @@ def read_rollouts(
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
     encoder = _Encoder(tokenizer, paths[0])
-    return (one if isinstance(one, Rollout) else encoder.rollout(one) for one in found)
+    return (one if isinstance(one, Rollout) else encoder.rollout(one) for one in found[:limit])
 
 
 def _key(one: Rollout | _Group) -> tuple[Any, ...]:
@@ -133,7 +139,12 @@ def _files(path: Path) -> list[Path]:
         raise TraceError(
             f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz"
         )
-    return sorted(files)
+    return sorted(files, key=_by_number)
+
+
+def _by_number(file: Path) -> list[int | str]:
+    """2.jsonl comes before 10.jsonl."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
 def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:

@@ -18,6 +18,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
@@ -39,7 +40,7 @@ class SimulatedModel(NamedTuple):
 
 
 @dataclasses.dataclass
-class EngineRun:
+class EngineRun(Counters):
     """What one engine did in all its rollouts."""
 
     seconds: float = 0.0
@@ -73,6 +74,7 @@ class Engine:
         tail_rows: the tail is the time in which at most this many requests run.
         kv_tokens: tokens that the KV cache holds.
         row_tokens: tokens that would fill what a running request takes of it beside its own.
+        tool_seconds: between two turns of a sample. What it has said stays in the prefix cache.
         fills_drafts: draft up to K tokens in every row, as `Drafter` does it.
         model: a model that drafts too.
     """
@@ -87,6 +89,7 @@ class Engine:
         fills_drafts: bool = False,
         model: SimulatedModel | None = None,
         row_tokens: float = 0.0,
+        tool_seconds: float = 0.0,
     ) -> None:
         self.total = EngineRun()
         self.drafter: Drafter | None = None
@@ -99,7 +102,8 @@ class Engine:
             )
         self.times, self._model = times, model
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
-        self._row_tokens = row_tokens
+        self._row_tokens, self._tool_seconds = row_tokens, tool_seconds
+        self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._running: list[Request] = []  # by row, as the arrays below
         self._admitted: dict[str, None] = {}  # names of running requests, the newest last
@@ -114,7 +118,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running)
+        return bool(self._queue or self._running or self._at_tools)
 
     @property
     def elapsed_s(self) -> float:
@@ -125,7 +129,7 @@ class Engine:
         """Take the requests of a rollout; none of the rollout before may be left."""
         self._queue.extend((request, 0) for request in requests)
         num_rows = min(self._max_num_seqs, len(requests))
-        longest = max((len(r.prompt_token_ids) + len(r.response) for r in requests), default=0)
+        longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
         # Of each row the tokens that exist, and those that it ends with.
@@ -134,6 +138,7 @@ class Engine:
         self._begin = self.total.seconds
 
     def begin_step(self) -> StepWork:
+        self._take_back()
         num_tokens = 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
         return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
@@ -233,6 +238,18 @@ class Engine:
         """Tokens of the KV cache that the step fills."""
         return self._num_context + self._num_verified + len(self._running) * self._row_tokens
 
+    @property
+    def idle_until(self) -> float:
+        """When the first tool answers, if nothing else is to do; 0.0: something is."""
+        if self._running or self._queue:
+            return 0.0
+        return self._at_tools[0][0] if self._at_tools else math.inf
+
+    def _take_back(self) -> None:
+        """Take the turns whose tools have answered."""
+        while self._at_tools and self._at_tools[0][0] <= self.total.seconds:
+            self._queue.append((self._at_tools.popleft()[1], 0))
+
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
@@ -255,10 +272,11 @@ class Engine:
                 break
             self._queue.popleft()
             self._start(request, num_done)
-            if request.group not in self._prefilled:
-                self._prefilled.add(request.group)
-                num_tokens += len(request.prompt_token_ids)
-            num_tokens += num_done
+            shared, own = request.num_group_tokens, len(request.prompt_token_ids)
+            if request.num_cached or request.group in self._prefilled:
+                own -= request.num_cached or (own if shared is None else shared)
+            self._prefilled.add(request.group)
+            num_tokens += own + num_done
         return num_tokens
 
     def _start(self, request: Request, num_done: int) -> None:
@@ -272,14 +290,21 @@ class Engine:
         self._admitted[request.name] = None
         self._drafts.append([])
         if self.drafter is not None:
-            self.drafter.add(request.name, prompt, end, request.group)
+            self.drafter.add(
+                request.name, prompt, end, request.group, request.num_group_tokens, request.sample
+            )
 
     def _remove(self, row: int, *, has_ended: bool = True) -> None:
         """Take a request out of the batch; the last row takes its place, as in vLLM's."""
         last = len(self._running) - 1
-        del self._admitted[self._running[row].name]
+        request = self._running[row]
+        del self._admitted[request.name]
         if self.drafter is not None:
-            self.drafter.remove(self._running[row].name, remember=has_ended)
+            self.drafter.remove(request.name)
+            if has_ended and request.next_turn is None:
+                self.drafter.end_samples([request.sample])
+        if has_ended and request.next_turn is not None:
+            self._at_tools.append((self.total.seconds + self._tool_seconds, request.next_turn))
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
@@ -289,6 +314,9 @@ class Engine:
 
 def step_together(ranks: Sequence[Engine]) -> int:
     """Run one step of data-parallel ranks, as long as the slowest's; the number of tokens that it gave."""
+    idle_until = min(rank.idle_until for rank in ranks)
+    for rank in ranks:
+        rank.total.seconds = max(rank.total.seconds, idle_until)
     works = [rank.begin_step() for rank in ranks]
     total = sum(work.num_tokens for work in works)
     seconds = max(

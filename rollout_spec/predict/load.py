@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,13 +24,33 @@ MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One response that an engine decodes."""
+    """One response that an engine decodes, or one turn of it."""
 
     name: str
     group: str
     prompt_token_ids: Int32Array
     response: Int32Array
     proposals: Proposals | None = None
+    num_cached: int = 0  # of the prompt's tokens, those of the turns before
+    num_group_tokens: int | None = None  # of them, the group's prompt; None: all
+    next_turn: Request | None = None
+
+    @property
+    def sample(self) -> str:
+        """Its turns have one name."""
+        return self.name.partition("/")[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """With its prompt."""
+        return len(self.prompt_token_ids) + len(self.response)
+
+    @property
+    def turns(self) -> Iterator[Request]:
+        turn: Request | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.next_turn
 
 
 def rollouts_of(lines: Iterable[Rollout]) -> list[list[Rollout]]:
@@ -70,8 +90,9 @@ def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
 def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
     """Every line `num_copies` times. A copy has groups and tokens of its own: the drafter learns nothing from
     one copy about another."""
-    arrays = [array for line in lines for array in (line.prompt_token_ids, *line.responses) if len(array)]
-    vocabulary = 1 + max((int(array.max()) for array in arrays), default=0)
+    texts = [array for line in lines for array in (line.prompt_token_ids, *line.responses)]
+    drafts = [proposals.tokens for line in lines for proposals in line.proposals]
+    vocabulary = 1 + max((int(array.max()) for array in (*texts, *drafts) if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
     return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
@@ -91,22 +112,32 @@ def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
-    """The requests of one rollout: the first `group_size` responses of every line, None: all of them.
+    """The requests of one rollout: the first `group_size` responses of every line, None: all of them. Of an
+    agent's sample its first turn.
 
-    A response without a token needs no step and is left out.
+    A response, or a turn, without a token needs no step and is left out.
     """
-    return [
-        Request(
-            f"{i}.{j}",
-            line.group,
-            line.prompt_token_ids,
-            response,
-            line.proposals[j] if line.proposals else None,
-        )
+    first = (
+        _first_turn(line, j, f"{i}.{j}")
         for i, line in enumerate(lines)
-        for j, response in enumerate(line.responses[:group_size])
-        if len(response)
-    ]
+        for j in range(len(line.responses[:group_size]))
+    )
+    return [request for request in first if request is not None]
+
+
+def _first_turn(line: Rollout, number: int, name: str) -> Request | None:
+    prompt, response = line.prompt_token_ids, line.responses[number]
+    if not line.turns:
+        proposals = line.proposals[number] if line.proposals else None
+        return Request(name, line.group, prompt, response, proposals) if len(response) else None
+    text, turn = np.append(prompt, response), None
+    turns = [[begin, end] for begin, end in line.turns_of(number) if begin < end]
+    ends = [0, *(end for _, end in turns)]
+    for i, (begin, end) in reversed(list(enumerate(turns))):
+        spoken, cached = text[len(prompt) + begin : len(prompt) + end], len(prompt) + ends[i] if i else 0
+        before = text[: len(prompt) + begin]
+        turn = Request(f"{name}/{i}", line.group, before, spoken, None, cached, len(prompt), turn)
+    return turn
 
 
 def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:

@@ -164,10 +164,8 @@ class IndexProposer:
         self._group = self.index.open_group(line.prompt_token_ids)
         for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
             self.index.add_text(self._group, response)
-        none, before = np.empty(0, np.int32), self.index.stats()
-        waiting = before.num_waiting_tokens
-        self.index.index_and_draft(none, none[None], none, none, none, max_waiting_tokens=waiting)
-        if self.index.stats().num_tokens != before.num_tokens + waiting:
+        self.index.catch_up()
+        if self.index.stats().num_texts_left_out:
             raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
@@ -223,8 +221,18 @@ def replay_line(
 ) -> None:
     """Decode the responses of one line in lockstep; adds to the result."""
     n, prompt_len = len(line.responses), len(line.prompt_token_ids)
-    token_ids, ends = token_matrix(line, num_speculative_tokens)
-    levels = np.minimum(prompt_len + 1, ends)
+    token_ids, lasts = token_matrix(line, num_speculative_tokens)
+    turns = [iter(line.turns_of(row)) for row in range(n)]
+    levels, ends = np.zeros((2, n), np.int32)
+
+    def begin_turn(row: int) -> None:
+        """Go on with the row's next turn that takes steps: the prefill gives the first token of each."""
+        found = next((turn for turn in turns[row] if turn[1] - turn[0] > 1), None)
+        levels[row] = lasts[row] if found is None else prompt_len + found[0] + 1
+        ends[row] = lasts[row] if found is None else prompt_len + found[1]
+
+    for row in range(n):
+        begin_turn(row)
     counts = np.zeros((n, 4), np.int64)  # of `Counts` all but the first
     proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
@@ -234,19 +242,22 @@ def replay_line(
         budgets = np.where(running, num_speculative_tokens, 0).astype(np.int32)
         drafts, numbers = proposer.draft(rows, token_ids, levels[rows], budgets)
         result.num_drafts += int(np.count_nonzero(numbers))
-        accepted = _num_accepted(drafts, numbers, token_ids, rows, levels[rows])
-        gained = np.where(running, np.minimum(accepted + 1, ends[rows] - levels[rows]), 0)
+        left = ends[rows] - levels[rows]
+        accepted = np.minimum(_num_accepted(drafts, numbers, token_ids, rows, levels[rows]), left)
+        gained = np.where(running, np.minimum(accepted + 1, left), 0)
         if running.sum() <= max(1, n // 4):
             result.num_tail_steps += int(running.sum())
             result.num_tail_tokens += int(gained.sum())
         counts[rows] += np.stack([gained, running, numbers, accepted], axis=1)
         levels[rows] += gained.astype(np.int32)
+        for row in rows[(levels[rows] >= ends[rows]) & (ends[rows] < lasts[rows])]:
+            begin_turn(row)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
         rows = np.flatnonzero(is_running).astype(np.int32)
         is_running = levels < ends
     proposer.finish()
     result.num_groups += 1
-    for row in np.column_stack([ends - prompt_len, counts]).tolist():
+    for row in np.column_stack([line.num_generated, counts]).tolist():
         response = Replayed(*row)
         response.step = line.step
         result.responses.append(response)

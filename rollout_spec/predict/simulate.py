@@ -30,6 +30,7 @@ class Cluster:
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
     fills_drafts: bool = False  # draft up to K tokens in every row
+    tool_seconds: float = 0.0  # between two turns of an agent
 
 
 def model_of(lines: Iterable[Rollout], times: Times) -> SimulatedModel | None:
@@ -69,7 +70,7 @@ def check_cache(
     Raises:
         UserError
     """
-    longest = max(len(request.prompt_token_ids) + len(request.response) for request in requests)
+    longest = max(turn.num_tokens for request in requests for turn in request.turns)
     of_states = max(times.row_tokens(config.num_speculative_tokens) for config in configs)
     if longest + of_states > cluster.kv_tokens:
         stretch = getattr(times, "stretch", 1.0)
@@ -97,7 +98,7 @@ def compare(
         the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
         speedup over the first.
     """
-    num_tokens = sum(len(response) for line in lines for response in line.responses[: cluster.group_size])
+    num_tokens = sum(num for line in lines for num in line.num_generated[: cluster.group_size])
     runs = []
     for drafter, config in itertools.product((None, model) if model else (None,), configs):
         threshold = config.batch_threshold if config.enabled else "off"
@@ -153,7 +154,7 @@ def simulate(
     def engine() -> Engine:
         return Engine(
             config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts, model,
-            row_tokens,
+            row_tokens, cluster.tool_seconds,
         )  # fmt: skip
 
     replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
@@ -195,7 +196,7 @@ def rollout(
         heapq.heappush(turns, (ranks[0].elapsed_s, i))
     for rank in engines:
         if rank.drafter is not None:
-            rank.drafter.clear()  # the weights change
+            rank.drafter.note_new_weights()
     return max(rank.elapsed_s for rank in engines)
 
 
@@ -208,14 +209,12 @@ def _share_history(histories: Sequence[History]) -> None:
 
 def _figures(runs: Sequence[EngineRun], makespan: float) -> dict[str, Any]:
     """What `simulate` returns."""
-    total = {
-        field.name: sum(getattr(run, field.name) for run in runs) for field in dataclasses.fields(EngineRun)
-    }
+    total = EngineRun.sum(runs)
     return {
         "makespan_s": makespan,
-        "tail_share": total["tail_seconds"] / total["seconds"],
-        "tokens_per_s": total["num_tokens"] / makespan,
-        "tokens_per_step": total["num_tokens"] / total["num_row_steps"],
-        "acceptance_rate": total["num_accepted_tokens"] / max(1, total["num_draft_tokens"]),
-        "num_preemptions": total["num_preemptions"],
+        "tail_share": total.tail_seconds / total.seconds,
+        "tokens_per_s": total.num_tokens / makespan,
+        "tokens_per_step": total.num_tokens / total.num_row_steps,
+        "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),
+        "num_preemptions": total.num_preemptions,
     }

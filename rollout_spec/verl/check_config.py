@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import launch
 from rollout_spec.verl.check_engine import check_engine
@@ -26,14 +25,8 @@ from rollout_spec.verl.model_drafter import (
     engine_drafter,
     engine_scheduler,
 )
-from rollout_spec.verl.recurrent_policy import fit_tokens, said_of_memory
-from rollout_spec.verl.settings import (
-    ENGINE,
-    MTP,
-    ROLLOUT,
-    require,
-    value,
-)
+from rollout_spec.verl.recurrent_policy import said_of_memory
+from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, number, require, say, value
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.versions import refuse_old_version
 
@@ -41,53 +34,60 @@ MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
-_VARIABLES = "ray_kwargs.ray_init.runtime_env.env_vars"
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
 
 
-class CheckConfig(Callback):
-    """Hydra's callback, which the `rollout.spec` group names: so it runs only where the group is used."""
+def check_job() -> str:
+    """Check the job that Hydra is about to run; a fault ends the command with one line."""
+    with one_line_errors():
+        check_whole(_root_=HydraConfig.get()._get_root())  # Hydra's node hangs in the job's configuration
+    return "1"
 
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Pass the method on to a Ray that runs already, whose processes lack this one's environment."""
-        method = OmegaConf.select(config, "rollout.spec.method")
-        with open_dict(config):
-            OmegaConf.update(config, f"{_VARIABLES}.{launch.ASKED_VARIABLE}", str(method), force_add=True)
-            if value(config, _ROUTER) == _group_router() and _num_places(config) == 1:
-                OmegaConf.update(config, _ROUTER, None)
-            fit_tokens(config)
 
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        # Hydra turns an Exception of a callback into a warning; it lets SystemExit through.
-        with one_line_errors():
-            if launch.failure is not None:
-                raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
-            if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
-                raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
-            spec = check_config(config)
-            if said := said_of_memory(config, spec):
-                print(f"rollout_spec: {said}", file=sys.stderr)
-            os.environ[launch.ASKED_VARIABLE] = spec.method
+def check_whole(*, _root_: DictConfig) -> bool:
+    """`check_config` as a resolver: whoever resolves the configuration has it checked."""
+    if launch.failure is not None:
+        raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
+    if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
+        raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
+    spec = check_config(_root_)
+    if said := said_of_memory(_root_, spec):
+        say(said)
+    return True
+
+
+def group_router(*, _root_: DictConfig) -> str | None:
+    """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
+    return None if _num_places(_root_) == 1 else _group_router()
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """A ConfigError ends the command: its message on stderr, exit code 2."""
+    """An error ends the command: one line on stderr, exit code 2."""
     try:
         yield
-    except ConfigError as error:
-        print(f"rollout_spec: {error}", file=sys.stderr)
+    except Exception as error:
+        kind = "" if isinstance(error, ConfigError) else f"the check failed with {type(error).__name__}: "
+        print(f"rollout_spec: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Raise a ConfigError for `rollout.spec.NAME=VALUE` of a NAME that is no option.
+    """Raise a ConfigError for an unknown method, and for `rollout.spec.NAME=VALUE` where NAME is no option.
 
-    Hydra would refuse it too, before any callback of ours, and advise to add the name with a `+`.
+    Hydra would refuse both, in many lines, before any check of ours.
     """
     known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
+    chosen = [
+        each.partition("=")[2].split(",") for each in arguments if re.match(r"\+{1,2}rollout\.spec=", each)
+    ]
+    for method in itertools.chain(*chosen):
+        if method not in METHODS:
+            raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
     for argument in arguments:
+        if argument.startswith("rollout.spec.") and any(len(methods) > 1 for methods in chosen):
+            raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] == "model_tokens":
             raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {MODEL_TOKENS}")
@@ -116,7 +116,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
-        _check_drafting(config, spec)
+        _check_drafting(config)
     check_engine(config, spec)
     return spec
 
@@ -160,7 +160,7 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _check_drafting(config: DictConfig, spec: SpecConfig) -> None:
+def _check_drafting(config: DictConfig) -> None:
     """What a run without drafts may have, and one with them may not."""
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
@@ -193,5 +193,7 @@ def _num_places(config: DictConfig) -> int:
     nodes = ["trainer"]
     if value(config, "trainer.v1.trainer_mode") == "separate_async":
         nodes.append(ROLLOUT)  # its engines come on top of the trainer's
-    num_devices = sum(value(config, f"{on}.nnodes") * value(config, f"{on}.n_gpus_per_node") for on in nodes)
-    return num_devices // (value(config, f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    num_devices = sum(
+        number(config, f"{on}.nnodes") * number(config, f"{on}.n_gpus_per_node") for on in nodes
+    )
+    return num_devices // number(config, f"{ROLLOUT}.tensor_model_parallel_size")

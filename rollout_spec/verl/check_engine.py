@@ -6,7 +6,6 @@ Each engine says it again of itself, and with it what cannot be seen here (`vllm
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from rollout_spec.verl.settings import (
     model_fields,
     of_text,
     policy_fields,
+    say,
     value,
 )
 from rollout_spec.vllm.refusals import WITHOUT_GRAPHS, of_our_drafter, refuse
@@ -56,13 +56,12 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
         but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
-        print(f"rollout_spec: {ENGINE}.{WITHOUT_GRAPHS}. {but}", file=sys.stderr)
+        say(f"{ENGINE}.{WITHOUT_GRAPHS}. {but}")
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
-        print(
-            f"rollout_spec: {_name(drafter)}: this drafter is not trained, so it will be right less often "
-            f"when the policy has changed{watch}",
-            file=sys.stderr,
+        say(
+            f"{_name(drafter)}: this drafter is not trained, so it will be right less often when the policy "
+            f"has changed{watch}"
         )
 
 

@@ -4,6 +4,7 @@ An agent loop may call `generate` many times for one sample: once a turn, severa
 of n, a retry), along the branches of a tree. With `verify=coupled` the tokens follow from the request's name
 and the weights, so every call has its own: the sample's name, a digest of the prompt, and the number of
 earlier calls with it. After an abort, verl's client sends a further request of the same call and name.
+Every request also says which sample it is of, and which of the sample's calls; servers are told of its end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, KEY, TURN_TOKENS_KEY, key_of_name, names_of
+from rollout_spec.vllm.keys import (
+    GROUP_TOKENS_KEY,
+    KEY,
+    SAMPLE_KEY,
+    TURN_KEY,
+    TURN_TOKENS_KEY,
+    names_of,
+)
 
 MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 
@@ -44,7 +52,7 @@ class Calls:
     def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
         self._name, self._copy = name or uuid.uuid4().hex, copy
         self._copies = itertools.count(1)
-        self._samples: dict[int, _Sample] = {}
+        self._samples: dict[str, _Sample] = {}  # by name
         self.death: Exception | None = None  # of a server or its engine, as a call met it
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +60,8 @@ class Calls:
         return _find_calls, (self._name, (*self._copy, next(self._copies)))
 
     def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of one more call, with its name and two lengths: the group's prompt's, the turn's.
+        """The parameters of one more call, with its name, its sample and its number there, and two lengths:
+        the group's prompt's, the turn's.
 
         Args:
             prompt_ids: the call's prompt, token ids.
@@ -62,18 +71,28 @@ class Calls:
         names = names_of(extra_args)
         if names.key is None:
             return sampling_params
-        sample = self._samples.setdefault(names.key, _Sample(len(prompt_ids)))
+        sample_name = str(extra_args[KEY])
+        sample = self._samples.setdefault(sample_name, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
             self._samples.pop(next(iter(self._samples)), None)  # another thread may take the same one
         name = sample.name_call(extra_args[KEY], prompt_ids, self._copy)
-        own = {KEY: name, TURN_TOKENS_KEY: len(prompt_ids)}
+        turn = {TURN_KEY: next(sample.turns), TURN_TOKENS_KEY: len(prompt_ids)}
+        own = {KEY: name, SAMPLE_KEY: sample_name, **turn}
         if names.group is not None:
             own[GROUP_TOKENS_KEY] = sample.num_group_tokens
         return {**sampling_params, "extra_args": {**extra_args, **own}}
 
+    def note_server(self, sampling_params: Mapping[str, Any], server: Any) -> None:
+        """A request with these parameters goes to this server, an actor of Ray."""
+        sample = self._samples.get(names_of(sampling_params.get("extra_args")).sample or "")
+        if sample is not None:
+            sample.servers.add(server)
+
     def end(self, name: Any) -> None:
-        """The sample of this name makes no more calls."""
-        self._samples.pop(key_of_name(name), None)
+        """The sample of this name makes no more calls: tell the servers of those that it made here."""
+        sample = self._samples.pop(str(name), None)
+        for server in sample.servers if sample is not None else ():
+            server.end_sample.remote(str(name))
 
 
 class _Sample:
@@ -81,6 +100,8 @@ class _Sample:
 
     def __init__(self, num_group_tokens: int) -> None:
         self.num_group_tokens = num_group_tokens  # the length of its first prompt
+        self.turns = itertools.count()
+        self.servers = set[Any]()
         self._numbers: dict[str, Iterator[int]] = {}  # of the calls with each prompt, by its digest
 
     def name_call(self, name: Any, prompt_ids: Sequence[int], copy: tuple[int, ...]) -> list[Any]:
@@ -106,6 +127,11 @@ class NamingClient(LLMServerClient):
         except (ActorDiedError, EngineDeadError) as error:
             self._calls.death = error
             raise
+
+    async def _acquire_server(self, request_id: str, **request: Any) -> tuple[str, Any]:
+        server_id, server = await super()._acquire_server(request_id, **request)
+        self._calls.note_server(request.get("sampling_params") or {}, server)
+        return server_id, server
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_client, (self._verls,), self.__getstate__()

@@ -20,7 +20,8 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        self._aborted, self._finished = list[str](), list[str]()  # requests, since the drafters were told
+        # Requests, and samples that have said all, since the drafters were told.
+        self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
@@ -30,34 +31,34 @@ class Drafters:
         if has_decoded:
             self._decoded.add(core)
 
-    async def drop_texts(self) -> None:
-        """The weights have changed."""
-        aborted, _ = self.take_ended()
-        await self.call(ProposerControl.drop_texts, aborted)
+    def end_sample(self, sample: str) -> None:
+        """The sample of this name makes no more requests."""
+        self._samples.append(sample)
 
-    def take_ended(self) -> tuple[list[str], list[str]]:
-        """The aborted and the finished requests; a drafter cannot tell these from those that run on."""
-        aborted, finished = self._aborted, self._finished
-        self._aborted, self._finished = [], []
-        return aborted, finished
+    async def note_new_weights(self) -> None:
+        """The weights have changed."""
+        await self.call(ProposerControl.note_new_weights, *self.take_ended())
+
+    def take_ended(self) -> tuple[list[str], list[str], list[str]]:
+        """The aborted and the finished requests, and the samples that have said all: a drafter cannot tell
+        these from those that go on."""
+        taken = self._aborted, self._finished, self._samples
+        self._aborted, self._finished, self._samples = [], [], []
+        return taken
 
     async def take_counters(self) -> EngineCounters | None:
         """The sums over the engine cores; None where none has a drafter."""
-        total: EngineCounters | None = None
         decoded, self._decoded = self._decoded, set()
-        for core, counts in enumerate(await self.call(ProposerControl.take_counters)):
+        of_cores = await self.call(ProposerControl.take_counters)
+        for core, counts in enumerate(of_cores):
             self._check(core, counts, core in decoded)
-            if counts is not None:
-                total = total or EngineCounters()
-                total.add(EngineCounters(**counts))
-        return total
+        found = [EngineCounters(**counts) for counts in of_cores if counts is not None]
+        return EngineCounters.sum(found) if found else None
 
     async def take_aborted(self) -> RequestCounters:
         """The sums over the requests that vLLM has aborted."""
-        total = RequestCounters()
-        for counts in await EngineCores(self._engine()).call_all(TAKE_ABORTED):
-            total.add(RequestCounters(**(counts or {})))
-        return total
+        of_cores = await EngineCores(self._engine()).call_all(TAKE_ABORTED)
+        return RequestCounters.sum(RequestCounters(**(counts or {})) for counts in of_cores)
 
     def _check(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
         where = f"engine core {core} of replica {self._replica_rank}"

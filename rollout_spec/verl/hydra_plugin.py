@@ -11,8 +11,16 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.launch import CONFIGS, config_file
+from rollout_spec.verl.check_config import (
+    check_job,
+    check_overrides,
+    check_whole,
+    group_router,
+    one_line_errors,
+)
+from rollout_spec.verl.launch import CONFIGS
 from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
+from rollout_spec.verl.recurrent_policy import default_tokens
 
 
 def install() -> None:
@@ -20,15 +28,19 @@ def install() -> None:
     Plugins.instance().register(RolloutSpecSearchPath)
     # `routing` is a group of its own. The values are plain: OmegaConf would make those of a frozen class
     # read-only, and convert those of a wrong type.
-    defaults = {**SpecConfig().to_dict(), OPTION: None}
+    tokens = {"num_speculative_tokens": "${rollout_spec.default_tokens:}"}
+    defaults = {**SpecConfig().to_dict(), OPTION: None, **tokens}
     del defaults["model_tokens"], defaults["routing"]
     ConfigStore.instance().store("rollout_spec_options", defaults, package="rollout.spec")
     # OmegaConf keeps no mappings but its own.
     for name, resolve in (
-        ("file", config_file),
         ("options", lambda *asked: OmegaConf.create(drafter_options(*asked))),
         ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
         ("scheduler", engine_scheduler),
+        ("default_tokens", default_tokens),
+        ("group_router", group_router),
+        ("checked", check_whole),
+        ("job_checked", check_job),
     ):
         OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
 
@@ -36,8 +48,6 @@ def install() -> None:
 class RolloutSpecSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
-        from rollout_spec.verl.check_config import check_overrides, one_line_errors
-
         with one_line_errors():
             check_overrides(sys.argv[1:])
         search_path.append("rollout-spec", f"pkg://{CONFIGS}")

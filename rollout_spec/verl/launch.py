@@ -8,7 +8,7 @@ from importlib import resources
 from rollout_spec.config import ConfigError
 
 CONFIGS = "rollout_spec_configs"
-ASKED_VARIABLE = "ROLLOUT_SPEC_METHOD"  # set by the driver's check of `rollout.spec`, for Ray's processes
+ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 V1_TRAINER_ONLY = (
     "rollout.spec supports verl's V1 trainer only; to roll out beside the training take "
     "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
@@ -19,7 +19,7 @@ failure: str | None = None
 
 
 def config_file(name: str) -> str:
-    """The absolute path of a file among the packaged configurations: YAML's `${rollout_spec.file:NAME}`."""
+    """The absolute path of a file among the packaged configurations."""
     return str(resources.files(CONFIGS).joinpath(name))
 
 

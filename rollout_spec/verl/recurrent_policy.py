@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig
@@ -27,12 +27,10 @@ _REPLAY = (
 _SHARE = 10 << 30  # bytes, of which is spoken where the cache's size is not known
 
 
-def fit_tokens(config: DictConfig) -> None:
-    """Give such a policy its own default of K, unless the command line names another one."""
-    asked = OmegaConf.select(config, "hydra.overrides.task") or ()
-    is_default = value(config, _NUM_TOKENS) == SpecConfig.num_speculative_tokens
-    if is_default and not any(_NUM_TOKENS in each for each in asked) and has_recurrent_state(config):
-        OmegaConf.update(config, _NUM_TOKENS, recurrent.DEFAULT_RECURRENT_TOKENS)
+def default_tokens(*, _root_: DictConfig) -> int:
+    """The default of K, as a resolver."""
+    is_recurrent = has_recurrent_state(_root_)
+    return recurrent.DEFAULT_RECURRENT_TOKENS if is_recurrent else SpecConfig.num_speculative_tokens
 
 
 def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:

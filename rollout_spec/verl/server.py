@@ -22,11 +22,10 @@ from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
-from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER
+from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -35,7 +34,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
     """The options that `rollout.spec` put into the engine's arguments; None where it is not used."""
-    options = (_engine_kwargs(rollout_config).get("additional_config") or {}).get(OPTIONS_KEY)
+    options = asked_options(_engine_kwargs(rollout_config).get("additional_config"))
     return None if options is None else SpecConfig.from_mapping(dict(options))
 
 
@@ -118,6 +117,10 @@ class SpecHttpServer(vLLMHttpServer):
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
 
+    async def end_sample(self, sample: str) -> None:
+        """The agent loop of the sample of this name has ended."""
+        self._drafters.end_sample(sample)
+
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         """Verl's gate, where a request waits for a weight sync."""
         rejected = await super()._park_until_admitted(request_id)
@@ -146,12 +149,12 @@ class SpecHttpServer(vLLMHttpServer):
         return result
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """A weight sync has ended: what is indexed now came from an older policy."""
+        """A weight sync has ended."""
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._drafters.drop_texts()
+            await self._drafters.note_new_weights()
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: the time to count, and to share texts."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +40,24 @@ def require(config: DictConfig, key: str, allowed: Sequence[Any], reason: str) -
     found = value(config, key)
     if found not in allowed:
         raise ConfigError(f"{key}={found}: {reason}")
+
+
+def number(config: DictConfig, key: str) -> int:
+    """1 where there is none. Raises a ConfigError for text, such as `${oc.env:NAME}` gives."""
+    found = value(config, key)
+    if found is None:
+        return 1
+    if type(found) is not int:
+        raise ConfigError(
+            f"{key}={found!r}: must be a whole number, not text (`${{oc.decode:...}}` makes one)"
+        )
+    return found
+
+
+@functools.cache
+def say(text: str) -> None:
+    """Once: a configuration is checked whenever it is resolved."""
+    print(f"rollout_spec: {text}", file=sys.stderr)
 
 
 def is_for_npus(config: DictConfig) -> bool:

@@ -21,7 +21,7 @@ class ProposerControl:
 
     Arguments and results are what vLLM can send between processes. `aborted` and `finished` are requests, by
     the name that their sender gave them. The aborted go on under other names, so the history does not keep
-    what they have said so far.
+    what they have said so far. `samples`, by name, have said all.
     """
 
     def __init__(self, proposer: SuffixProposer) -> None:
@@ -31,15 +31,19 @@ class ProposerControl:
         """The fields of `EngineCounters`, counted since the last call."""
         return self._proposer.take_counters().to_dict()
 
-    def drop_texts(self, aborted: Collection[str] = ()) -> None:
-        """The target's weights have changed: the older policy's text is dropped, but for the history."""
-        self._proposer.receive()
-        drafter = self._proposer.drafter
+    def note_new_weights(
+        self, aborted: Collection[str] = (), finished: Collection[str] = (), samples: Collection[str] = ()
+    ) -> None:
+        """The target's weights have changed; the texts stay. Arguments as of `take_history`."""
+        drafter = self._without_ended(aborted, finished, samples)
         if drafter is not None:
-            drafter.clear(_known_as(aborted, drafter))
+            drafter.note_new_weights()
 
     def take_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+        self,
+        aborted: Collection[str] = (),
+        finished: Collection[str] | None = None,
+        samples: Collection[str] = (),
     ) -> bytes | None:
         """The responses that this engine has kept since the last call; None where the drafter is off.
 
@@ -48,17 +52,20 @@ class ProposerControl:
             finished: those that have come to their end, which vLLM itself names with its next step only; by
                 default all others. Those in neither of the two run on.
         """
-        drafter = self._without_ended(aborted, finished)
+        drafter = self._without_ended(aborted, finished, samples)
         return None if drafter is None else drafter.history.take_new()
 
     def pack_history(
-        self, aborted: Collection[str] = (), finished: Collection[str] | None = None
+        self,
+        aborted: Collection[str] = (),
+        finished: Collection[str] | None = None,
+        samples: Collection[str] = (),
     ) -> bytes | None:
         """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
 
-        `aborted` and `finished` as of `take_history`.
+        Arguments as of `take_history`.
         """
-        drafter = self._without_ended(aborted, finished)
+        drafter = self._without_ended(aborted, finished, samples)
         if drafter is None:
             reason = "drafting is off, see above"
         elif drafter.history.num_bytes > MAX_MESSAGE_BYTES:
@@ -82,8 +89,10 @@ class ProposerControl:
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
 
-    def _without_ended(self, aborted: Collection[str], finished: Collection[str] | None) -> Drafter | None:
-        """The drafter, if it is on, once the requests that have ended are in its history."""
+    def _without_ended(
+        self, aborted: Collection[str], finished: Collection[str] | None, samples: Collection[str]
+    ) -> Drafter | None:
+        """The drafter, if it is on, once the requests and samples that have ended are in its history."""
         self._proposer.receive()
         drafter = self._proposer.drafter
         if drafter is not None:
@@ -91,6 +100,7 @@ class ProposerControl:
             leaving = set(drafter.request_ids) if finished is None else _known_as(finished, drafter) | aborted
             for request_id in [each for each in drafter.request_ids if each in leaving]:  # as they arrived
                 drafter.remove(request_id, remember=request_id not in aborted)
+            drafter.end_samples(samples)
         return drafter
 
 

@@ -17,6 +17,9 @@ from rollout_spec.verification.noise import make_key
 KEY = "rollout_spec_key"  # the request's name, any JSON value
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
+# A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.
+SAMPLE_KEY = "rollout_spec_sample"
+TURN_KEY = "rollout_spec_turn"  # which call of the sample it is, from 0
 # How many are this turn's prompt; what follows was said before an abort.
 TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 
@@ -29,10 +32,12 @@ class RequestNames(NamedTuple):
     group: str | None
     num_group_tokens: int | None
     num_turn_tokens: int | None
+    sample: str | None = None
+    turn: int | None = None
 
 
 def names_of(extra_args: Any) -> RequestNames:
-    """Read `SamplingParams.extra_args`. Whatever is in it costs the request its name or group at most."""
+    """Read `SamplingParams.extra_args`. Whatever is in it costs the request its names at most."""
     said = extra_args if isinstance(extra_args, Mapping) else {}
     name, group = said.get(KEY), _text(said.get(GROUP_KEY))
     key = None
@@ -43,15 +48,17 @@ def names_of(extra_args: Any) -> RequestNames:
         key=key,
         group=group,
         num_group_tokens=None if group is None else _count(said.get(GROUP_TOKENS_KEY)),
+        sample=_text(said.get(SAMPLE_KEY)),
+        turn=_count(said.get(TURN_KEY)),
         num_turn_tokens=_count(said.get(TURN_TOKENS_KEY)),
     )
 
 
-def _text(group: Any) -> str | None:
-    if not isinstance(group, (str, int, float)):
+def _text(name: Any) -> str | None:
+    if not isinstance(name, (str, int, float)):
         return None
     try:
-        text = str(group)
+        text = str(name)
         text.encode()
     except ValueError:  # half a surrogate pair, or a number of more than 4,300 digits
         return None

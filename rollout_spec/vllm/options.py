@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.config import ConfigError, SpecConfig
@@ -13,13 +15,31 @@ OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
 # Of vLLM's `speculative_config`: a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
-SCHEDULER = "rollout_spec.vllm.scheduler.CountingScheduler"
-_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncCountingScheduler"
+SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
+_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
     """vLLM's option of this name, for our proposer."""
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_speculative_tokens}
+
+
+def asked_options(additional_config: Any) -> Mapping[str, Any] | None:
+    """What stands under our key in vLLM's option of this name; None where nothing does.
+
+    Raises:
+        ConfigError: it is not a dictionary, or a key is nearly ours.
+    """
+    if not isinstance(additional_config, Mapping):
+        return None
+    for key in difflib.get_close_matches(OPTIONS_KEY, map(str, additional_config), cutoff=0.8):
+        if key != OPTIONS_KEY:
+            raise ConfigError(f"additional_config has the key {key!r}: write {OPTIONS_KEY!r}")
+    options: Any = additional_config.get(OPTIONS_KEY)
+    if options is not None and not isinstance(options, Mapping):
+        asked = f"additional_config[{OPTIONS_KEY!r}]={options!r}"
+        raise ConfigError(f"{asked}: must be a dictionary of options, such as {{'history': 0}}")
+    return options
 
 
 def names_our_drafter(vllm_config: VllmConfig) -> bool:
@@ -34,7 +54,7 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
 
 def drafts_with_model(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own model drafter and ours draft together."""
-    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    options = asked_options(vllm_config.additional_config)
     return has_model_drafter(vllm_config) and options is not None and options.get("method") != "off"
 
 
@@ -44,7 +64,7 @@ def has_our_drafter(vllm_config: VllmConfig) -> bool:
 
 def guards_requests(vllm_config: VllmConfig) -> bool:
     """Whether an engine with options of ours has drafts, whoever drafts."""
-    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    options = asked_options(vllm_config.additional_config)
     has_ours = options is not None or names_our_drafter(vllm_config)
     return has_ours and vllm_config.speculative_config is not None
 
@@ -55,7 +75,7 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     Raises:
         ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
     """
-    options = (vllm_config.additional_config or {}).get(OPTIONS_KEY)
+    options = asked_options(vllm_config.additional_config)
     speculative = vllm_config.speculative_config
     if not has_our_drafter(vllm_config):
         if options is None:

@@ -5,6 +5,7 @@ Before every forward pass vLLM tells each rank how many tokens every rank has in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,9 +35,12 @@ class OtherRanks:
         self.ranks: Ranks | None = None
         self._num_steps = 0
         self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
+        self._runner: Any = None
 
-    def watch(self) -> None:
-        """Look at what vLLM tells this process's worker; a PatchError if it tells it in another way."""
+    def watch(self, runner: Any) -> None:
+        """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way."""
+        self._runner = runner
+        _watching.add(self)
         if self._is_v2:
             from vllm.v1.worker.gpu import model_runner
 
@@ -50,22 +54,36 @@ class OtherRanks:
                 **kwargs: Any,
             ) -> Any:
                 result = coordinate(cudagraph_manager, num_reqs, num_tokens, *args, **kwargs)
-                return self._look(num_tokens, result)
+                return _tell("cudagraph_manager", cudagraph_manager, num_tokens, result)
         else:
             from vllm.v1.worker import gpu_model_runner
 
             @wrap(gpu_model_runner, "coordinate_batch_across_dp", _WATCH)
-            def look(coordinate: Any, num_tokens_unpadded: int, *args: Any, **kwargs: Any) -> Any:
-                return self._look(num_tokens_unpadded, coordinate(num_tokens_unpadded, *args, **kwargs))
+            def look(
+                coordinate: Any, num_tokens_unpadded: int, *args: Any, parallel_config: Any, **kwargs: Any
+            ) -> Any:
+                result = coordinate(num_tokens_unpadded, *args, parallel_config=parallel_config, **kwargs)
+                return _tell("parallel_config", parallel_config, num_tokens_unpadded, result)
 
-    def _look(self, num_own: int, result: Any) -> Any:
-        agreed = result[1]
+    def look(self, num_own: int, agreed: Any) -> None:
+        """`num_own`: this rank's tokens in the next step; `agreed`: what vLLM tells of all."""
         if agreed is not None:  # else no rank has a token
             nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
             self._num_steps += 1
             graphs = self._compilation.cudagraph_capture_sizes or ()
             self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
-        return result
+
+
+# A patched function outlives the engine that asked for it: so it holds none of them.
+_watching: weakref.WeakSet[OtherRanks] = weakref.WeakSet()
+
+
+def _tell(name: str, owned: Any, num_own: int, result: Any) -> Any:
+    """Tell those of a model runner that has `owned` under this name."""
+    for each in list(_watching):
+        if getattr(each._runner, name, None) is owned:
+            each.look(num_own, result[1])
+    return result
 
 
 def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:

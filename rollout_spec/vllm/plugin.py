@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
 from rollout_spec.vllm.options import (
-    OPTIONS_KEY,
     PROPOSER,
+    asked_options,
     engine_options,
     has_our_drafter,
 )
@@ -187,10 +187,8 @@ def _check_configurations() -> None:
     def create_checked_engine_config(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from rollout_spec.vllm.checks import check_options
 
-        speculative = self.speculative_config or {}
-        if failure and (
-            speculative.get("model") == PROPOSER or OPTIONS_KEY in (self.additional_config or {})
-        ):
+        options, speculative = asked_options(self.additional_config), self.speculative_config or {}
+        if failure and (speculative.get("model") == PROPOSER or options is not None):
             raise ConfigError(failure)
         try:
             vllm_config = create(self, *args, **kwargs)

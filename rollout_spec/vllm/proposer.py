@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,25 @@ BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter 
 logger = init_logger(f"vllm.{__name__}")
 
 
+class Runner(Protocol):
+    """What the proposer reads of a model runner: MRV1 itself, or `HostBatch` in the place of MRV2."""
+
+    parallel_config: Any
+    requests: dict[str, Any]  # by id; preempted ones too
+    input_batch: Any  # `req_ids` of its rows
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
 class SuffixProposer:
     """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
     tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
     token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
-    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt.
+    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt. The turns of a sample have
+    one `extra_args["rollout_spec_sample"]`.
 
     Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
     """
@@ -55,23 +67,19 @@ class SuffixProposer:
         # None: its drafts are not used, or it has failed.
         self.drafter: Drafter | None = self._make_drafter() if self.is_used else None
         self.other_ranks = OtherRanks(vllm_config)
-        self._runner: Any = None
+        self._runner: Any = None  # a `Runner`, once there is one
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         # Takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         self.receive: Callable[[], None] = lambda: None
         self._counts = Counts()
 
-    def bind(self, runner: Any) -> None:
+    def bind(self, runner: Runner) -> None:
         """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
         self._runner = runner
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
-                self.other_ranks.watch()
-        # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is
-        # within K tokens of this length, which protects drafters that run a model. Ours stops each row at
-        # its own end.
-        runner.effective_drafter_max_model_len = 1 << 31
+                self.other_ranks.watch(runner)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
@@ -157,7 +165,7 @@ class SuffixProposer:
         for row, num in enumerate(nums_new):
             if num > 1:
                 params = self._requests[request_ids[row]].sampling_params
-                ends = {params.eos_token_id, *(params.stop_token_ids or ())}
+                ends = {params.eos_token_id, *(params.stop_token_ids or ())} if params else ()
                 tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
                 num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
                 nums_new[row] -= num_after
@@ -202,7 +210,7 @@ class SuffixProposer:
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
         names = names_of(getattr(request.sampling_params, "extra_args", None))
-        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens)
+        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
 
 
 def last_level(request: Any, max_model_len: int) -> int:

@@ -102,11 +102,7 @@ class SpecScheduler(Scheduler):
         return taken
 
 
-class CountingScheduler(SpecScheduler):
-    """With synchronous scheduling."""
-
-
-class AsyncCountingScheduler(SpecScheduler, AsyncScheduler):
+class AsyncSpecScheduler(SpecScheduler, AsyncScheduler):
     """With asynchronous scheduling, of an engine without our drafter."""
 
 

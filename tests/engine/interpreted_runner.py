@@ -159,7 +159,8 @@ def run(
             found["drafted"] = output.outputs[0].spec_decode_metrics.per_step_drafted
         drafter.take_counters()
         if hasattr(runner, "draft_tokens_handler"):  # MRV2
-            runner.draft_tokens_handler._batch.extend = None
+            batch = runner.draft_tokens_handler._batch
+            batch.add = batch.extend = None
         found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
     if hasattr(runner, "cudagraph_manager"):  # MRV2
@@ -212,7 +213,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
     if (proposer := proposer_of(runner)) is not None:
-        ProposerControl(proposer).drop_texts(aborted)
+        ProposerControl(proposer).note_new_weights(aborted)
     in_flight.append(len(arrivals))
     [rest] = serve(llm, [request(name, {"prompt_token_ids": PROMPT + tokens}, len(tokens))])
     return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}

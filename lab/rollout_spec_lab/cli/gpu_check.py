@@ -144,12 +144,16 @@ def _parts(args: argparse.Namespace) -> list[str]:
     """The parts' names, in their order; on CUDA, which has both model runners, those of engines twice."""
     import torch
 
-    asked = PARTS if args.parts is None else args.parts.split(",")
+    has_cuda = torch.cuda.is_available()
+    asked = args.parts.split(",") if args.parts else [one for one in PARTS if has_cuda or one != "latency"]
     if unknown := [part for part in asked if part not in PARTS]:
         raise UserError(f"--parts {unknown[0]}: must be one of {', '.join(PARTS)}")
     parts = []
     for part in (part for part in PARTS if part in asked):
-        parts += [part + V2, part] if torch.cuda.is_available() and part in ("certify", "steps") else [part]
+        if not has_cuda or part not in ("start", "certify", "steps"):
+            parts.append(part)
+        else:
+            parts += [part + V2, part] if part != "start" else [part + V2]
     return parts
 
 
@@ -187,6 +191,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     if not on_device:
         room["max_num_batched_tokens"] = max(2048, max(rows) * (1 + max(drafts)))  # all rows in one step
     jobs: dict[str, dict[str, Any]] = {
+        "start": {"folder": str(args.output / "tiny"), "dtype": dtype, "engine": on_device},
         "verify": {"nums_rows": rows, "nums_drafts": drafts, "vocab_size": size["vocab_size"]},
         "certify": {"plan": certify},
         "steps": {

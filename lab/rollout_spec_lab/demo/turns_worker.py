@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, runner_of, settings_of, warm_up
 from rollout_spec_lab.bench.jobs import reply
@@ -42,10 +41,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget(engine: Any) -> None:
-    """What a weight sync makes an engine forget: cached prefixes, and texts but for the history."""
+    """Let an engine forget cached prefixes, and texts but for the history."""
     engine.reset_prefix_cache()
-    if proposer := proposer_of(runner_of(engine)):
-        ProposerControl(proposer).drop_texts()
+    proposer = proposer_of(runner_of(engine))
+    if proposer is not None and proposer.drafter is not None:
+        proposer.receive()
+        proposer.drafter.clear()
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 def verdict(record: Mapping[str, Any]) -> list[str]:
     """What was found, a sentence or two of each part; what was not, and why."""
     says = {
-        "doctor": _doctor, "verify": lambda found, record: verified(found), "certify": _certify,
-        "rollouts": _rollouts, "steps": _steps, "thresholds": _thresholds,
+        "doctor": _doctor, "latency": _latency, "start": _start,
+        "verify": lambda found, record: verified(found), "certify": _certify, "rollouts": _rollouts,
+        "steps": _steps, "thresholds": _thresholds,
     }  # fmt: skip
     found = [
         f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
@@ -56,6 +57,22 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
 def _doctor(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
     failed = [check["name"] for check in found["checks"] if check["status"] == "fail"]
     yield f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here."
+
+
+def _latency(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Tokens are on the host after {found['copy']:.1f} us. A graph runs {found['flag']:.1f} us after the "
+        f"host's flag, and {found['graph']:.1f} us after its launch (of it the host's part: "
+        f"{found['launch']:.1f} us)."
+    )
+
+
+def _start(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+    for kind, engine in found["engines"].items():
+        yield (
+            f"An engine ({kind}) starts in {engine['seconds']:.0f} s; {engine['same']} of {engine['of']} "
+            f"tokens are the plain one's, with {engine['num_draft_tokens']} draft tokens."
+        )
 
 
 def _certify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import AUTO, SpecConfig
+from rollout_spec.config import AUTO, SpecConfig, UserError
 from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
@@ -23,6 +23,24 @@ def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     from rollout_spec.doctor.diagnosis import report
 
     return report()
+
+
+def latency(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Medians in microseconds: see `latency.latencies`."""
+    import torch
+
+    from rollout_spec_lab.gpu_check.latency import latencies
+
+    if not torch.cuda.is_available():
+        raise UserError("only a GPU has a stream that can wait for the host")
+    return latencies(torch.device("cuda"))
+
+
+def start(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Whether engines start: see `start.starts`."""
+    from rollout_spec_lab.gpu_check.start import starts
+
+    return starts(job)
 
 
 def verification(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -71,8 +89,8 @@ def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]] = {
-    "doctor": doctor, "verify": verification, "certify": certificate, "steps": steps,
-    "thresholds": thresholds,
+    "doctor": doctor, "latency": latency, "start": start, "verify": verification, "certify": certificate,
+    "steps": steps, "thresholds": thresholds,
 }  # fmt: skip
 
 

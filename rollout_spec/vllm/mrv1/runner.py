@@ -138,6 +138,9 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if proposer is None:
         return
     proposer.bind(runner)
+    # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
+    # tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
+    runner.effective_drafter_max_model_len = 1 << 31
     if not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)
 

@@ -252,30 +252,21 @@ def couple_rejection_sample(module: Any) -> None:
     @functools.wraps(standard)
     def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        rows = given["sampling_metadata"].generators
+        rows, logits = given["sampling_metadata"].generators, given[target]
         if not isinstance(rows, RowGenerators) or rows.step is None:
             return standard(*args, **kwargs)
+        if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.refuse_uncoupled` sees to
+            logits, _ = logits
         return coupled.coupled_sample(
             given["draft_token_ids"],
             given["max_spec_len"],
-            _whole(given[target]),
+            logits,
             given["bonus_token_ids"],
             given["sampling_metadata"],
             rows.step,
         )
 
     replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
-
-
-def _whole(target: Any) -> torch.Tensor:
-    """vllm-ascend hands logits on with the token ids that it has kept, None for all."""
-    logits, token_ids = target if isinstance(target, tuple) else (target, None)
-    if token_ids is not None:
-        raise RuntimeError(
-            "rollout_spec: vllm-ascend's enable_reduce_sample keeps a part of the vocabulary; switch it off "
-            "or set rollout.spec.verify=standard"
-        )
-    return logits
 
 
 _ARGUMENTS = (

@@ -35,6 +35,11 @@ class HostBatch:
     def max_model_len(self) -> int:
         return int(self._runner.max_model_len)
 
+    @property
+    def cudagraph_manager(self) -> Any:
+        """The runner's, by which `OtherRanks` knows whose step vLLM tells of."""
+        return self._runner.cudagraph_manager
+
     def remove(self, request_ids: Collection[str]) -> None:
         """Forget requests that have ended."""
         self.suspend(request_ids)

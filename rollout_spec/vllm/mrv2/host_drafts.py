@@ -103,13 +103,16 @@ class HostDrafts:
         self.has_room = plan.room > 0 or not plan.is_ahead
         if plan.model_tokens is not None:
             self.model_tokens = plan.model_tokens
-        batch.remove(scheduler_output.finished_req_ids)
-        batch.suspend(scheduler_output.preempted_req_ids or ())
-        for request in scheduler_output.scheduled_new_reqs:
-            batch.add(request)
-            # One that was preempted and is back at once: its scheduler drops what is on its way to it.
-            for arrival in self._arrivals:
-                arrival.forget(request.req_id)
+        try:
+            batch.remove(scheduler_output.finished_req_ids)
+            batch.suspend(scheduler_output.preempted_req_ids or ())
+            for request in scheduler_output.scheduled_new_reqs:
+                batch.add(request)
+                # One that was preempted and is back at once: its scheduler drops what is on its way to it.
+                for arrival in self._arrivals:
+                    arrival.forget(request.req_id)
+        except Exception as error:
+            self.proposer.fail(error)
 
     def give_drafts(self, scheduler_output: Any) -> None:
         """Put a step's drafts where the runner reads them, before it reads how long the rows are.
@@ -139,20 +142,14 @@ class HostDrafts:
             scheduler_output: the runner's own. The scheduler's stays as it is: that takes back the tokens for
                 which there was room, and that were not accepted.
         """
-        drafts, requests = dict(scheduler_output.scheduled_spec_decode_tokens), self._batch.requests
-        # vLLM makes the masks of a grammar by the scheduler's room (of a request that joins, from 0.29 on).
-        rooms = {
-            name: len(drafts.pop(name))
-            for name in tuple(drafts)
-            if getattr(requests[name].sampling_params, "structured_outputs", None) is None
-        }
+        rooms = {name: len(room) for name, room in scheduler_output.scheduled_spec_decode_tokens.items()}
         if not rooms:
             return
-        nums = {name: num - rooms.get(name, 0) for name, num in scheduler_output.num_scheduled_tokens.items()}
-        if self.has_room:
-            drafts |= self._draft_in_time(rooms)
-        for name in drafts.keys() & rooms.keys():
-            nums[name] += len(drafts[name])
+        drafts = self._draft_in_time(rooms) if self.has_room else {}
+        nums = {
+            name: num - rooms.get(name, 0) + len(drafts.get(name, ()))
+            for name, num in scheduler_output.num_scheduled_tokens.items()
+        }
         scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens = drafts, nums
         scheduler_output.total_num_scheduled_tokens = sum(nums.values())
 
