@@ -85,7 +85,7 @@ test-long: ## train in verl's asynchronous modes, resume, and have faults
 	$(PYTEST) -m long $(TEST_ARGS)
 
 test-ascend: dev ## run our drafter in the published vllm-ascend, with a stub of torch_npu
-	$(foreach v,$(ASCENDS),$(IN) ascend-$(v) python -m pytest tests/ascend $(TEST_ARGS) &&) true
+	$(foreach v,$(ASCENDS),$(IN) ascend-$(v) python -m pytest tests/ascend lab/tests/ascend $(TEST_ARGS) &&) true
 
 check: ## format, lint, types, C warnings as errors
 	$(RUN) ruff format --check .

@@ -101,19 +101,15 @@ def test_data_parallel_ranks_number_requests_apart() -> None:
     assert found[0] == RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
 
 
-def test_each_of_n_samples_has_a_key_of_its_own() -> None:
+def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name() -> None:
     params = types.SimpleNamespace(extra_args={KEY: "a", "other": 1}, n=2)
     first, second = (with_numbered_key(params, index) for index in range(2))
     assert first.extra_args == {KEY: ["a", 0], "other": 1} and first.n == 2
     assert second.extra_args == {KEY: ["a", 1], "other": 1}
     assert params.extra_args == {KEY: "a", "other": 1}
-
-
-@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {KEY: None}, "text", [KEY]])
-def test_samples_without_a_name_keep_their_parameters(extra_args: Any) -> None:
-    params = types.SimpleNamespace(extra_args=extra_args)
-    assert with_numbered_key(params, 1) is params
-    assert params.extra_args is extra_args
+    for unnamed in (None, {}, {"other": 1}, {KEY: None}, "text", [KEY]):
+        params = types.SimpleNamespace(extra_args=unnamed)
+        assert with_numbered_key(params, 1) is params and params.extra_args is unnamed
 
 
 HUGE = 10**5000  # more digits than Python writes

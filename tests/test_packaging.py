@@ -1,4 +1,4 @@
-"""The sdist and the wheel of the product, installed apart from the checkout; the laboratory's wheel."""
+"""The sdist and the wheel of the product, installed apart from the checkout."""
 
 from __future__ import annotations
 
@@ -134,24 +134,6 @@ def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel):
         ("vllm.general_plugins", "rollout_spec", "rollout_spec.vllm.plugin:register"),
         ("verl.plugins", "rollout_spec", "rollout_spec.verl.entry_point"),
         ("console_scripts", "rollout-spec", "rollout_spec.cli:main"),
-    }
-
-
-def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path):
-    tree = tmp_path / "lab"
-    shutil.copytree(ROOT / "lab", tree, ignore=IGNORED)
-    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, tree, cwd=tmp_path)
-    [wheel] = tmp_path.glob("*.whl")
-    expected = {
-        str(file.relative_to(ROOT / "lab"))
-        for file in (ROOT / "lab/rollout_spec_lab").rglob("*")
-        if file.suffix in (".py", ".yaml", ".json")
-    }
-    assert any(name.startswith("rollout_spec_lab/configs/") for name in expected)
-    assert packaged(wheel) == expected
-    assert entry_points(wheel) == {
-        ("verl.plugins", "rollout_spec_lab", "rollout_spec_lab.verl_plugin"),
-        ("console_scripts", "rollout-spec-lab", "rollout_spec_lab.cli:main"),
     }
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.conftest import (  # noqa: F401
+    collect_ignore,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_generate_tests,

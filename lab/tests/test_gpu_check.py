@@ -19,11 +19,13 @@ from rollout_spec.config import UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec_lab.bench import engine, jobs
 from rollout_spec_lab.bench.verify import sentences as verified
+from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check, latency
 from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
 from rollout_spec_lab.gpu_check.page import tables, verdict
+from tests.test_device_waits import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -277,3 +279,7 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
     sentences = verdict(record)
     assert len(sentences) == len(figures)
     assert [figure for figure, said in zip(figures, sentences, strict=True) if figure not in said] == []
+
+
+def test_it_expects_the_waits_that_are_counted_without_a_gpu() -> None:
+    assert {kind: len(COUNTED[kind][1]) for kind in WAITS} == WAITS

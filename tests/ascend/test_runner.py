@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +29,6 @@ from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
 from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402
 from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
-from rollout_spec_lab.cli import gpu_check, main  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, runner_alone, siblings  # noqa: E402
 from tests.engine.conftest import configured, runner_of  # noqa: E402
 from tests.engine.serving import assert_same, num_accepted, serve  # noqa: E402
@@ -245,28 +242,3 @@ def test_drafts_are_filled_up_where_others_have_no_graph(
         lengths = noted_lengths(llm)
         assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})
     assert set(lengths[8:]) == {K}  # after the first step with drafts
-
-
-@pytest.mark.skipif(
-    metadata.version("vllm-ascend") != [*ascend.PAIRS][-1],
-    reason="the command is the same on each; the run on the newest release has it",
-)
-def test_gpu_check_does_all_its_parts(
-    chat_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """As the docs have a first user run it, with a CPU's load: the stub says that it is an accelerator."""
-    small = gpu_check.SIZES[False] | {"contexts": [64], "nums_rows": [1, 4], "nums_drafts": [0, 15]}
-    monkeypatch.setitem(gpu_check.SIZES, True, small)
-    options = ["--minutes", "60", "--repeats", "1", "--methods", "off,sam", "--output", str(tmp_path)]
-    assert main(["gpu-check", "--model", chat_model, "--engine", '{"enforce_eager": true}', *options]) == 0
-    record = json.loads((tmp_path / "gpu-check.json").read_text())
-    reasons = {part["part"]: part["reason"] for part in record["parts"] if part["status"] != "done"}
-    assert reasons == {}
-    assert record["environment"]["device"] == "stub of an NPU"
-    assert record["environment"]["vllm-ascend"] == metadata.version("vllm-ascend")
-    assert record["certify"]["verdict"].startswith("identical")
-    assert record["rollouts"]["engines"]["sam"]["num_speculative_tokens"] == 15
-    assert {row["num_drafts"] for row in record["steps"]["steps"]} == {0, 15}

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a mixture of experts on vLLM's MRV2, on the CPU."""
+"""Two ranks on vLLM's MRV2, on the CPU: data-parallel ones with experts, or tensor-parallel ones."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from typing import Any
 
 from rollout_spec.patches import when_imported
 from tests.engine.conftest import OFF, close, engine_settings
-from tests.engine.interpreted_runner import PROMPT
+from tests.engine.interpreted_runner import LATE, PROMPT, serve_named
 from tests.engine.serving import Request, sampling, serve
 
 # How many tokens each rank's requests get: the first rank's gate is closed while it has three of them.
 NUMS_TOKENS = {0: (24, 36, 48), 1: (40,)}
+EXTENSION = "tests.engine.interpreted_ranks.Extension"
 REQUESTS = [(rank, num_tokens) for rank, nums in NUMS_TOKENS.items() for num_tokens in nums]
 
 
 class Extension:
-    """A look inside a worker; `note_passes` says what its passes are."""
+    """A look inside a worker; `note_passes` says what its passes are, `note_drafts` what they verify."""
+
+    def note_drafts(self):
+        fill, self.drafts = self.model_runner.update_requests, []
+
+        def fill_and_note(output):
+            fill(output)
+            self.drafts.append(dict(output.scheduled_spec_decode_tokens))
+
+        self.model_runner.update_requests = fill_and_note
+
+    def noted_drafts(self):
+        return self.drafts
 
     def noted_passes(self) -> str:
         return "".join(self.passes)
@@ -73,7 +86,7 @@ async def ranks(model: str) -> dict[str, Any]:
 
     settings = engine_settings(model, {"batch_threshold": 2})
     settings |= {"data_parallel_size": 2, "async_scheduling": True, "distributed_executor_backend": "uni"}
-    settings["worker_extension_cls"] = "tests.engine.interpreted_ranks.Extension"
+    settings["worker_extension_cls"] = EXTENSION
     config = AsyncEngineArgs(**settings).create_engine_config()
     assert config.use_v2_model_runner
     engine = AsyncLLM.from_vllm_config(config)
@@ -101,5 +114,24 @@ async def ranks(model: str) -> dict[str, Any]:
         engine.shutdown()
 
 
-def main(model: str) -> dict[str, Any]:
+def tensor_parallel(model, spec):
+    from vllm import LLM
+
+    settings = engine_settings(model, spec) | ({} if spec is not None else OFF)
+    settings |= {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "async_scheduling": True}
+    llm = LLM(**settings | ranks, worker_extension_cls=EXTENSION)
+    assert llm.llm_engine.vllm_config.use_v2_model_runner
+    llm.collective_rpc("note_drafts")
+    found = {"requests": serve_named(llm, ("unnamed", "greedy", "sampled", "top_k", *LATE))}
+    found["drafts"] = llm.collective_rpc("noted_drafts")
+    if spec is not None:
+        found["num_failed_steps"] = llm.collective_rpc("counters")[0]["num_failed_steps"]
+    close([llm])
+    return found
+
+
+def main(model: str, kind: str) -> dict[str, Any]:
+    if kind == "tensor-parallel":
+        return {name: tensor_parallel(model, spec) for name, spec in (("plain", None), ("drafted", {}))}
     return {"plain": plain(model), "ranks": asyncio.run(ranks(model))}

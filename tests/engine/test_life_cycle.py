@@ -99,10 +99,8 @@ def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str
     import torch
     from transformers import LlamaForCausalLM
 
-    llm, model = (
-        make_engine({"verify": verify}, logprobs_mode=mode),
-        LlamaForCausalLM.from_pretrained(tiny_model),
-    )
+    llm = make_engine({"verify": verify}, logprobs_mode=mode)
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
     settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
     asked = [{"max_tokens": LENGTH} | setting for setting in settings]
     found = serve(llm, [Request(PROMPTS[0], sampling(each, key=i)) for i, each in enumerate(asked)])

@@ -140,9 +140,6 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
             {},
             BY_BATCH + (r": the drafter has its own gate" if version() != "0.23.0" else ""),
         ),
-        # Of the tests themselves: else log-probabilities would be those of one kind of processor.
-        ({"dtype": "auto"}, {}, "dtype=auto: an engine of a test must name its dtype"),
-        ({"dtype": "auto", "speculative_config": None}, {"method": "off"}, "dtype=auto: an engine of a test"),
     ],
 )
 def test_refused_before_an_engine_process_is_launched(

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollout_spec.config import ConfigError
 from tests.engine.conftest import configured
 
+WITHOUT_IT = type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
 OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
@@ -54,36 +56,27 @@ def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
     assert settings.scheduler_cls == (AHEAD_SCHEDULER if expected else None)
 
 
-def executor_without_it() -> Any:
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    return type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (lambda: {"has_v2": False}, "needs vLLM's MRV2 together with the drafter"),
-        (lambda: {"scheduler_cls": OTHER_SCHEDULER}, f"scheduler_cls='{OTHER_SCHEDULER}' does not know"),
-        (
-            lambda: {"distributed_executor_backend": executor_without_it()},
-            "distributed_executor_backend=.* does not support it",
-        ),
-        (lambda: {"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
+        ({"has_v2": False}, "needs vLLM's MRV2 together with the drafter"),
+        ({"scheduler_cls": OTHER_SCHEDULER}, f"scheduler_cls='{OTHER_SCHEDULER}' does not know"),
+        ({"distributed_executor_backend": WITHOUT_IT}, "distributed_executor_backend=.* does not support it"),
+        ({"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )
 def test_an_engine_that_cannot_says_why(
     decided: Callable[..., Any],
-    arguments: Callable[[], dict[str, Any]],
+    arguments: dict[str, Any],
     reason: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with pytest.raises(ConfigError, match=f"^async_scheduling: {reason}"):
-        decided(True, **arguments())
-    assert not decided(False, **arguments()).async_scheduling
+        decided(True, **arguments)
+    assert not decided(False, **arguments).async_scheduling
     assert "one by one" not in caplog.text
-    assert not decided(None, **arguments()).async_scheduling
+    assert not decided(None, **arguments).async_scheduling
     [message] = {message for message in caplog.messages if "one by one" in message}
     assert re.search(f"the device waits for the host between them; async_scheduling: {reason}", message)

@@ -181,10 +181,8 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
         found += [[asyncio.run(one_round(server))], [num_accepted(server.engine.llm)] if spec else []]
         asyncio.run(server.abort_all_requests())
         worker._update_weights(list((weights | changed).items()), peft_config=None, base_sync_done=True)
-        for (
-            each,
-            model_config,
-        ) in worker._iter_all_models_with_config():  # as verl does after the last bucket
+        # As verl does after the last bucket.
+        for each, model_config in worker._iter_all_models_with_config():
             process_weights_after_loading(each, model_config, worker.device)
         asyncio.run(server.set_global_steps(1))
         asyncio.run(server.resume_generation())
