@@ -125,10 +125,10 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 /* This text, which is copied, follows the group's prompt, and is behind. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
-/* Index up to max_tokens of what is behind; returns how many prompts and sequences still are. Rows and prompts go first,
- * those of which least is left before others; then parked sequences and texts in the order in which they came. What has
- * no room is left out: a row leaves with the next step, and so do those whose prompt it is. */
-int32_t rs_catch_up(rs_index *index, int64_t max_tokens);
+/* Index up to max_tokens of what is behind; returns whether there is more to index. Rows and prompts go first, those of
+ * which least is left before others; then parked sequences and texts in the order in which they came. What has no room is
+ * left out: a row leaves with the next step, and so do those whose prompt it is. */
+bool rs_catch_up(rs_index *index, int64_t max_tokens);
 
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
 int32_t rs_group_given_up(rs_index *index);

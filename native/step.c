@@ -181,9 +181,9 @@ static rs_sequence *first_behind(rs_index *index) {
     return first;
 }
 
-int32_t rs_catch_up(rs_index *index, int64_t max_tokens) {
+bool rs_catch_up(rs_index *index, int64_t max_tokens) {
     rs_sequence *first;
-    while (max_tokens > 0 && (first = first_behind(index)) != NULL) {
+    while ((first = first_behind(index)) != NULL && max_tokens > 0) {
         const int32_t group = first->group, before = first->at.level;
         rs_group_enter(index, index->groups + group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
@@ -195,7 +195,7 @@ int32_t rs_catch_up(rs_index *index, int64_t max_tokens) {
         }
         rs_group_leave(index, index->groups + group);
     }
-    return index->num_behind;
+    return first != NULL;
 }
 
 /* ---- draft ---- */

@@ -39,6 +39,8 @@ class EngineCounters(Counters):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
+    num_behind_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
+    num_texts_left_out: int = 0  # prompts, requests and responses of the history, for want of memory
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
@@ -123,7 +125,8 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _load_imbalance(servers: Sequence[RolloutReport]) -> float | None:
-    nums = [server.num_generated_tokens for server in servers]
+    # Engines that served nothing may train: verl's separate_async has such.
+    nums = [server.num_generated_tokens for server in servers if server.num_generated_tokens]
     return _ratio(max(nums) * len(nums), sum(nums)) if len(nums) > 1 else None
 
 
@@ -182,6 +185,16 @@ METRICS = (
         "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
     ),
     Metric(
+        "share_behind", "engine", lambda counts: _ratio(counts.num_behind_rows, counts.num_row_steps),
+        "Share of the decoding requests' steps without drafts because their text was not indexed yet.",
+        "High: prompts are long and answers short, or name samples, so that turns go on where they were.",
+    ),
+    Metric(
+        "num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
+        "Prompts, requests and earlier responses for which the index had no memory.",
+        "Above 0: raise `max_index_mb`, or lower `history`.",
+    ),
+    Metric(
         "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
         "Share of the engine's steps in which drafting was on.",
         "If low at the end of a rollout, check `share_off_*`.",
@@ -232,7 +245,7 @@ METRICS = (
     ),
     Metric(
         "load_imbalance", "servers", _load_imbalance,
-        "Tokens of the busiest rollout engine over the mean, where there are several.",
+        "Tokens of the busiest rollout engine over the mean of all that served, where there are several.",
         "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
     ),
 )  # fmt: skip

@@ -146,7 +146,7 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
         def begin(self, step: Step, counters: object) -> None:
             self.steps.append(step)
 
-    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
+    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
     batch.drafter._gate = gate = Recorder()  # type: ignore[assignment]
     batch.add("a")
@@ -245,12 +245,11 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample: str | None, h
     if how == "without thoughts":
         row[0, 100:300] = text[200:400]
     if how == "group gone":
-        drafter.add("other", np.arange(15_000, dtype=np.int32), 16_000)
-        for level in range(15_001, 15_021):
-            drafter.draft(
-                ["other"], [1], np.arange(16_000, dtype=np.int32)[None], np.array([level], np.int32)
-            )
-        drafter.remove("other")
+        for other in ("one", "two"):
+            long = speak(np.random.default_rng(1), 15_000)
+            drafter.add(other, long, 15_001, other)
+            drafter.catch_up(lambda: True)
+            drafter.remove(other)
         assert drafter.index.stats().num_groups == 1
     turn("second", 300, 350)
     drafter.index.validate()
@@ -311,14 +310,22 @@ def test_what_is_no_text_is_left_out_and_the_others_draft(token: int) -> None:
         batch.drafter.remove(name)
 
 
-def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[object], list[int]]:
-    """Drafts at the end, and the tokens that each `open` and step indexed.
+def long_run(seconds: float) -> tuple[list[object], list[int]]:
+    """Drafts at the end, and the tokens that each `add` and step indexed; of steps that take so long.
 
-    Siblings after a long prompt; one was interrupted, one ends while the prompt is not whole. History.
+    Siblings after a long prompt; one was interrupted, one ends while the prompt is not whole. History. A
+    piece takes 0.1 ms.
     """
-    monkeypatch.setattr(drafter_module, "TOKENS_OF_A_STEP", num_at_once)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-4
+        return now
+
     text = speak(np.random.default_rng(0), 9_000)
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4, history=2))
+    config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4, history=2)
+    drafter = Drafter(config, clock)
     batch = Batch(drafter, num_rows=4, length=9_000)
     for begin in (100, 2_000):
         drafter.history.add(group_key("g"), text[begin : begin + 500])
@@ -333,6 +340,7 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
     for step in range(60):
         if step == 3:
             drafter.remove(batch.request_ids.pop())
+        now += seconds
         batch.levels[:3] += 1
         num_rows = len(batch.request_ids)
         drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels)
@@ -341,12 +349,30 @@ def long_run(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[ob
     return drafts, np.diff(num_tokens).tolist()
 
 
-def test_a_long_prompt_is_indexed_a_few_hundred_tokens_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, _ = long_run(1 << 20, monkeypatch)
-    in_parts, num_tokens = long_run(512, monkeypatch)
+def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_module, "PIECE_TOKENS", 64)
+    at_once, _ = long_run(100.0)
+    in_parts, num_tokens = long_run(0.02)
     assert at_once == in_parts and any(at_once)
-    assert max(num_tokens) <= 512 + 3
+    assert max(num_tokens) <= 5 * 64 + 3
     assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000 + 3
+
+
+def test_text_is_indexed_while_a_device_is_waited_for() -> None:
+    """A row that is behind has no draft, the others do; what is left when the device is ready waits."""
+    text = speak(np.random.default_rng(0), 9_000)
+    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
+    batch = Batch(drafter, num_rows=2, length=9_000)
+    batch.add("short")
+    batch.step([[10, 11, 10, 11, 10]])
+    batch.add("long", text[:8_000], 9_000)
+    nums_left = []
+    for answers in ([True, True, False], [False], [True] * 9):
+        times = iter(answers)
+        drafter.catch_up(lambda: next(times))  # noqa: B023
+        nums_left.append(drafter.index.stats().num_tokens_behind)
+    assert nums_left == [8_000 - 2 * 1024, 8_000 - 2 * 1024, 0]
+    assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 
 
 def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +432,7 @@ def test_new_requests_take_the_room_of_idle_groups() -> None:
     batch = Batch(Drafter(SpecConfig(max_index_mb=1, batch_threshold=600)), num_rows=600)
     for i in range(31):
         batch.drafter.add(str(i), random.integers(0, 50_000, 400, dtype=np.int32), 500)
+        batch.drafter.catch_up(lambda: True)
         batch.drafter.remove(str(i))
     for i in range(600):
         batch.add(f"new {i}")

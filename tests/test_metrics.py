@@ -40,7 +40,8 @@ def test_the_metrics_of_two_servers_by_hand():
         num_generated_tokens=11,
         rollout_seconds=2.0,
     )
-    assert logged(one, two) == pytest.approx(
+    idle = RolloutReport()  # it trains
+    assert logged(one, two, idle) == pytest.approx(
         {
             "rollout_seconds": 3.0,
             "generated_tokens": 32,
@@ -51,6 +52,7 @@ def test_the_metrics_of_two_servers_by_hand():
             "num_accepted_tokens": 10,
             "num_failed_steps": 1,
             "num_untracked_rows": 0,
+            "num_texts_left_out": 0,
             "tokens_per_step": (32 - 2) / 20,
             "acceptance_rate": 0.5,
             "share_on": 34 / 40,
@@ -81,7 +83,7 @@ def test_the_reference_run_reports_its_rollout_and_the_drafts_of_a_model():
     assert logged(RolloutReport(num_generated_tokens=42, rollout_seconds=1.0)) == plain
     counts, aborted = RequestCounters(30, 12, 10, 30, 18), RequestCounters(10, 8, 4, 10, 2)
     drafts = {"num_drafts": 14, "num_draft_tokens": 40, "num_accepted_tokens": 20}
-    ratios = {"load_imbalance": 2, "tokens_per_step": 2, "acceptance_rate": 0.5}
+    ratios = {"tokens_per_step": 2, "acceptance_rate": 0.5}
     assert logged(RolloutReport(None, [counts], 42, 1.0, aborted), RolloutReport()) == plain | drafts | ratios
 
 

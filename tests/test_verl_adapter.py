@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 import transfer_queue
 import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
+from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -28,7 +30,7 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
-from rollout_spec.verl.metrics import BusyClock, Windows, is_validation
+from rollout_spec.verl.metrics import BusyClock, Windows
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
@@ -44,9 +46,12 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
         def __init__(self) -> None:
             self.windows, self.engine = Windows(), EngineCounters()
             self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
+            self.begin_validation = SimpleNamespace(remote=self.validate)
             self.end_validation = SimpleNamespace(remote=self.forget)
 
-        def serve(self, num_tokens: int, is_training: bool = True, stop: str = "completed") -> None:
+        def serve(self, num_tokens: int, stop: str = "completed") -> None:
+            """A request of nobody's name, as of an agent loop manager of the user's own."""
+            is_training = not self.windows.is_validation(None)
             with self.windows.request(is_training) as request:
                 self.windows.admit()
             counts = RequestCounters(num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_tokens)
@@ -57,7 +62,11 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
             self.windows.end(self.engine, RequestCounters())
             self.engine = EngineCounters()
 
+        def validate(self) -> None:
+            self.windows.is_validating = True
+
         def forget(self) -> None:
+            self.windows.is_validating = False
             if not self.windows.has_training:
                 self.engine = EngineCounters()
 
@@ -68,7 +77,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
 
     compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
-    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000, False) for s in servers])
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000) for s in servers])
     monkeypatch.setattr(ray, "get", lambda replies: replies)
     hooks.install()
     trainer: Any = SimpleNamespace(
@@ -286,10 +295,22 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run():
     changes = {"session_id": 1}, {"index": 5}, {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}
     others += [sample_name(7, step, 0, sample | change) for change in changes]
     assert len({json.dumps(other) for other in [name, *others]}) == 8
-    assert is_validation(sample_name(7, step | {"validate": True}, 0, sample)) and not is_validation(name)
-    assert not any(map(is_validation, (None, "val", ["unnamed", 0, 0, 3, 1])))
-    image = {"role": "user", "content": [{"type": "image", "image": object()}]}
-    assert prompt_name(None, [image]) == ("None", "8665f43eda0bcee1")
+    windows, unnamed = Windows(), (None, "val", ["unnamed", 0, 0, 3, 1])
+    for windows.is_validating in (False, True):
+        assert windows.is_validation(sample_name(7, step | {"validate": True}, 0, sample))
+        assert not windows.is_validation(name)
+        assert [windows.is_validation(each) for each in unnamed] == [windows.is_validating] * 3
+
+
+def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
+    def digest(image: Any) -> str:
+        return prompt_name(None, [{"role": "user", "content": [{"type": "image", "image": image}]}])[1]
+
+    pictures = [np.full((2, 2, 3), shade, np.uint8) for shade in (1, 2)]
+    for kind in (Image.fromarray, torch.from_numpy, np.array, np.ndarray.tobytes):
+        assert [digest(kind(each)) for each in pictures] == [digest(kind(each.copy())) for each in pictures]
+        assert digest(kind(pictures[0])) != digest(kind(pictures[1])) != digest(object())
+    assert digest(object()) == "8665f43eda0bcee1"
 
 
 def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):

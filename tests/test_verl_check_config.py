@@ -102,6 +102,10 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
         launched(f"{DEVICES}=2", override)
 
 
+BOUNDED = (
+    "+rollout_spec_replay_buffer=bounded & algorithm.filter_groups.max_num_gen_batches=2 & "
+    "trainer.v1.sampler.sync_refill_failed_groups=true"
+)
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
     "+rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
@@ -112,6 +116,7 @@ CONFLICTS = {
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
     "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
+    BOUNDED: "sync_refill_failed_groups=True: must be False with",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -131,7 +136,7 @@ OFF_TOO = [key for key in CONFLICTS if key.startswith("trainer.") or "pipe" in k
     ("method", "override"), [*(("sam", key) for key in CONFLICTS), *(("off", key) for key in OFF_TOO)]
 )
 def test_what_does_not_go_together_is_refused(method, override):
-    config = composed(f"+rollout.spec={method}", override)
+    config = composed(f"+rollout.spec={method}", *override.split(" & "))
     with pytest.raises(ConfigError, match=CONFLICTS[override]):
         check_config(config)
     with pytest.raises(InterpolationResolutionError):  # as verl's trainer does, whoever starts it

@@ -32,6 +32,12 @@ _SEGMENTS = ("psm_*", "sem.mp-*", "verl_*", "__KMP_REGISTERED_LIB_*")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ACTOR = re.compile(r"^\([\w:]+ pid=\d+[^)]*\)\s?")
 _ERROR = re.compile(r"^(rollout_spec: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)\b:? )")
+_KILLED = re.compile(r"killed due to (memory pressure|the node running low on memory)")
+_MEMORY = f"{psutil.virtual_memory().total >> 30} GiB"
+_NO_MEMORY = (
+    f"Ray killed a process, because the memory of this machine ({_MEMORY}) was nearly full. A demo needs "
+    "15 GiB: end other programs, or take a larger machine. This led to: "
+)
 
 
 @contextlib.contextmanager
@@ -150,12 +156,15 @@ def _keep_logs(ray: Path, target: Path) -> None:
 def last_error(log: Path, num_lines: int = 400) -> str:
     """The last line that names an error, without colours and actor prefixes; else the last line.
 
-    Of an actor that has died, Ray says in the next lines which one.
+    Of an actor that has died, Ray says in the next lines which one. That memory was the cause, it says
+    somewhere before, in a line that is no error: this comes first.
     """
     with log.open(errors="replace") as file:
+        cause = _NO_MEMORY if any(map(_KILLED.search, file)) else ""
+        file.seek(0)
         lines = [_ACTOR.sub("", _ANSI.sub("", line)).strip() for line in deque(file, num_lines)]
     lines = [line for line in lines if line] or ["no output"]
     numbers = [number for number, line in enumerate(lines) if _ERROR.match(line)]
     last = numbers[-1] if numbers else len(lines) - 1
     names = [line for line in lines[last + 1 : last + 6] if line.startswith(("class_name: ", "name: "))]
-    return " ".join([lines[last], *names])[:500]
+    return cause + " ".join([lines[last], *names])[:500]

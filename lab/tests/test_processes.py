@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,11 @@ def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path
         file.write(
             "ray.exceptions.ActorDiedError: It died.\n\tclass_name: Server\n\tpid: 7\n\tname: server_0\n"
         )
-    assert processes.last_error(log).endswith("ActorDiedError: It died. class_name: Server name: server_0")
+    died = "ray.exceptions.ActorDiedError: It died. class_name: Server name: server_0"
+    assert processes.last_error(log) == died
+    killed = "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed\n"
+    log.write_text(killed + 500 * "step\n" + log.read_text())
+    assert re.fullmatch(rf"Ray killed .* needs 15 GiB: .* This led to: {died}", processes.last_error(log))
 
 
 # As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.

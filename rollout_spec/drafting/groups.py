@@ -53,6 +53,7 @@ class Groups:
         self._history = history
         self._groups: dict[_Key, _Group] = {}
         self._keys: dict[int, _Key] = {}  # of the groups, by their handles
+        self.num_texts_left_out = 0  # responses of the history, for which the index has no room
         self._parked: dict[Hashable, Member] = {}  # by the names of their samples
         # Those without, by the number and the last of all their tokens; the one parked last is the last.
         self._unnamed: OrderedDict[tuple[int, bytes], Member] = OrderedDict()
@@ -192,6 +193,8 @@ class Groups:
             with contextlib.suppress(BudgetExceeded, OutOfMemory):
                 for response in reversed(responses):
                     self._index.add_text(group.handle, response)
+        else:
+            self.num_texts_left_out += len(responses)
 
 
 def _begins_with(prompt: Int32Array, text: Int32Array) -> bool:

@@ -165,9 +165,9 @@ class SuffixIndex:
         index, group = self._open_index(), int32("group", group)
         self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
 
-    def catch_up(self, max_tokens: int = ALL_TOKENS) -> int:
-        """Index up to so many tokens of what is behind; how many prompts, sequences and texts still are."""
-        return int(lib.rs_catch_up(self._open_index(), max_tokens))
+    def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
+        """Index up to so many tokens of what is behind; whether there is more to index."""
+        return bool(lib.rs_catch_up(self._open_index(), max_tokens))
 
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -100,6 +101,15 @@ def sample_name(
 
 
 def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """A prompt's index in its file, and a digest of its text: files are joined, and some have no index."""
-    text = json.dumps(list(raw_prompt), sort_keys=True, default=lambda _: None)  # images and the like
+    """A prompt's index in its file, and a digest of its text and images: files are joined, and some have no
+    index."""
+    text = json.dumps(list(raw_prompt), sort_keys=True, default=_digest)
     return str(index), hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _digest(value: Any) -> str | None:
+    """Of an image, a video, a sound: bytes, PIL's, numpy's or torch's; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy(force=True)
+    content = value if isinstance(value, bytes) else getattr(value, "tobytes", bytes)()
+    return hashlib.sha256(content).hexdigest() if content else None

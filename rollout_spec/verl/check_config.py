@@ -134,8 +134,12 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
     sampler, batches = "trainer.v1.sampler.custom_sampler.path", "algorithm.filter_groups.max_num_gen_batches"
     most = value(config, batches)
-    if value(config, sampler) == REPLAY_BUFFER and (type(most) is not int or most < 1):
-        raise ConfigError(f"{batches}={most}: must be at least 1 with +rollout_spec_replay_buffer=bounded")
+    if value(config, sampler) == REPLAY_BUFFER:
+        bounded = "with +rollout_spec_replay_buffer=bounded"
+        if type(most) is not int or most < 1:
+            raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
+        refill = "trainer.v1.sampler.sync_refill_failed_groups"
+        require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
     # An asynchronous mode needs the samples' names too: they tell validation from training.
     if spec.coupled or mode != "sync":

@@ -24,6 +24,8 @@ from rollout_spec.vllm.control import ProposerControl
 
 FILE = "rollout_spec_history"
 
+_with_actor: set[Path] = set()  # checkpoints that this process has seen complete
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,12 +66,17 @@ def save_history(trainer: Any) -> None:
 
 
 def remove_orphans(trainer: Any) -> None:
-    """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep)."""
+    """Remove the history of checkpoints whose actor verl has removed (max_actor_ckpt_to_keep).
+
+    Those of an actor that was never seen here stay: it may be on another node.
+    """
     if not keeps_history(trainer):
         return
     latest = _checkpoint(trainer)  # which verl may still be writing
     for file in latest.parent.glob(f"global_step_*/{FILE}"):
-        if file.parent != latest and not (file.parent / "actor").exists():
+        if (file.parent / "actor").exists():
+            _with_actor.add(file.parent)
+        elif file.parent in _with_actor and file.parent != latest:
             try:
                 file.unlink()
             except OSError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import Patch, wrap
+from rollout_spec.verl.deaths import while_alive
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.metrics import end_validation, take_reports
+from rollout_spec.verl.metrics import take_reports, validation
 
 _PATCH = Patch(
     name="verl-trainer-hooks",
@@ -15,11 +17,25 @@ _PATCH = Patch(
     upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer",
     until="verl calls back at the start, at the end of a step, after a validation and before a save",
 )
+_DEATHS = Patch(
+    name="verl-watch-servers",
+    reason="a sender of weights waits forever for an engine that has died",
+    upstream="verl/checkpoint_engine/base.py, CheckpointEngineManager.update_weights",
+    until="verl gives up a weight sync whose receiver is dead",
+)
 
 
 def install() -> None:
     """Wrap the trainer's methods. Called in the trainer's process, when it asks for its replica class."""
+    from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    @wrap(CheckpointEngineManager, "update_weights", _DEATHS)
+    def update_weights(update: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        replicas = [each for each in self.replicas if getattr(each, "is_watched", False)]
+        servers = [server for replica in replicas for server in replica.servers]
+        call = functools.partial(update, self, *args, **kwargs)
+        return while_alive(servers, call) if servers else call()
 
     @wrap(PPOTrainer, "_compute_metrics", _PATCH)
     def compute_metrics(
@@ -33,10 +49,9 @@ def install() -> None:
 
     @wrap(PPOTrainer, "_validate", _PATCH)
     def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Servers know its requests by their names, and do not count them towards a step."""
-        result = validate(self, *args, **kwargs)
-        end_validation(self)
-        return result
+        """Servers do not count its requests towards a step."""
+        with validation(self):
+            return validate(self, *args, **kwargs)
 
     @wrap(PPOTrainer, "_save_checkpoint", _PATCH)
     def save_checkpoint(save: Any, self: Any) -> None:

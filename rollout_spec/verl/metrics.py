@@ -26,11 +26,6 @@ _POLL_S = 0.005
 _current: ContextVar[Request] = ContextVar("_current")
 
 
-def is_validation(name: Any) -> bool:
-    """Whether a request of this name (see `agent_loop.sample_name`) validates."""
-    return isinstance(name, (list, tuple)) and len(name) > 2 and name[2] == "val"
-
-
 @dataclasses.dataclass(eq=False)
 class Request:
     """One request from its arrival to its end."""
@@ -48,6 +43,14 @@ class Windows:
         self._clock = BusyClock()
         self.is_untouched = True  # no request was admitted since the last window ended
         self.has_training = False  # a training request was
+        self.is_validating = False
+
+    def is_validation(self, name: Any) -> bool:
+        """Whether a request of this name validates; one that `agent_loop.sample_name` has not named does
+        while the trainer validates, which goes with a trainer that only validates then."""
+        if isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val"):
+            return bool(name[2] == "val")
+        return self.is_validating
 
     @contextlib.contextmanager
     def request(self, is_training: bool) -> Iterator[Request]:
@@ -144,7 +147,10 @@ def take_reports(trainer: Any) -> list[RolloutReport]:
     return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
 
 
-def end_validation(trainer: Any) -> None:
-    """Tell every rollout server that a validation has ended."""
-    if option(trainer, "method") is not None:
-        ray.get([handle.end_validation.remote() for handle in servers(trainer)])
+@contextlib.contextmanager
+def validation(trainer: Any) -> Iterator[None]:
+    """Tell every rollout server that a validation begins, and that it has ended."""
+    handles = servers(trainer) if option(trainer, "method") is not None else []
+    ray.get([handle.begin_validation.remote() for handle in handles])
+    yield
+    ray.get([handle.end_validation.remote() for handle in handles])

@@ -18,7 +18,7 @@ from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import config_file
-from rollout_spec.verl.metrics import MAX_WAIT_S, Windows, is_validation
+from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
@@ -43,13 +43,16 @@ def _engine_kwargs(rollout_config: Any) -> Any:
 
 
 class SpecReplica(vLLMReplica):
-    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s."""
+    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s (`is_watched`)."""
+
+    is_watched = False
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
             require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
+            self.is_watched = True
 
 
 class SpecWorkerExtension(vLLMColocateWorkerExtension):
@@ -87,6 +90,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
+        self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
         self._counts = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
         self._warned_missing_spec_decode_stats = self._counts  # so that verl does not: we have them
 
@@ -94,13 +98,28 @@ class SpecHttpServer(vLLMHttpServer):
         await super().run_server(args)
         spread_groups(self.engine, self._spec)
 
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            await super().collective_rpc(*args, **kwargs)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    async def require_engine(self) -> None:
+        """Raise what the engine of this server has died of, or what one of its workers has failed with."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if self.node_rank == 0 and self.engine.errored:
+            raise self.engine.dead_error
+
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.coupled and extra_args.get(KEY) is None and sampling_params.get("seed") is None:
             extra_args[KEY] = self._name_unnamed()
-        is_training = not is_validation(extra_args.get(KEY))
+        is_training = not self._windows.is_validation(extra_args.get(KEY))
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
@@ -113,7 +132,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             has_decoded = counters is not None and counters.num_decode_steps > 0
             self._drafters.end_request(request_id, is_aborted, core, has_decoded)
-        if not is_aborted:
+        if not is_aborted and is_training:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
 
@@ -166,9 +185,13 @@ class SpecHttpServer(vLLMHttpServer):
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
 
+    async def begin_validation(self) -> None:
+        """Requests of nobody's name validate from now on."""
+        self._windows.is_validating = True
+
     async def end_validation(self) -> None:
         """Drop what the engine counted in a validation that had it to itself."""
-        self._recorder.flush(self.global_steps)
+        self._windows.is_validating = False
         if self._spec.enabled and not self._windows.has_training:
             await self._drafters.take_counters()
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import pathlib
+import signal
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
-from tests.engine.conftest import OFF, core_of, proposer_of
+from tests.engine.conftest import OFF, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import num_accepted
 from tests.engine.test_life_cycle import PROMPTS
@@ -200,3 +205,51 @@ async def trajectory(server: Any, sibling: int) -> list[list[int]]:
         responses.append(list(output.token_ids))
         prompt += responses[-1]
     return responses
+
+
+@pytest.mark.timeout(300)
+def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By verl's own manager, whose sender waits forever: a worker fails, engine and server are killed."""
+    import ray
+    from ray.exceptions import ActorDiedError
+    from verl.checkpoint_engine import CheckpointEngineManager
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from rollout_spec.verl import deaths, hooks
+    from rollout_spec.verl.server import SpecHttpServer
+
+    class Server(SpecHttpServer):
+        def __init__(self) -> None:
+            self.node_rank, self._failure = 0, None
+
+        async def start(self, settings: dict[str, Any]) -> list[int]:
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+            return [child.pid for child in multiprocessing.active_children()] + [os.getpid()]
+
+    class Sender:
+        def update_weights(self) -> None:
+            time.sleep(600)
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        server, sender = ray.remote(Server).remote(), ray.remote(Sender).remote()
+        hooks.install()
+        monkeypatch.setattr(deaths, "POLL_S", 0.2)
+        manager = object.__new__(CheckpointEngineManager)
+        manager.backend, manager.replicas = "naive", [SimpleNamespace(is_watched=True, servers=[server])]
+        manager.actor_wg = SimpleNamespace(update_weights=lambda **_: sender.update_weights.remote())
+        engine, own = ray.get(server.start.remote(engine_settings(tiny_model)))
+        with pytest.raises(Exception, match="no_such_method"):
+            ray.get(server.collective_rpc.remote("no_such_method"))
+        with pytest.raises(Exception, match="no_such_method"):
+            manager.update_weights(0)
+        for pid, error in ((engine, EngineDeadError), (own, ActorDiedError)):
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(error):
+                manager.update_weights(1)
+    finally:
+        ray.shutdown()

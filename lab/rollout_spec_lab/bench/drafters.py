@@ -100,14 +100,19 @@ class Suffix:
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         num_rows = len(line.responses)
-        self._names = [str(self._num_requests + i) for i in range(num_rows)]
-        self._num_requests += num_rows
-        self._num_prompt_tokens = np.full(num_rows, len(line.prompt_token_ids), np.int32)
-        self._levels = self._num_prompt_tokens.copy()
+        self._turns = [
+            [len(line.prompt_token_ids) + begin for begin, _ in line.turns_of(row)] for row in range(num_rows)
+        ]
+        self._names = [""] * num_rows
+        self._num_prompt_tokens, self._levels = np.zeros((2, num_rows), np.int32)
 
     def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
         sampled: list[list[int]] = [[] for _ in self._names]  # an absent row: as one that prefills
         for row, level in zip(rows, levels, strict=True):
+            while self._turns[row] and level > self._turns[row][0]:  # a turn is a request of its own
+                self._names[row] = str(self._num_requests)
+                self._num_requests += 1
+                self._num_prompt_tokens[row] = self._levels[row] = self._turns[row].pop(0)
             sampled[row] = token_ids[row, self._levels[row] : level].tolist()
             self._levels[row] = level
         batch = _batch(self._names, self._num_prompt_tokens, token_ids, self._levels)

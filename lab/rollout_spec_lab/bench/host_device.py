@@ -80,6 +80,9 @@ class Event:
     def record(self, *_: Any) -> None:
         self._end = self._clock.free
 
+    def query(self) -> bool:
+        return self._clock.now() >= self._end
+
     def synchronize(self) -> None:
         """Wait for what the device was given before `record`."""
         self._clock.wait(self._end)

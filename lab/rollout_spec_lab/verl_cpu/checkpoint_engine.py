@@ -23,9 +23,8 @@ from verl.checkpoint_engine.base import (
     split_weight_chunks,
 )
 
-from rollout_spec_lab.verl_cpu.workarounds import SYNC_TIMEOUT_S
-
 BACKEND = "gloo"
+SYNC_TIMEOUT_S = 180  # for one bucket of weights
 _ALIGNMENT = 16  # bytes; a tensor of any dtype can be seen at such an offset
 _OUTSIDE = -1  # the rank of an actor that sends nothing
 

