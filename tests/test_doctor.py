@@ -59,18 +59,17 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
         assert on_gpu.detail == detail + ("" if is_free else costs)
 
 
-def test_doctor_fails_where_torch_cannot_be_imported():
-    done = doctor("sys.modules['torch'] = None")
-    assert done.returncode == 1, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("fail")]
-    needs = "needs torch, which is not installed; install torch"
-    assert [line.split(maxsplit=2)[2] for line in lines if line.split()[1] == "device"] == [needs]
-
-
-def test_doctor_says_that_the_module_in_c_is_not_built():
-    done = doctor("sys.modules['rollout_spec.drafting._native'] = None", "--json")
-    [check] = [one for one in json.loads(done.stdout)["checks"] if one["name"] == "native module"]
-    assert check["status"] == "fail" and check["detail"].endswith("_native is not built")
+@pytest.mark.parametrize(
+    ("module", "name", "detail"),
+    [
+        ("torch", "device", "needs torch, which is not installed"),
+        ("rollout_spec.drafting._native", "native module", "rollout_spec.drafting._native is not built"),
+    ],
+)
+def test_doctor_names_what_cannot_be_imported(module, name, detail):
+    done = doctor(f"sys.modules['{module}'] = None", "--json")
+    [check] = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
+    assert (done.returncode, check["status"], check["detail"]) == (1, "fail", detail)
 
 
 @pytest.mark.parametrize(

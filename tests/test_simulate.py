@@ -269,14 +269,11 @@ def test_replicas_share_their_history():
 
 
 @pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
-def test_auto_is_as_good_as_the_best_fixed_threshold(times):
-    lines = rollouts(12)
-    cluster = Cluster(1, 16, None)
-    *fixed, auto = (
-        seconds(lines, cluster, SpecConfig(batch_threshold=threshold), times)
-        for threshold in (0, 1, 2, 4, 8, 16, "auto")
-    )
-    assert auto < min(fixed) / 0.97
+def test_auto_is_as_good_as_the_best_fixed_threshold_and_loses_nothing_where_nothing_repeats(times):
+    for lines, thresholds, least in ((rollouts(12), (0, 1, 2, 4, 8, 16), 0.97), (noise(), (0,), 0.98)):
+        configs = [SpecConfig(batch_threshold=threshold) for threshold in (*thresholds, "auto")]
+        *fixed, auto = (seconds(lines, Cluster(1, 16, None), config, times) for config in configs)
+        assert auto < min(fixed) / least
 
 
 def test_auto_learns_where_requests_come_and_go_in_every_step():
@@ -289,13 +286,6 @@ def test_auto_learns_where_requests_come_and_go_in_every_step():
         for threshold in (128, "auto")
     )
     assert auto < fixed / 0.75
-
-
-@pytest.mark.parametrize("times", [FLAT, STEPPED, DEAR], ids=["flat", "stepped", "dear"])
-def test_auto_loses_nothing_where_nothing_repeats(times):
-    cluster = Cluster(1, 16, None)
-    off, auto = (seconds(noise(), cluster, one, times) for one in (OFF, SpecConfig(batch_threshold="auto")))
-    assert auto < off / 0.98
 
 
 def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):

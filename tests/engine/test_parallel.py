@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
-from tests.engine.conftest import OFF, engine_settings, make_tiny
+from rollout_spec.vllm.versions import version
+from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.serving import Request, sampling
 from tests.engine.serving import serve as serve_requests
@@ -29,6 +31,51 @@ NUMBERS = itertools.count()  # of requests
 def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
+
+
+@pytest.mark.skipif(
+    version() not in ("0.23.0", "0.24.0"),
+    reason="on CPUs vLLM 0.29 returns no experts, and 0.32 only with MRV2",
+)
+@pytest.mark.parametrize("spec", [None, {"history": 8}], ids=["off", "sam"])
+def test_the_experts_that_are_returned_are_each_tokens_own(
+    tiny_experts: str, chat_model: str, spec: dict[str, Any] | None
+) -> None:
+    """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
+    the token and its position."""
+    from vllm import SamplingParams
+
+    llm = new_engine(
+        tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
+    )
+    runner = runner_of(llm)
+    capturer = runner.routed_experts_capturer
+
+    def note() -> Any:
+        rows = len(capturer.device_buffer)
+        capturer.device_buffer[:, :, 0] = runner.input_ids.gpu[:rows, None]
+        capturer.device_buffer[:, :, 1] = runner.positions[:rows, None]
+        return capturer.device_buffer
+
+    capturer.get_device_buffer = note
+    ask = functools.partial(SamplingParams, temperature=0, ignore_eos=True, max_tokens=LENGTH)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    for _ in range(2):  # the second time drafts go on after each end
+        [free] = llm.generate([prompt], ask(), use_tqdm=False)
+        text, tokens = free.outputs[0].text, free.outputs[0].token_ids
+        ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]
+        ends += [ask(stop=[text[i : i + 2]]) for i in (19, 20, 21, 22)]
+        ends.append(ask(routed_experts_prompt_start=2))
+        outputs = llm.generate([prompt] * len(ends), ends, use_tqdm=False)
+        for output, asked in zip(outputs, ends, strict=True):
+            [sample] = output.outputs
+            own = [*PROMPTS[0], *sample.token_ids][:-1]  # the last one was in no step
+            first = asked.routed_experts_prompt_start or 0
+            found = [tuple(row) for row in sample.routed_experts[:, 1].tolist()]
+            assert found == [(token, i) for i, token in enumerate(own)][first:]
+    if spec is not None:
+        assert proposer_of(llm).take_counters().num_accepted_tokens > 100
+    close([llm])
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(

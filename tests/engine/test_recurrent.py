@@ -221,9 +221,9 @@ def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 
 @pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
-def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]]) -> None:
-    folder, plain = mamba_2
-    assert_right_with_mamba_2(folder, plain)
+@pytest.mark.parametrize("k", [7, pytest.param(3, marks=pytest.mark.long)])
+def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]], k: int) -> None:
+    assert_right_with_mamba_2(*mamba_2, k)
 
 
 @pytest.mark.long
@@ -236,14 +236,6 @@ def test_drafts_change_nothing_with_other_policies_of_mamba_2(
 ) -> None:
     folder = make_recurrent(name, tmp_path)
     assert_right_with_mamba_2(folder, served(folder, None, SOME, **SHORT_STEPS))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
-def test_drafts_change_nothing_with_three_draft_tokens_and_mamba_2(
-    mamba_2: tuple[str, dict[str, Any]],
-) -> None:
-    assert_right_with_mamba_2(*mamba_2, k=3)
 
 
 def assert_right_with_mamba_2(folder: str, plain: dict[str, Any], k: int = 7) -> None:

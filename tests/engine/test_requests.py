@@ -10,12 +10,10 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
-from rollout_spec.vllm.upstream import stop_strings
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
 from tests.engine.serving import (
@@ -140,15 +138,6 @@ def test_a_stop_string_ends_tokens_and_text(engines: Engines, text: str) -> None
         if each.keys() - {"logprobs", "output_kind"} == {"stop"}:
             first = min(each["stop"], key=lambda stop: text.find(stop) + len(stop))
             assert (one["text"], one["end"]) == (text[: text.find(first)], ["stop", first])
-
-
-def test_a_token_that_comes_before_a_stop_string_keeps_its_own_experts():
-    from vllm.v1.engine import EngineCoreOutput
-
-    parts = stop_strings.one_by_one(EngineCoreOutput("a", [4, 5], routed_experts=np.array([[[7]], [[8]]])))
-    assert [(part.new_token_ids, part.routed_experts.tolist()) for part in parts] == [
-        ([4], [[[7]]]), ([5], [[[8]]])
-    ]  # fmt: skip
 
 
 def test_the_samples_of_one_request_have_keys_of_their_own(engines: Engines) -> None:

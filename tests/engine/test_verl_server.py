@@ -9,7 +9,6 @@ import os
 import pathlib
 import signal
 import time
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +16,9 @@ import pytest
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
-from tests.engine.conftest import OFF, core_of, engine_settings, new_engine, proposer_of
+from tests.engine.conftest import OFF, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.serving import Request, num_accepted, sampling
-from tests.engine.serving import serve as serve_requests
+from tests.engine.serving import num_accepted
 from tests.engine.test_life_cycle import PROMPTS
 from tests.engine.tiny_heads import loaded
 from tests.engine.tiny_recurrent import make_recurrent
@@ -95,39 +93,6 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
     assert len({*named, *unnamed}) == 8
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
-
-
-def rollouts(llm: Any) -> list[list[int]]:
-    asked = {"temperature": 1.0, "max_tokens": 60, "seed": 7}
-    pairs = [(prompt, [3, i, j]) for i, prompt in enumerate(PROMPTS) for j in range(2)]
-    found = serve_requests(llm, [Request(prompt, sampling(asked, key=key)) for prompt, key in pairs])
-    return [one["tokens"] for one in found]
-
-
-def deterministic_rollouts(model: str) -> tuple[list[list[int]], list[list[int]], int]:
-    """Token ids without and with drafts, and the number of accepted ones, with full_determinism of verl."""
-    import torch
-    from verl.workers.engine.utils import enable_full_determinism
-    from vllm import envs
-
-    enable_full_determinism(seed=7)
-    plain, llm = rollouts(new_engine(model, **OFF)), new_engine(model, {})
-    drafted = rollouts(llm)
-    assert envs.VLLM_BATCH_INVARIANT and torch.are_deterministic_algorithms_enabled()
-    return plain, drafted, num_accepted(llm)
-
-
-@pytest.mark.long
-def test_full_determinism_changes_nothing(
-    make_engine: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process of its own: verl's settings stay. Of vLLM's batch invariance a CPU has the switch only."""
-    expected = rollouts(make_engine(**OFF))
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        plain, drafted, accepted = process.submit(deterministic_rollouts, tiny_model).result()
-    assert plain == drafted == expected
-    assert accepted > 0
 
 
 def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
