@@ -40,14 +40,14 @@ class Server:
         self._history.add(PROMPT, np.array(response, np.int32))
 
     async def take_history(self) -> list[bytes]:
-        return [self._history.take_new()]
+        return list(self._history.take_new())
 
     async def add_history(self, *contents: list[bytes]) -> None:
         for content in chain.from_iterable(contents):
             self._history.merge(content)
 
-    async def pack_history(self) -> bytes | None:
-        return self._history.pack() if self._drafts else None
+    async def pack_history(self) -> list[bytes]:
+        return list(self._history.pack()) if self._drafts else []
 
     async def stop_drafting(self) -> None:
         self._drafts = False
