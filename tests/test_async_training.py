@@ -135,8 +135,7 @@ def test_a_validation_is_served_and_not_counted(run: Run) -> None:
         step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
     ]
     assert validations
-    # What is validated after the last step is in no later one.
-    assert {response.name[1] for response in run.ended("val")} >= set(validations[:-1])
+    assert not run.ended("val"), "nor recorded"
 
 
 def test_the_trainers_own_engine_comes_and_goes(separate: Run) -> None:
