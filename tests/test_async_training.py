@@ -128,7 +128,7 @@ def test_a_validation_is_served_and_neither_counted_nor_recorded(run: Run) -> No
         step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
     ]
     assert validations
-    assert not run.ended("val")
+    assert not run.ended("val"), "nor recorded"
 
 
 def test_the_trainers_own_engine_comes_and_goes(separate: Run) -> None:
