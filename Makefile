@@ -56,7 +56,7 @@ ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
-demo: ## train twice with verl, drafts off and on, and serve with both in turns (DEMO_ARGS=--quick)
+demo: ## serve with drafts off and on in turns, and train twice with verl (DEMO_ARGS=--quick)
 	$(RUN) rollout-spec-lab demo $(DEMO_ARGS)
 
 recording: ## the same, recorded as text: docs/demo.cast

@@ -19,7 +19,7 @@ from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec_lab import processes
 from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
-from rollout_spec_lab.demo.runner import Plan, overrides
+from rollout_spec_lab.demo.runner import Plan, RunFailedError, overrides, train
 from tests.test_cli import check_parser, parsers
 
 COMMAND = (sys.executable, "-m", "rollout_spec_lab.cli")
@@ -168,12 +168,14 @@ def demo(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failed_trainer_is_one_line_with_the_log(demo, tmp_path):
+def test_what_verl_does_not_take_is_one_line_with_the_log(demo, tmp_path):
     done = run(*demo, "no.such=1")
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
-    assert "no.such" in line
-    assert str(tmp_path / "demo" / "off" / "train.log") in line
+    assert "no.such" in line and str(tmp_path / "demo" / "turns.log") in line
+    plan = Plan(tmp_path, overrides=("no.such=1",))
+    with pytest.raises(RunFailedError, match=rf"no\.such.*{tmp_path}/off/train\.log"):
+        train(plan, "off", tmp_path, tmp_path, print)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

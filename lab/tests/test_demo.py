@@ -12,18 +12,19 @@ from typing import Any
 
 import pandas
 import pytest
+from omegaconf import OmegaConf
 
 from rollout_spec.config import UserError
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
-from rollout_spec.trace import to_line, trace_file
 from rollout_spec_lab.bench.engine import Load
 from rollout_spec_lab.bench.jobs import EngineError
 from rollout_spec_lab.bench.timeline import Timeline
 from rollout_spec_lab.cli.inputs import prompt_rows
 from rollout_spec_lab.demo import data, model, report, runner
+from rollout_spec_lab.demo import turns as demo_turns
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
-from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of
+from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of, prompts_of
 from tests.test_report import write_run
 from tests.trainings import make_policy
 
@@ -76,7 +77,7 @@ def test_pairs_take_the_prompts_in_turn_with_noise_of_their_own() -> None:
 
 CONFIG = """
 rollout: {spec: {method: sam, history: 2, model_drafter: null}}
-data: {max_response_length: 40, train_batch_size: 3}
+data: {max_response_length: 40, train_batch_size: 1}
 actor_rollout_ref:
   rollout:
     {n: 2, temperature: 0.5, dtype: float32, max_num_seqs: 6, max_num_batched_tokens: 64, enforce_eager: true,
@@ -84,15 +85,14 @@ actor_rollout_ref:
 """
 
 
-def test_the_turns_serve_what_the_training_served(tmp_path: Path) -> None:
-    """Its prompts in the order of its steps, each once; its lengths, temperature, engine and drafter."""
-    (tmp_path / "hydra/.hydra").mkdir(parents=True)
-    (tmp_path / "hydra/.hydra/config.yaml").write_text(CONFIG)
-    (tmp_path / "rollouts").mkdir()
-    lines = [to_line("b", 2, [4, 5, 6], [[1]]), to_line("a", 1, [7], [[1]]), to_line("a", 3, [7], [[2]])]
-    trace_file(tmp_path / "rollouts", 0).write_text("".join(lines))
-    plan, size = plan_of(tmp_path, Path("/policy"))
-    assert (size, plan.load.prompts) == (3, [(7,), (4, 5, 6)])
+def test_the_turns_serve_what_the_training_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts of its steps; its lengths, temperature, engine and drafter."""
+    config = OmegaConf.create(CONFIG)
+    train_file, _ = data.make_data(tmp_path, num_train=3)
+    monkeypatch.setattr(demo_turns, "tokenized", lambda _, rows: [row["extra_info"]["index"] for row in rows])
+    assert prompts_of(config, "/policy", str(train_file), 2) == [0, 1]
+    plan, size = plan_of(config, [[7], [4, 5, 6]], Path("/policy"))
+    assert (size, plan.load.prompts) == (1, [[7], [4, 5, 6]])
     assert {one["max_tokens"] for one in plan.load.requests(0)} == {40} and len(plan.load.requests(0)) == 4
     job = plan.job(0, "sam")
     asked = {"temperature": 0.5, "natural_ends": True, "dtype": "float32", "model": "/policy"}
@@ -133,7 +133,7 @@ def test_the_headline_is_that_of_the_turns(seconds: list, training: float, says:
     assert first in page and "In turns" in page and "http" not in page
 
 
-def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
+def test_the_demo_takes_turns_and_says_the_gain_before_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -142,22 +142,26 @@ def test_the_demo_trains_without_drafts_then_with_them_and_then_takes_turns(
         done.append(method)
         write_run(plan.output / method, [10.0, 20.0], [100, 200])
 
-    def serve(plan: str, size: int, seconds: float, folder: Path) -> Turns:
+    def serve(plan: Any, size: int, seconds: float, folder: Path) -> Turns:
         done.append((plan, size, seconds, folder))
         if seconds < 0:
             raise EngineError("turns: its process ended with code 1: out of memory")
         return turns((3.0, 2.0))
 
     monkeypatch.setattr(runner, "train", train)
-    monkeypatch.setattr(runner, "plan_of", lambda training, model: (f"{training.name} of {model.name}", 2))
+    composer = "import sys, json; json.dump([{'asked': sys.argv[2:]}, [[7]]], open(sys.argv[1], 'w'))"
+    monkeypatch.setattr(runner, "_COMPOSE", composer)
+    monkeypatch.setattr(runner, "plan_of", lambda config, *rest: ((list(config.asked), *rest), 2))
     monkeypatch.setattr(runner, "serve_in_turns", serve)
     given = {"output": tmp_path, "model": tmp_path / "policy", "train_file": tmp_path / "train.parquet"}
-    comparison, found = runner.run_demo(runner.Plan(**given), print)
-    assert done == ["off", "sam", ("sam of policy", 2, 60.0, tmp_path)]
+    comparison, found = runner.run_demo(runner.Plan(**given, overrides=("a=1",)), done.append)
+    first, *others = [each for each in done if not str(each).startswith(("demo: ", "turns: "))]
+    (asked, *rest), *turns_of = first
+    assert asked[:3] == [*map(str, (given["model"], given["train_file"], 4))] and asked[-1] == "a=1"
+    assert rest == [[[7]], given["model"]] and turns_of == [2, 60.0, tmp_path]
+    assert others == [*report.of_turns(found), "off", "sam"]
     assert comparison.on.column("step") == [1, 2] and found.speedup.value == pytest.approx(1.5)
-    with pytest.raises(
-        runner.RunFailedError, match=r"out of memory; log: .*rollout-spec compare \S+/off \S+/sam"
-    ):
+    with pytest.raises(runner.RunFailedError, match=r"out of memory; log: "):
         runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), print)
 
 

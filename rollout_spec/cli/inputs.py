@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollout_spec.predict.roofline import Roofline
     from rollout_spec.trace import Rollout
 
-MAX_ENGINES = 256
+MAX_ENGINES = 128
 """In a cluster, and devices, ranks or copies: a simulation of more takes minutes and says nothing new."""
 
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.trace import Proposals, to_line, trace_file
 from rollout_spec_lab.bench.engine import Load
 from rollout_spec_lab.bench.tables import Table
@@ -36,28 +38,25 @@ def write_rollouts(
     served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
     """
     timelines = {method: [one["timeline"] for one in repeats] for method, repeats in served.items()}
-    (folder / "engine.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
-    (folder / "timelines.json").write_text(json.dumps(timelines) + "\n")
+    files: dict[str, bytes | str] = {
+        "engine.json": as_json(record),
+        "timelines.json": json.dumps(timelines) + "\n",
+    }
     first = {method: lines[0] for method, lines in timelines.items()}
     with contextlib.suppress(ModuleNotFoundError):  # a machine without matplotlib gets no picture
-        _plot(first, record["load"]["tail_threshold"], folder / "engine.png")
+        files["engine.png"] = _plot(first, record["load"]["tail_threshold"])
     for repeat, one in enumerate(next(iter(served.values()))):
-        lines = load.lines(repeat, one["responses"])
-        trace_file(folder, repeat).write_text(
-            "".join(
-                to_line(
-                    line.group,
-                    None,
-                    line.prompt_token_ids.tolist(),
-                    [each.tolist() for each in line.responses],
-                )
-                for line in lines
+        files[trace_file(folder, repeat).name] = "".join(
+            to_line(
+                line.group, None, line.prompt_token_ids.tolist(), [each.tolist() for each in line.responses]
             )
+            for line in load.lines(repeat, one["responses"])
         )
+    write_files(folder, files)
 
 
-def _plot(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> None:
-    """Per method: the running requests over time, shaded where draft tokens were verified.
+def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
+    """A PNG: by method the running requests over time, shaded where draft tokens were verified.
 
     Args:
         timelines: the columns of a `Timeline` by method, all of one repeat.
@@ -83,7 +82,9 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int, file: Path) -> 
     axes[0, 0].legend(fontsize=7, loc="upper right")
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110)
+    return content.getvalue()
 
 
 def write_proposals(
@@ -98,7 +99,7 @@ def write_proposals(
             for each in recorded["proposals"][siblings]
         ]
         lines.append(to_line(str(i), None, prompt, recorded["responses"][siblings], proposals=proposals))
-    (folder / "proposals.jsonl").write_text("".join(lines))
+    write_files(folder, {"proposals.jsonl": "".join(lines)})
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:

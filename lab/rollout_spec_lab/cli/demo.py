@@ -1,9 +1,8 @@
-"""`rollout-spec-lab demo`: train twice with verl, drafts off and on, serve with both in turns, and report."""
+"""`rollout-spec-lab demo`: serve with drafts off and on in turns, train twice with verl, and report."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number
 from rollout_spec.config import UserError
+from rollout_spec.files import as_json
 from rollout_spec_lab.cli.inputs import add_model_argument
 
 if TYPE_CHECKING:
     from rollout_spec_lab.demo.runner import Plan
 
-HELP = "train a small model twice with verl, drafts off and on, and serve with both in turns"
+HELP = "serve a small model with drafts off and on in turns, and train it twice with verl"
 STEPS = {"grpo": 4, "dapo": 1}
 TRAINERS = ("sync", "colocate_async", "separate_async")  # verl's trainer.v1.trainer_mode
 # Few rows, so that the gate opens within as few tokens.
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         comparison, turns = run_demo(plan, say)
     paths = report.write(comparison, turns, plan.output, facts(plan))
     if args.json:
-        print(json.dumps(report.to_dict(comparison, turns), indent=2, allow_nan=False))
+        print(as_json(report.to_dict(comparison, turns)), end="")
         return 0
     console = make_console()
     print_tables(console, report.tables(comparison, turns, intervals=False))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.files import as_json, write_files
 from rollout_spec.report.comparison import FILES, draw, sentences, table_columns, table_rows
 from rollout_spec.report.measures import Comparison
 from rollout_spec.report.page import render
@@ -29,15 +29,15 @@ def headline(turns: Turns) -> str:
     return f"{turns.speedup.value:.2f}× tokens per second (95% interval {low:.2f} to {high:.2f})"
 
 
-def text(comparison: Comparison, turns: Turns) -> list[str]:
-    """The turns in two or three sentences, then the trainings."""
+def of_turns(turns: Turns) -> list[str]:
+    """What the turns found, in two or three sentences."""
     low, high = turns.speedup.ci95
     verdict = "Drafts made rollouts faster" if low > 1.0 else "Drafts made rollouts slower"
     verdict = verdict if low > 1.0 or high < 1.0 else "No clear difference with drafts and without"
     same, compared = turns.agreement.num_identical, turns.agreement.num_tokens
     found = [
         f"{verdict}: {headline(turns)}.",
-        "How: after the trainings, one process served the training's prompts with drafts off and on in turn, "
+        "How: before the trainings, one process served their prompts with drafts off and on in turn, "
         f"{len(turns.seconds)} times each, with the policy as it was before training. Both sides of a pair "
         f"run within seconds, so the machine is the same. {same:,} of {compared:,} tokens were the same.",
     ]
@@ -46,7 +46,12 @@ def text(comparison: Comparison, turns: Turns) -> list[str]:
             f"In the turns, {turns.acceptance_rate:.1%} of the draft tokens were accepted. A decode step "
             f"gave {turns.tokens_per_step:.2f} tokens; plain decoding gives 1."
         )
-    return [*found, *sentences(comparison, speed=_of_trainings(comparison))]
+    return found
+
+
+def text(comparison: Comparison, turns: Turns) -> list[str]:
+    """The turns, then the trainings."""
+    return [*of_turns(turns), *sentences(comparison, speed=_of_trainings(comparison))]
 
 
 def _of_trainings(comparison: Comparison) -> list[str]:
@@ -75,13 +80,15 @@ def tables(comparison: Comparison, turns: Turns, intervals: bool = True) -> list
 
 def write(comparison: Comparison, turns: Turns, folder: Path, facts: Mapping[str, str]) -> dict[str, Path]:
     """Write summary.json, report.png and report.html into `folder`; their paths, by kind."""
-    paths = {kind: folder / name for kind, name in FILES.items()}
     picture = draw(comparison)
-    paths["json"].write_text(json.dumps(to_dict(comparison, turns), indent=2, allow_nan=False) + "\n")
-    paths["png"].write_bytes(picture)
     page = render(
         "demo", headline(turns), text(comparison, turns), tables(comparison, turns), facts, picture,
         "Each measure over the training steps, off and sam",
     )  # fmt: skip
-    paths["html"].write_text(page)
-    return paths
+    contents: dict[str, bytes | str] = {
+        "json": as_json(to_dict(comparison, turns)),
+        "png": picture,
+        "html": page,
+    }
+    write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
+    return {kind: folder / name for kind, name in FILES.items()}

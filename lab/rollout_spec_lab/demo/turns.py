@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec import trace
+from rollout_spec.cli.inputs import prompt_rows, tokenized
 from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
@@ -52,21 +52,19 @@ class Turns:
         }  # fmt: skip
 
 
-def plan_of(training: Path, model: Path) -> tuple[Plan, int]:
-    """What to serve, and how many prompts the training took in a step: the prompts of a training, sampled as
-    it did, by engines with its options and this policy.
+def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list[list[int]]:
+    """The prompts of a training's steps. Imports torch."""
+    num_rows = config.data.train_batch_size * num_steps
+    return tokenized(model, prompt_rows("--train-file", Path(train_file), num_rows))
 
-    training: the folder of a run with drafts; its configuration and its recorded rollouts are read.
+
+def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[Plan, int]:
+    """What to serve, and how many prompts a training step takes: the prompts of a training, sampled as it
+    does, by engines with its options and this policy.
+
+    config: verl's configuration of the training with drafts.
     """
-    from omegaconf import OmegaConf
-
-    config: Any = OmegaConf.load(training / "hydra" / ".hydra" / "config.yaml")
     rollout = config.actor_rollout_ref.rollout
-    files = sorted((training / trace.FOLDER).glob("*.jsonl"))
-    lines = sorted(
-        (line for file in files for line in trace.read_trace(file)), key=lambda line: line.step or 0
-    )
-    prompts = list(dict.fromkeys(tuple(line.prompt_token_ids.tolist()) for line in lines))
     load = Load(
         prompts=prompts, group_size=rollout.n, max_tokens=config.data.max_response_length, natural_ends=True,
         temperature=rollout.temperature,
