@@ -126,9 +126,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
         return false;
     }
     const bool was_behind = sequence->at.level < first || !rs_is_whole(index, group);
-    if (!was_behind) {
-        learn_outcome(index, batch->sequences[i], tokens + first, num_new);
-    }
+    learn_outcome(index, batch->sequences[i], tokens + first, num_new);
     if (rs_sequence_write(index, sequence, tokens + first, num_new) != RS_OK) {
         return false;
     }

@@ -41,6 +41,7 @@ class EngineCounters(Counters):
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_behind_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
     num_texts_left_out: int = 0  # prompts, requests and responses of the history, for want of memory
+    num_resumed: int = 0  # requests that went on where their sample's text ended
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
     # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
@@ -178,6 +179,11 @@ METRICS = (
         "num_failed_steps", "engine", lambda counts: counts.num_failed_steps,
         "Engine steps in which drafting failed. The rollout went on without drafts.",
         "Above 0: the engine's log gives the reason once. Report it.",
+    ),
+    Metric(
+        "num_resumed", "engine", lambda counts: counts.num_resumed,
+        "Turns, and requests after an interruption, that went on where their sample's text ended.",
+        "0 with an agent of several turns: its chat template changes what was said before.",
     ),
     Metric(
         "num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,

@@ -391,7 +391,7 @@ class SequenceOracle:
         if is_resumed or len(row) < len(self.said):
             self.cut([a == b for a, b in zip(row, self.said, strict=False)])
         new, was_whole = row[len(self.said) :], self.is_whole
-        for prediction, token in zip(self.predictions, new if was_whole else (), strict=False):
+        for prediction, token in zip(self.predictions, new, strict=False):
             self.experience.calibrate(prediction, token)
             if prediction.token != token:
                 break

@@ -98,7 +98,7 @@ def test_every_step_drafts_and_logs_it(run: Run) -> None:
 
 def test_samples_are_interrupted_and_go_on(run: Run) -> None:
     """Those of an engine that goes do so on the other one."""
-    assert run.total("num_interrupted") > 0
+    assert run.total("num_interrupted") > 0 and run.total("num_resumed") > 0
 
 
 def test_the_trainer_trains_on_samples_of_two_versions(colocated: Run) -> None:
@@ -123,13 +123,12 @@ def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> N
 
 
 @pytest.mark.parametrize("run", ["colocated", "separate"], indirect=True)
-def test_a_validation_is_served_and_not_counted(run: Run) -> None:
+def test_a_validation_is_served_and_neither_counted_nor_recorded(run: Run) -> None:
     validations = [
         step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
     ]
     assert validations
-    # What is validated after the last step is in no later one.
-    assert {response.name[1] for response in run.ended("val")} >= set(validations[:-1])
+    assert not run.ended("val"), "nor recorded"
 
 
 def test_the_trainers_own_engine_comes_and_goes(separate: Run) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting import history as history_module
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file
 from rollout_spec.files import write_files
@@ -76,23 +77,27 @@ def test_keys_tell_prompts_and_groups_apart():
     ]
 
 
-def test_what_is_saved_comes_back(tmp_path):
+@pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 20, 1), (60, 8), (1, 9)])
+def test_what_is_saved_comes_back(tmp_path, monkeypatch, piece_bytes, num_pieces):
+    monkeypatch.setattr(history_module, "_PIECE_BYTES", piece_bytes)
     history = History(3, 1 << 20)
     for prompt in range(5):
         for response in range(prompt):
-            history.add(prompt_key(int32(prompt)), np.arange(prompt * 10 + response + 1, dtype=np.int32))
+            history.add(prompt_key(int32(prompt)), np.arange(response, prompt * 10 + 1, dtype=np.int32))
     file = tmp_path / "a" / "folder" / "history"
     for _ in range(2):
-        write_files(file.parent, {file.name: history.pack()})
+        write_files(file.parent, {file.name: b"".join(history.pack())})
     loaded = History(3, 1 << 20)
-    loaded.merge(read_file(file))
+    assert len(read_file(file)) == num_pieces
+    for piece in read_file(file):
+        loaded.merge(piece)
     assert (len(loaded), loaded.num_bytes) == (len(history), history.num_bytes)
     for prompt in range(5):
         assert texts(loaded, prompt_key(int32(prompt))) == texts(history, prompt_key(int32(prompt)))
     assert [path.name for path in file.parent.iterdir()] == ["history"]
     empty = tmp_path / "empty"
-    empty.write_bytes(History(3, 100).pack())
-    loaded.merge(read_file(empty))
+    empty.write_bytes(b"".join(History(3, 100).pack()))
+    loaded.merge(*read_file(empty))
     assert len(loaded) == len(history)
 
 
@@ -101,7 +106,7 @@ def test_what_is_saved_comes_back(tmp_path):
     [
         (lambda content: content[:-1], "damaged"),
         (lambda content: content[:70] + bytes([content[70] ^ 1]) + content[71:], "damaged"),
-        (lambda content: content.replace(b"history 3", b"history 2", 1), "not a history of this version"),
+        (lambda content: content.replace(b"history 4", b"history 3", 1), "not a history of this version"),
         (lambda _: b"PK a foreign file", "not a history"),
         (lambda _: b"", "not a history"),
     ],
@@ -110,7 +115,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     history = History(3, 1 << 20)
     history.add(b"a" * 16, int32(1, 2, 3))
     file = tmp_path / "history"
-    file.write_bytes(spoil(history.pack()))
+    file.write_bytes(spoil(b"".join(history.pack())))
     with pytest.raises(HistoryError, match=f"{file}: {message}"):
         read_file(file)
     with pytest.raises(HistoryError, match=f"history of another engine: {message}"):
@@ -141,11 +146,11 @@ def test_what_is_shared_is_new_keeps_to_the_budget_and_is_checked():
     giver, taker = History(8, 10_000), History(8, 4_000)
     for prompt in range(12):
         giver.add(bytes([prompt]) * 16, np.full(300, prompt, np.int32))
-    content = giver.take_new()
+    [content] = giver.take_new()
     giver.add(b"later" + bytes(11), int32(1))
-    assert len(merged(giver.take_new())) == 1, "nothing is shared twice"
+    assert len(merged(*giver.take_new())) == 1, "nothing is shared twice"
     taker.merge(content)
-    assert len(merged(taker.take_new())) == 0, "what came from another is not sent on"
+    assert len(merged(*taker.take_new())) == 0, "what came from another is not sent on"
     assert 0 < taker.num_bytes <= 4_000
     assert texts(taker, bytes([11]) * 16)[0][0] == 11
     before = taker.num_bytes

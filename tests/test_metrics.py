@@ -51,6 +51,7 @@ def test_the_metrics_of_two_servers_by_hand():
             "num_draft_tokens": 20,
             "num_accepted_tokens": 10,
             "num_failed_steps": 1,
+            "num_resumed": 0,
             "num_untracked_rows": 0,
             "num_texts_left_out": 0,
             "tokens_per_step": (32 - 2) / 20,

@@ -249,10 +249,10 @@ def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
     for name in names:
         engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
     engine.step({f"{name}-0123abcd": TEXT[:9] for name in names})
-    taken = engine.control.take_history(aborted=["cut"], finished=["done"])
+    taken = engine.control.take_history(["cut"], ["done"])
     assert engine.index.stats().num_sequences == 1
     assert [drafts_of(taken, name) for name in names] == [TEXT[2:6], [], []]
-    again = engine.control.take_history(finished=[])
+    again = engine.control.take_history((), [])
     assert [drafts_of(again, name) for name in names] == [[], [], []]
     # By default all have ended; `pack_history` has what was taken before, too.
     content = engine.control.pack_history()

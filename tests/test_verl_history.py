@@ -15,6 +15,7 @@ import ray
 from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import History, prompt_key
+from rollout_spec.verl.client import Calls
 from rollout_spec.verl.history import (
     FILE,
     keeps_history,
@@ -39,14 +40,14 @@ class Server:
         self._history.add(PROMPT, np.array(response, np.int32))
 
     async def take_history(self) -> list[bytes]:
-        return [self._history.take_new()]
+        return list(self._history.take_new())
 
     async def add_history(self, *contents: list[bytes]) -> None:
         for content in chain.from_iterable(contents):
             self._history.merge(content)
 
-    async def pack_history(self) -> bytes | None:
-        return self._history.pack() if self._drafts else None
+    async def pack_history(self) -> list[bytes]:
+        return list(self._history.pack()) if self._drafts else []
 
     async def stop_drafting(self) -> None:
         self._drafts = False
@@ -204,3 +205,14 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(tmp_path, caplog):
     ray.get([handle.stop_drafting.remote() for handle in trainer.handles])
     save_history(trainer)
     assert "no engine gives one" in caplog.text
+
+
+def test_servers_that_load_one_copy_of_a_client_name_its_calls_apart():
+    def name(_: Any, calls: Any) -> list[Any]:
+        named = calls.named([1], {"extra_args": {"rollout_spec_key": ["sample"]}})
+        return named["extra_args"]["rollout_spec_key"]
+
+    copy = ray.put(Calls())
+    names = ray.get([server.__ray_call__.remote(name, copy) for server in SERVERS for _ in range(2)])
+    assert sorted(each[1:-2] for each in names) == [[1], [1], [1, -2], [1, -2], [1, -1], [1, -1]]
+    assert len({str(each) for each in names}) == 6

@@ -103,7 +103,7 @@ def responses_of(folder: pathlib.Path) -> list[Response]:
 
 
 def saved(folder: pathlib.Path, step: int) -> dict[str, list[list[int]]]:
-    history = merged(read_file(folder / f"global_step_{step}" / FILE))
+    history = merged(*read_file(folder / f"global_step_{step}" / FILE))
     groups = {response.group for response in responses_of(folder)}
     return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}
 

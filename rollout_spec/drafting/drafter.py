@@ -393,6 +393,7 @@ class Drafter:
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
         taken, self.counters = self.counters, EngineCounters()
+        taken.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
         return taken
 
     def clear(self, aborted: Collection[str] = ()) -> None:

@@ -53,6 +53,7 @@ class Groups:
         self._history = history
         self._groups: dict[_Key, _Group] = {}
         self._keys: dict[int, _Key] = {}  # of the groups, by their handles
+        self.num_resumed = 0  # requests that went on where their sample's text ended
         self.num_texts_left_out = 0  # responses of the history, for which the index has no room
         self._parked: dict[Hashable, Member] = {}  # by the names of their samples
         # Those without, by the number and the last of all their tokens; the one parked last is the last.
@@ -84,6 +85,7 @@ class Groups:
         if member is not None:
             if not member.after_prompt or _begins_with(prompt, member.group.prompt):
                 self._index.resume_sequence(member.sequence)
+                self.num_resumed += 1
                 return member
             self._end(member)
         is_new = key not in self._groups

@@ -8,15 +8,18 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rollout_spec.drafting.native import Int32Array
 
-_MAGIC = b"rollout_spec history 3\n"
+_MAGIC = b"rollout_spec history 4\n"
+_LENGTH_BYTES = 8  # of a piece's content
+_PIECE_BYTES = 1 << 20  # of texts, about; a longer one is a piece of its own
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
 _KEY_BYTES = 16
 _OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
 
@@ -96,19 +99,16 @@ class Responses:
         """The responses to a prompt, the earliest first."""
         return list(self._responses.get(prompt_key, ()))
 
-    def pack(self) -> bytes:
-        """Everything, with a version and a checksum."""
-        keys = [key for key, responses in self._responses.items() for _ in responses]
-        kept = [response for responses in self._responses.values() for response in responses]
-        buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, _KEY_BYTES),
-            lengths=np.array([len(response) for response in kept], np.int64),
-            tokens=np.concatenate([np.empty(0, np.int32), *kept]),
-        )
-        content = buffer.getvalue()
-        return _MAGIC + hashlib.sha256(content).digest() + content
+    def pack(self) -> Iterator[bytes]:
+        """Everything that is there now, in pieces with a version and a checksum each; at least one."""
+        kept = [(key, response) for key, responses in self._responses.items() for response in responses]
+        begin = num_bytes = 0
+        for end, (_, response) in enumerate(kept, 1):
+            num_bytes += response.nbytes
+            if num_bytes >= _PIECE_BYTES and end < len(kept):
+                yield _packed(kept[begin:end])
+                begin, num_bytes = end, 0
+        yield _packed(kept[begin:])
 
 
 class History(Responses):
@@ -117,19 +117,21 @@ class History(Responses):
     def __init__(self, num_responses: int, max_bytes: int) -> None:
         super().__init__(num_responses, max_bytes)
         self._new = Responses(num_responses, max_bytes)
+        self.pieces: Iterator[bytes] = iter(())
+        """Of what was asked for last, those that are still to be handed on."""
 
     def add(self, prompt_key: bytes, response: Int32Array) -> None:
         """Keep a response of this engine as the latest of its prompt."""
         super().add(prompt_key, response)
         self._new.add(prompt_key, response)
 
-    def take_new(self) -> bytes:
-        """What `add` has kept since the last call, for `merge` of other engines' histories."""
+    def take_new(self) -> Iterator[bytes]:
+        """What `add` has kept since the last call, in pieces for `merge` of other engines' histories."""
         taken, self._new = self._new, Responses(self.num_responses, self._max_bytes)
         return taken.pack()
 
     def merge(self, content: bytes) -> None:
-        """Keep what another history's `take_new` or `pack` has given, as the latest of its prompts.
+        """Keep a piece that another history's `take_new` or `pack` has given, as the latest of its prompts.
 
         Raises:
             HistoryError: it is of another version or damaged; nothing was added.
@@ -138,32 +140,48 @@ class History(Responses):
             super().add(key, response)
 
 
-def read_file(path: Path) -> bytes:
-    """A file of what `pack` made, for `merge`.
+def read_file(path: Path) -> list[bytes]:
+    """The pieces of a file of what `pack` made, for `merge`.
 
     Raises:
         OSError: the file cannot be read.
         HistoryError: it is not one of ours, of another version, or damaged.
     """
-    content = path.read_bytes()
-    _checked(content, str(path))
-    return content
+    content, pieces = path.read_bytes(), list[bytes]()
+    while content or not pieces:
+        num = _HEAD_BYTES + int.from_bytes(content[_HEAD_BYTES - _LENGTH_BYTES : _HEAD_BYTES], "little")
+        pieces.append(content[:num])
+        _checked(pieces[-1], str(path))
+        content = content[num:]
+    return pieces
 
 
-def _checked(content: bytes, where: str) -> bytes:
-    """Take version and checksum off what `pack` made. Raises HistoryError, beginning with `where`."""
-    if not content.startswith(_MAGIC):
+def _packed(kept: Sequence[tuple[bytes, Int32Array]]) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        keys=np.frombuffer(b"".join(key for key, _ in kept), np.uint8).reshape(-1, _KEY_BYTES),
+        lengths=np.array([len(response) for _, response in kept], np.int64),
+        tokens=np.concatenate([np.empty(0, np.int32), *(response for _, response in kept)]),
+    )
+    content = buffer.getbuffer()
+    length = len(content).to_bytes(_LENGTH_BYTES, "little")
+    return b"".join((_MAGIC, hashlib.sha256(content).digest(), length, content))
+
+
+def _checked(piece: bytes, where: str) -> bytes:
+    """Take version, checksum and length off a piece. Raises HistoryError, beginning with `where`."""
+    if not piece.startswith(_MAGIC):
         raise HistoryError(f"{where}: not a history of this version")
-    digest = content[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES]
-    content = content[len(_MAGIC) + _DIGEST_BYTES :]
-    if hashlib.sha256(content).digest() != digest:
+    content = piece[_HEAD_BYTES:]
+    if hashlib.sha256(content).digest() != piece[len(_MAGIC) :][:_DIGEST_BYTES]:
         raise HistoryError(f"{where}: damaged, its checksum does not match")
     return content
 
 
-def _unpack(content: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
-    """Prompt keys and responses of what `pack` made. Raises HistoryError, beginning with `where`."""
-    with np.load(io.BytesIO(_checked(content, where))) as arrays:
+def _unpack(piece: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
+    """Prompt keys and responses. Raises HistoryError, beginning with `where`."""
+    with np.load(io.BytesIO(_checked(piece, where))) as arrays:
         texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         # Of nothing, split makes one empty text.
         return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]

@@ -201,9 +201,9 @@ def rollout(
 
 
 def _share_history(histories: Sequence[History]) -> None:
-    taken = [history.take_new() for history in histories]
+    taken = [list(history.take_new()) for history in histories]
     for i, history in enumerate(histories):
-        for content in taken[:i] + taken[i + 1 :]:
+        for content in itertools.chain.from_iterable(taken[:i] + taken[i + 1 :]):
             history.merge(content)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -109,7 +108,7 @@ def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]]) -> tuple[st
 
 def _digest(value: Any) -> str | None:
     """Of an image, a video, a sound: bytes, PIL's, numpy's or torch's; None of anything else."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "numpy"):
         value = value.numpy(force=True)
     content = value if isinstance(value, bytes) else getattr(value, "tobytes", bytes)()
     return hashlib.sha256(content).hexdigest() if content else None

@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import ActorDiedError
+from ray.experimental.internal_kv import _internal_kv_put  # Ray has no public one
 from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -46,7 +49,8 @@ class Calls:
     """The calls that agent loops make, by sample.
 
     A copy in this process is the same object. A copy that is sent to another process counts for itself; its
-    calls' names also say which copy it is, by the order in which copies were sent.
+    calls' names also say which copy it is, by the order in which copies were sent. If several processes load
+    one copy (one `ray.put`), all but the first that makes a call add a number below 0; outside Ray each does.
     """
 
     def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
@@ -57,7 +61,13 @@ class Calls:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _calls_here.setdefault(self._name, self)
-        return _find_calls, (self._name, (*self._copy, next(self._copies)))
+        return _find_calls, (self._name, (*self._path, next(self._copies)))
+
+    @functools.cached_property
+    def _path(self) -> tuple[int, ...]:
+        """Which copy this is, in which process."""
+        number = _claim(f"{self._name} {self._copy}") if self._copy else 0
+        return (*self._copy, number) if number else self._copy
 
     def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters of one more call, with its name, its sample and its number there, and two lengths:
@@ -75,7 +85,7 @@ class Calls:
         sample = self._samples.setdefault(sample_name, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
             self._samples.pop(next(iter(self._samples)), None)  # another thread may take the same one
-        name = sample.name_call(extra_args[KEY], prompt_ids, self._copy)
+        name = sample.name_call(extra_args[KEY], prompt_ids, self._path)
         turn = {TURN_KEY: next(sample.turns), TURN_TOKENS_KEY: len(prompt_ids)}
         own = {KEY: name, SAMPLE_KEY: sample_name, **turn}
         if names.group is not None:
@@ -138,6 +148,14 @@ class NamingClient(LLMServerClient):
 
 
 _calls_here: dict[str, Calls] = {}  # those of which there are copies, by name
+
+
+def _claim(copy: str) -> int:
+    """0 in the first process of the run that asks for this copy, another number in each other one."""
+    if not ray.is_initialized():
+        return -os.getpid()
+    keys = (f"rollout_spec {copy} {number}".encode() for number in itertools.count())
+    return -next(number for number, key in enumerate(keys) if not _internal_kv_put(key, b"", overwrite=False))
 
 
 def _find_calls(name: str, copy: tuple[int, ...]) -> Calls:

@@ -67,17 +67,26 @@ class Drafters:
         elif has_decoded and counts["num_steps"] + counts["num_failed_steps"] == 0:
             self.defect = f"{where} decoded without calling its drafter"
 
+    @property
+    def num_cores(self) -> int:
+        return len(EngineCores(self._engine()))
+
     async def call(self, method: Callable[..., Answer], *args: Any) -> list[Answer | None]:
         """What a method of `ProposerControl` returns in each engine core; None where none has a drafter."""
-        return await self.call_each(method, [args] * len(EngineCores(self._engine())))
+        return await asyncio.gather(*(self.call_core(core, method, *args) for core in range(self.num_cores)))
 
-    async def call_each(
-        self, method: Callable[..., Answer], args: Sequence[tuple[Any, ...]]
-    ) -> list[Answer | None]:
-        """The same, each engine core with its own arguments."""
-        cores, name = EngineCores(self._engine()), method.__name__
-        calls = (cores.call_workers(core, "rollout_spec_call", name, *own) for core, own in enumerate(args))
-        return [next(iter(kept(answers)), None) for answers in await asyncio.gather(*calls)]
+    async def call_core(self, core: int, method: Callable[..., Answer], *args: Any) -> Answer | None:
+        cores = EngineCores(self._engine())
+        answers = await cores.call_workers(core, "rollout_spec_call", method.__name__, *args)
+        return next(iter(kept(answers)), None)
+
+    async def pieces(self, core: int, method: Callable[..., bytes | None], *args: Any) -> list[bytes]:
+        """Those of a history whose first one the method gives; between two of them the engine can step."""
+        pieces, piece = list[bytes](), await self.call_core(core, method, *args)
+        while piece is not None:
+            pieces.append(piece)
+            piece = await self.call_core(core, ProposerControl.next_piece)
+        return pieces
 
 
 def kept(answers: Sequence[Answer | None]) -> list[Answer]:

@@ -7,9 +7,10 @@ keeps no history; `ServerHistory` is a server's part.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import ray
 from rollout_spec.config import UserError
 from rollout_spec.drafting.history import HistoryError, read_file
 from rollout_spec.files import write_files
-from rollout_spec.verl.drafters import Drafters, kept
+from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.trainer import num_ranks, option, servers
 from rollout_spec.vllm.control import ProposerControl
 
@@ -55,12 +56,12 @@ def save_history(trainer: Any) -> None:
         return
     share_history(trainer)
     packed = (ray.get(handle.pack_history.remote()) for handle in servers(trainer))  # all have the same
-    content = next((content for content in packed if content is not None), None)
-    if content is None:
+    pieces = next(filter(None, packed), None)
+    if pieces is None:
         logger.warning("rollout_spec: the checkpoint has no history: no engine gives one; its log says why")
         return
     try:
-        write_files(_checkpoint(trainer), {FILE: content})
+        write_files(_checkpoint(trainer), {FILE: b"".join(pieces)})
     except UserError as error:
         logger.warning("rollout_spec: the checkpoint has no history: %s", error)
 
@@ -97,7 +98,7 @@ def load_history(trainer: Any) -> None:
         logger.warning("rollout_spec: %s has no history: training begins without", folder)
         return
     try:
-        content = ray.put([read_file(folder / FILE)])
+        content = ray.put(read_file(folder / FILE))
     except (OSError, HistoryError) as error:
         logger.warning("rollout_spec: training goes on without the saved history: %s", error)
         return
@@ -143,22 +144,29 @@ class ServerHistory:
         if self._is_quiet():
             await self._add_received()
 
-    async def pack(self) -> bytes | None:
-        """The whole history of this server, for a file; None where its drafter is off."""
+    async def pack(self) -> list[bytes]:
+        """The whole history of this server in pieces, for a file; none where its drafter is off."""
         await self._add_received()
-        packed = await self._drafters.call(ProposerControl.pack_history, *self._drafters.take_ended())
-        return next(iter(kept(packed)), None)  # all engine cores have the same
+        await self._drafters.call(ProposerControl.note_ended, *self._drafters.take_ended())
+        for core in range(self._drafters.num_cores):  # all have the same
+            pieces = await self._drafters.pieces(core, ProposerControl.pack_history, (), ())
+            if pieces:
+                return pieces
+        return []
 
     async def _exchange(self) -> None:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""
-        taken = await self._drafters.call(ProposerControl.take_history, *self._drafters.take_ended())
-        self._shared += kept(taken)
-        if len(taken) > 1:
-            others = [kept(taken[:core] + taken[core + 1 :]) for core in range(len(taken))]
-            await self._drafters.call_each(ProposerControl.add_history, [(texts,) for texts in others])
+        ended, cores = self._drafters.take_ended(), range(self._drafters.num_cores)
+        taken = await asyncio.gather(
+            *(self._drafters.pieces(core, ProposerControl.take_history, *ended) for core in cores)
+        )
+        self._shared += chain.from_iterable(taken)
+        for core, other in product(cores, cores):
+            for piece in taken[other] if core != other else ():
+                await self._drafters.call_core(core, ProposerControl.add_history, [piece])
         await self._add_received()
 
     async def _add_received(self) -> None:
-        if self.received:
-            received, self.received = self.received, []
-            await self._drafters.call(ProposerControl.add_history, received)
+        received, self.received = self.received, []
+        for piece in received:
+            await self._drafters.call(ProposerControl.add_history, [piece])

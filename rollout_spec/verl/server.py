@@ -214,7 +214,7 @@ class SpecHttpServer(vLLMHttpServer):
         """See `ServerHistory.add`."""
         await self._history.add(contents)
 
-    async def pack_history(self) -> bytes | None:
+    async def pack_history(self) -> list[bytes]:
         """See `ServerHistory.pack`."""
         return await self._history.pack()
 

@@ -11,8 +11,6 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import HistoryError
 from rollout_spec.vllm.proposer import SuffixProposer
 
-MAX_MESSAGE_BYTES = 1 << 31  # between an engine and its server; msgpack's limit is twice that
-
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -31,55 +29,57 @@ class ProposerControl:
         """The fields of `EngineCounters`, counted since the last call."""
         return self._proposer.take_counters().to_dict()
 
-    def note_new_weights(
-        self, aborted: Collection[str] = (), finished: Collection[str] = (), samples: Collection[str] = ()
-    ) -> None:
-        """The target's weights have changed; the texts stay. Arguments as of `take_history`."""
-        drafter = self._without_ended(aborted, finished, samples)
+    def note_new_weights(self, *ended: Any) -> None:
+        """The target's weights have changed; the texts stay. `ended` as of `note_ended`."""
+        drafter = self._without_ended(*ended)
         if drafter is not None:
             drafter.note_new_weights()
 
-    def take_history(
+    def note_ended(
         self,
         aborted: Collection[str] = (),
         finished: Collection[str] | None = None,
         samples: Collection[str] = (),
-    ) -> bytes | None:
-        """The responses that this engine has kept since the last call; None where the drafter is off.
+    ) -> None:
+        """Take into the history what has ended.
 
         Args:
             aborted: those that were aborted.
             finished: those that have come to their end, which vLLM itself names with its next step only; by
                 default all others. Those in neither of the two run on.
+            samples: those that have said all.
         """
-        drafter = self._without_ended(aborted, finished, samples)
-        return None if drafter is None else drafter.history.take_new()
+        self._without_ended(aborted, finished, samples)
 
-    def pack_history(
-        self,
-        aborted: Collection[str] = (),
-        finished: Collection[str] | None = None,
-        samples: Collection[str] = (),
-    ) -> bytes | None:
-        """All responses that this engine keeps; None, with a warning, where it cannot hand them on.
+    def take_history(self, *ended: Any) -> bytes | None:
+        """The first piece of what this engine has kept since the last call; None where the drafter is off.
 
-        Arguments as of `take_history`.
+        Args:
+            ended: as of `note_ended`.
         """
-        drafter = self._without_ended(aborted, finished, samples)
+        drafter = self._without_ended(*ended)
+        if drafter is not None:
+            drafter.history.pieces = drafter.history.take_new()
+        return self.next_piece()
+
+    def pack_history(self, *ended: Any) -> bytes | None:
+        """The first piece of all responses that this engine keeps; None, with a warning, where the drafter is
+        off. `ended` as of `note_ended`.
+        """
+        drafter = self._without_ended(*ended)
         if drafter is None:
-            reason = "drafting is off, see above"
-        elif drafter.history.num_bytes > MAX_MESSAGE_BYTES:
-            reason = "more than vLLM can pass on, 2 GiB"
+            logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
         else:
-            try:
-                return drafter.history.pack()
-            except MemoryError as error:
-                reason = repr(error)
-        logger.warning("rollout_spec: no history from this engine: %s", reason)
-        return None
+            drafter.history.pieces = drafter.history.pack()
+        return self.next_piece()
+
+    def next_piece(self) -> bytes | None:
+        """Of what was asked for last; None: there is no more."""
+        drafter = self._proposer.drafter
+        return None if drafter is None else next(drafter.history.pieces, None)
 
     def add_history(self, contents: Sequence[bytes]) -> None:
-        """Keep what `take_history` or `pack_history` of other engines gave."""
+        """Keep pieces that other engines gave."""
         drafter = self._proposer.drafter
         if drafter is None:
             return
@@ -90,7 +90,10 @@ class ProposerControl:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
 
     def _without_ended(
-        self, aborted: Collection[str], finished: Collection[str] | None, samples: Collection[str]
+        self,
+        aborted: Collection[str] = (),
+        finished: Collection[str] | None = None,
+        samples: Collection[str] = (),
     ) -> Drafter | None:
         """The drafter, if it is on, once the requests and samples that have ended are in its history."""
         self._proposer.receive()

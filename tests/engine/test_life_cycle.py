@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY, TURN_KEY
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, token_ids
 from tests.engine.serving import BAD_WORDS, Request, sampling, serve
 from tests.text import save_corpus
@@ -35,6 +36,20 @@ def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathli
         assert generate(llm) == plain
         num_steps.append(proposer_of(llm).take_counters().num_steps)
     assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
+
+
+def test_turns_go_on_where_their_sample_stands(make_engine: Any) -> None:
+    """A tool speaks between them. With a name of the sample, and without."""
+    plain, drafted = make_engine(), make_engine({})
+    for names in ({SAMPLE_KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: len(PROMPTS[0])}, {}):
+        proposer_of(drafted).take_counters()
+        prompt = [*PROMPTS[0], len(names) + 20]
+        for turn in range(3):
+            params = greedy(20, extra_args={**names, TURN_KEY: turn})
+            [said], [same] = (generate(llm, [prompt], params) for llm in (plain, drafted))
+            assert said == same
+            prompt = [*prompt, *said, 30, 31 + turn]
+        assert proposer_of(drafted).take_counters().num_resumed == 2
 
 
 def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.metrics import RolloutReport
+from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
 from tests.engine.conftest import OFF, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
@@ -205,6 +206,22 @@ async def trajectory(server: Any, sibling: int) -> list[list[int]]:
         responses.append(list(output.token_ids))
         prompt += responses[-1]
     return responses
+
+
+def test_a_validation_is_not_recorded_whoever_names_its_requests(
+    make_server: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path))
+    server = make_server({})
+    for name in (["any", 0, "val"], ["any", 0, "train"]):
+        asyncio.run(server.generate(PROMPTS[0], GREEDY | {"extra_args": {KEY: name}}, "id"))
+    asyncio.run(server.begin_validation())
+    asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id"))
+    asyncio.run(server.end_validation())
+    asyncio.run(server.set_global_steps(1))
+    [line] = read_trace(trace_file(tmp_path, server.replica_rank))
+    assert line.names == [["any", 0, "train"]]
+    assert asyncio.run(server.take_rollout_report()).num_generated_tokens == 40
 
 
 @pytest.mark.timeout(300)
