@@ -285,11 +285,31 @@ class Queue:
             assert num_generated == most
 
 
-def make_buffer(
-    queue: Queue, batch_size: int, max_inflight: int, max_batches: int, mode: str = "sync"
-) -> BoundedReplayBuffer:
-    groups = {"enable": True, "metric": "acc", "max_inflight_gen_batches": max_inflight}
-    groups["max_num_gen_batches"] = max_batches
+def sample(buffer: BoundedReplayBuffer, queue: Queue, step: int, batch_size: int) -> tuple[list[str], dict]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay_buffer, "tq", queue)
+        batch, metrics = buffer.sample(step, "train", batch_size)
+    queue.kv_clear("train", batch.keys)
+    return sorted({key.split("_")[0] for key in batch.keys}), metrics
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    mode=st.sampled_from(["sync", "separate_async"]),
+    signal=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    mini_batch=st.integers(1, 4),
+    num_mini_batches=st.integers(1, 3),
+    max_inflight=st.integers(1, 3),
+    max_batches=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_dynamic_sampling_ends(mode, signal, mini_batch, num_mini_batches, max_inflight, max_batches, seed):
+    """An asynchronous trainer as verl drives it: a batch is under way when the first step begins, and each
+    step adds another, and takes them in parts."""
+    is_async, batch_size = mode != "sync", mini_batch * num_mini_batches
+    queue = Queue(signal, batch_size * is_async, seed)
+    groups = {"enable": True, "metric": "acc", "max_num_gen_batches": max_batches}
+    groups["max_inflight_gen_batches"] = 1 if is_async else max_inflight
     buffer = BoundedReplayBuffer(
         trainer_mode=mode,
         trainer_config=OmegaConf.create({}),
@@ -299,58 +319,16 @@ def make_buffer(
         refill_fn=queue.submit,
     )
     buffer.poll_interval = 0.0
-    return buffer
-
-
-def sample(buffer: BoundedReplayBuffer, queue: Queue, step: int, batch_size: int) -> tuple[list[str], dict]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_buffer, "tq", queue)
-        batch, metrics = buffer.sample(step, "train", batch_size)
-    queue.kv_clear("train", batch.keys)
-    return sorted({key.split("_")[0] for key in batch.keys}), metrics
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    signal=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-    batch_size=st.integers(1, 12),
-    max_inflight=st.integers(1, 3),
-    max_batches=st.integers(1, 6),
-    seed=st.integers(0, 1000),
-)
-def test_dynamic_sampling_ends(signal, batch_size, max_inflight, max_batches, seed):
-    queue = Queue(signal, batch_size, seed)
-    groups, metrics = sample(make_buffer(queue, batch_size, max_inflight, max_batches), queue, 1, batch_size)
-    assert len(groups) == batch_size
-    assert metrics["training/filter_groups/num_gen_batches"] == queue.num_prompts / batch_size
-    queue.check_kept(groups, max_batches * batch_size, queue.num_prompts)
-    if signal == 1.0:
-        assert queue.num_prompts == batch_size
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    signal=st.sampled_from([0.0, 0.3, 1.0]),
-    mini_batch=st.integers(1, 4),
-    num_mini_batches=st.integers(1, 3),
-    max_batches=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-)
-def test_dynamic_sampling_ends_in_every_step_of_an_asynchronous_trainer(
-    signal, mini_batch, num_mini_batches, max_batches, seed
-):
-    """As verl drives it: a batch is under way when the first step begins, and each step adds another."""
-    batch_size = mini_batch * num_mini_batches
-    queue = Queue(signal, batch_size, seed)
-    buffer = make_buffer(queue, batch_size, 1, max_batches, mode="separate_async")
-    assert isinstance(buffer, replay_buffer.ReplayBufferAsync)
-    for step in range(1, 4):
+    for step in range(1, 4 if is_async else 2):
         before = queue.num_prompts
         queue.submit(batch_size)
-        for _ in range(num_mini_batches):
-            groups, metrics = sample(buffer, queue, step, mini_batch)
-            assert len(groups) == mini_batch
+        for size in [mini_batch] * num_mini_batches if is_async else [batch_size]:
+            sampled, metrics = sample(buffer, queue, step, size)
+            assert len(sampled) == size
         num_generated = queue.num_prompts - before
         assert metrics["training/filter_groups/num_gen_batches"] == num_generated / batch_size
-        queue.check_kept(groups, max_batches * batch_size, num_generated)
-        assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
+        queue.check_kept(sampled, max_batches * batch_size, num_generated)
+        if is_async:
+            assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
+        elif signal == 1.0:
+            assert num_generated == batch_size

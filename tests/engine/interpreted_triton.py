@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from triton.runtime import interpreter
 
 from rollout_spec.patches import when_imported
 from tests.engine.conftest import ENVIRONMENT, collect_unless_vllm_asks
-from tests.engine.interpreted_topk import choose_by_rows, cut_by_the_kernel, interpret_kernels
 
 os.environ |= ENVIRONMENT
 gc.collect = collect_unless_vllm_asks
@@ -137,8 +137,40 @@ def warm_up_as_on_gpus(cpu_worker: Any) -> None:
     cpu_worker.CPUWorker.compile_or_warm_up_model = warm_up_with_requests
 
 
+class Language:
+    """Triton's, for a kernel that loops over rows. A number of the interpreter's own loop has no `to`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+    @staticmethod
+    def range(*limits: Any) -> Any:
+        for number in range(*(int(each.handle.data.item()) for each in limits)):
+            yield interpreter._implicit_cvt(number)
+
+
+def make_anew(module: Any, name: str, edits: dict[str, str]) -> None:
+    """A function, with edits of its source."""
+    source = inspect.getsource(getattr(module, name))
+    for before, after in edits.items():
+        source = source.replace(before, after)
+    exec(source, vars(module))
+
+
+def interpret_kernels(topk_topp_triton: Any) -> None:
+    """Of top-k and top-p, chosen by the number of rows as on CUDA."""
+    # By the processors of the device vLLM 0.32 decides in how many parts a row is searched.
+    topk_topp_triton.num_compute_units = lambda *_: 16
+    topk_topp_triton.language, topk_topp_triton.tl = topk_topp_triton.tl, Language()
+    small_blocks = {"8192, 4096": "256, 128"}  # as later vLLMs than 0.24 have them on a CPU
+    edits = {'logits.device.type == "cuda"': "True"} | small_blocks
+    make_anew(topk_topp_triton, "apply_top_k_top_p_triton", edits)
+
+
+choose_by_rows = {"name": "apply_top_k_top_p", "edits": {"current_platform.is_cpu()": "False"}}
+cut_by_the_kernel = {"name": "cut_rows_alike", "edits": {'logits.device.type == "cpu"': "False"}}
 when_imported("vllm.v1.worker.cpu_worker", warm_up_as_on_gpus)
 when_imported("vllm.v1.sample.ops.topk_topp_triton", interpret_kernels)
-when_imported("vllm.v1.sample.ops.topk_topp_sampler", choose_by_rows)
-when_imported("rollout_spec.vllm.top_k_top_p", cut_by_the_kernel)
+when_imported("vllm.v1.sample.ops.topk_topp_sampler", functools.partial(make_anew, **choose_by_rows))
+when_imported("rollout_spec.vllm.top_k_top_p", functools.partial(make_anew, **cut_by_the_kernel))
 when_imported("vllm.v1.worker.gpu.sample.gumbel", hash_by_numpy)
