@@ -48,8 +48,7 @@ def _option(
 class SpecConfig:
     """Options of the drafter; the field names are the YAML keys under `rollout.spec`.
 
-    Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
+    Raises ConfigError: a value has the wrong type or lies outside its range.
     """
 
     method: str = _option(

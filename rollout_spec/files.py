@@ -1,7 +1,5 @@
 """Files that a command leaves behind: each whole, or as it was before."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -24,8 +22,7 @@ def plain_file(path: Path) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A new file beside `path`, to be written. It replaces `path` at the end; after an error it goes.
 
-    Raises:
-        UserError: `path` is no plain file, or cannot be written, or the disk is full.
+    Raises UserError: `path` is no plain file, or cannot be written, or the disk is full.
     """
     file = plain_file(path)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
@@ -42,8 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> None:
     """Write files by name into `folder`, which is made if it is not there: all of them, or none.
 
-    Raises:
-        UserError: as `replacing`.
+    Raises UserError: as `replacing`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Where requests go so that the samples of a prompt stay together: to which server, to which rank of it."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
@@ -22,8 +20,7 @@ class Homes:
     Args:
         max_imbalance: in requests, at least 0.
 
-    Raises:
-        ValueError: `max_imbalance` is not a whole number of at least 0.
+    Raises ValueError: `max_imbalance` is not a whole number of at least 0.
     """
 
     def __init__(self, max_imbalance: Any) -> None:

@@ -1,7 +1,5 @@
 """The register of changes made to other packages: each one named, reasoned and guarded."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -54,8 +52,7 @@ def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Pat
     Returns:
         The original function.
 
-    Raises:
-        PatchError: there is no such attribute.
+    Raises PatchError: there is no such attribute.
     """
     try:
         current = getattr(owner, name)
@@ -85,8 +82,7 @@ def wrap(owner: Any, name: str, patch: Patch, *bodies: str) -> Callable[[Callabl
         bodies: where the patch counts on the function's body too, `body_digest` of each that was read. One
             line in the log names any other.
 
-    Raises:
-        PatchError: there is no such function, or it takes others. Nothing is replaced then.
+    Raises PatchError: there is no such function, or it takes others. Nothing is replaced then.
     """
 
     def replace(replacement: Callable) -> Callable:
@@ -119,8 +115,7 @@ def put_before(ours: type, instance: Any, patch: Patch) -> None:
 
     So what a platform has made of the object's class stays below ours. Idempotent.
 
-    Raises:
-        PatchError: as `guard_class`, and the object stays as it was.
+    Raises PatchError: as `guard_class`, and the object stays as it was.
     """
     if not isinstance(instance, ours):
         instance.__class__ = _standing_before(ours, type(instance), patch)  # type: ignore[arg-type]
@@ -138,8 +133,7 @@ def guard_class(patch: Patch, ours: type, base: type) -> None:
 
     What it is called with says what the patch counts on, as in `wrap`.
 
-    Raises:
-        PatchError: `base` has no such method, or one that takes others.
+    Raises PatchError: `base` has no such method, or one that takes others.
     """
     for each in ours.__mro__:
         if issubclass(base, each):  # upstream's
@@ -224,8 +218,7 @@ def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, 
     Args:
         accepted: the parameters' names, of each version that the patch was written for.
 
-    Raises:
-        PatchError: they begin with none of these, or there is no such function.
+    Raises PatchError: they begin with none of these, or there is no such function.
     """
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else ()

@@ -71,8 +71,7 @@ def check_settings(config: SpecConfig, cache_mode: str | None, states: States | 
         cache_mode: vLLM's mamba_cache_mode; None: vLLM decides.
         states: the policy's, if they are known.
 
-    Raises:
-        ConfigError: naming the setting.
+    Raises ConfigError: naming the setting.
     """
     k, most = config.num_speculative_tokens, MAX_RECURRENT_TOKENS
     if k > most:
@@ -123,10 +122,7 @@ class States:
 
 
 def states_of(
-    fields: Mapping[str, Any],
-    state_dtype: str = "auto",
-    tensor_parallel_size: int = 1,
-    dtype_bytes: int = 2,
+    fields: Mapping[str, Any], state_dtype: str = "auto", tensor_parallel_size: int = 1, dtype_bytes: int = 2
 ) -> States | None:
     """Of a text model's config.json; None where its fields do not say how large a state is.
 

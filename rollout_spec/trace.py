@@ -1,7 +1,5 @@
 """Recorded rollouts: JSON lines, each a prompt with its responses. No other module knows the format."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
@@ -118,8 +116,7 @@ def to_line_of_agents(
 def append_lines(file: Path, lines: Iterable[str]) -> None:
     """Append what `to_line` made. First remove a last line that is cut, as a killed run leaves it.
 
-    Raises:
-        OSError: the file cannot be written, or the disk is full.
+    Raises OSError: the file cannot be written, or the disk is full.
     """
     with file.open("ab+") as out:
         _drop_cut_line(out)

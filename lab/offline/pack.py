@@ -11,8 +11,6 @@ Of vLLM only what a dense bf16 model on a Hopper GPU needs is packed. In its lib
 other GPUs, and the PTX, become zeros, which an archive makes nothing of; nothing else in them moves.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

@@ -5,8 +5,6 @@ rewrite their titles, which wipes the environment that could have marked them. S
 reaper of its descendants (prctl(2)): one whose parent dies is handed to us and stays in sight.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Entry point of group `verl.plugins`: the demo's Hydra groups, and the platform `cpu` where needed."""
 
-from __future__ import annotations
-
 import traceback
 
 from hydra.core.config_search_path import ConfigSearchPath

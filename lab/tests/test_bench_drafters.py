@@ -3,8 +3,6 @@
 What compares with vLLM's `suffix` needs ArcticInference (docs/tools/bench.md).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

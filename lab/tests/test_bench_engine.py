@@ -1,7 +1,5 @@
 """Whole rollouts: a long-tailed load, the same for all; a timeline is read right; methods are paired."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

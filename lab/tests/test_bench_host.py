@@ -1,7 +1,5 @@
 """A simulated device: its clock, what it verifies, its requests; bad input, before a process starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights over gloo, between processes as verl has them: an actor that sends, another one, two engines."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`rollout-spec-lab` as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import signal
@@ -43,7 +41,7 @@ MISTAKES = [
     ("gpu-check --minutes 0", "--minutes: 0 must be at least 1 and at most 1,440"),
     ("gpu-check --methods sam", "--methods sam: must begin with off and name no method twice"),
     ("gpu-check --output {HERE}", "{HERE}: File exists"),
-    ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, verify"),
+    ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, latency"),
     ("gpu-check --methods off --model-config x", "--model-config x: no such file"),
     ("bench rollout x", "--model-config: must name the policy's config.json"),
     ("bench rollout x --engine 3", "--engine: invalid json_object value: '3'"),

@@ -1,7 +1,5 @@
 """The demo without its trainings and engines: what it makes of their results, its model, data and reward."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`gpu-check` without its engines: what fails or has no time is named, and what its verdict says."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Packing for a machine without network: what stays of a library, and what is checked there."""
 
-from __future__ import annotations
-
 import importlib.util
 import struct
 import subprocess

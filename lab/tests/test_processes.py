@@ -1,7 +1,5 @@
 """Processes that a command starts: nothing of them is left, whatever ends them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """SpecDecode-Bench: a made checkout, whose figures can be counted by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

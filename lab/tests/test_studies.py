@@ -1,7 +1,5 @@
 """The studies behind records and pages: their lists fit this code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

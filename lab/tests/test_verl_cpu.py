@@ -1,7 +1,5 @@
 """verl without an accelerator: active where it should be, inert elsewhere, loud when verl has changed."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import pathlib

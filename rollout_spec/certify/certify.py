@@ -1,7 +1,5 @@
 """The same requests without and with drafts, compared token by token, every difference explained."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -28,13 +26,7 @@ from rollout_spec.certify.counts import (
     verdict,
 )
 from rollout_spec.certify.engine_arguments import drafting_arguments
-from rollout_spec.certify.numerics import (
-    DISTRIBUTION_TOKENS,
-    FALSE_ALARM_RATE,
-    explain,
-    p_values,
-    rounding,
-)
+from rollout_spec.certify.numerics import DISTRIBUTION_TOKENS, FALSE_ALARM_RATE, explain, p_values, rounding
 from rollout_spec.environment import environment
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
@@ -100,8 +92,7 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     Returns:
         What `rollout-spec certify --json` prints, but for the names of model and prompts.
 
-    Raises:
-        CertifyError: no configuration has rejected a draft token, or the distribution test has none.
+    Raises CertifyError: no configuration has rejected a draft token, or the distribution test has none.
     """
     distribution = _distribution(plan) if plan.tests_distribution else None
     advance(2 * plan.tests_distribution)

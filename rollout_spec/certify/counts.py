@@ -1,7 +1,5 @@
 """What a certificate counts: pairs of responses, configurations, the verdict. Knows no engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -89,8 +87,7 @@ def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
 def untested(counted: Mapping[Configuration, Mapping[str, Any]]) -> dict[Configuration, str]:
     """The configurations that say nothing, because no draft token was rejected, and why.
 
-    Raises:
-        CertifyError: they all are.
+    Raises CertifyError: they all are.
     """
     reasons = {
         where: "no draft token was rejected" if found["num_draft_tokens"] else "nothing was drafted"

@@ -1,7 +1,5 @@
 """vLLM's arguments for options of `rollout.spec`, and for a model that drafts beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ def model_drafter(text: str, most: int) -> dict[str, Any]:
     Args:
         most: draft tokens of a row.
 
-    Raises:
-        UserError: it is no such text, or MODEL is no model.
+    Raises UserError: it is no such text, or MODEL is no model.
     """
     (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
     model = rest.removesuffix(given).removesuffix(":")

@@ -1,7 +1,5 @@
 """What a certificate judges by: how wrong logits must have been, and whether two samplers are alike."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

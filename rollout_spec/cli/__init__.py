@@ -8,8 +8,6 @@ A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code.
 `run`, so that `--help` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """`rollout-spec certify`: whether your model gives the same tokens with drafts and without."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """`rollout-spec compare`: two training runs, one without drafts and one with."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables on standard output."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`rollout-spec corpus`: a static corpus, for `rollout.spec.corpus`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

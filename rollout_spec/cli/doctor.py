@@ -1,7 +1,5 @@
 """`rollout-spec doctor`: whether drafting can work here, and what to do if not."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """Progress of long work on standard error, on a terminal only."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """`rollout-spec simulate`: predict the time of whole rollouts on a cluster."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What `doctor` says: can drafting work here? A check for each package, device, plugin and patch."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

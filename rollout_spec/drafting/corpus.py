@@ -9,8 +9,6 @@ keeps it. Never write into the file: if it is cut short while it is mapped, SIGB
 after its end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -69,8 +67,7 @@ def holds(corpus: Corpus, token_ids: Int32Array) -> bool:
 def open_corpus(path: str | Path) -> Corpus:
     """Map a file, without reading it through.
 
-    Raises:
-        ConfigError: there is no such file, or it is not a corpus of this version and of this length.
+    Raises ConfigError: there is no such file, or it is not a corpus of this version and of this length.
     """
     try:
         with open(path, "rb") as file:
@@ -93,8 +90,7 @@ def check_corpus(path: str | Path) -> None:
 
     An engine opens the file without that and drafts less from one that is wrong; this says so beforehand.
 
-    Raises:
-        ConfigError: as open_corpus, or the file is damaged.
+    Raises ConfigError: as open_corpus, or the file is damaged.
     """
     corpus = open_corpus(path)
     if _digest(corpus.mapped) != corpus.digest:
@@ -116,8 +112,7 @@ def write_corpus(path: str | Path, num_bytes: int, fill: Callable[[mmap.mmap], N
         num_bytes: of the content.
         fill: writes the content into the mapping that it is given, from CONTENT_OFFSET on.
 
-    Raises:
-        UserError: it is no plain file, cannot be written, or there is no room; nothing is left of it then.
+    Raises UserError: it is no plain file, cannot be written, or there is no room; nothing is left of it then.
     """
     with replacing(Path(path)) as partial, open(partial, "w+b") as file:
         # A full disk is an error here, not a signal while the mapping is written.
@@ -130,8 +125,7 @@ def write_corpus(path: str | Path, num_bytes: int, fill: Callable[[mmap.mmap], N
 class CorpusBuilder:
     """Makes the file of a static corpus; in memory it takes about as much as an index of the same text.
 
-    Raises:
-        OutOfMemory
+    Raises OutOfMemory.
     """
 
     def __init__(self) -> None:

@@ -212,10 +212,9 @@ class Drafter:
         Returns:
             The draft tokens of each row, most often empty.
 
-        Raises:
-            NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index raises
-                nothing: idle groups leave it, then the requests that do not fit. So do those whose rows hold
-                what no text can.
+        Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
+        raises nothing: idle groups leave it, then the requests that do not fit. So do those whose rows hold
+        what no text can.
         """
         started = time.perf_counter()
         self._check_lengths(request_ids, nums_new_tokens, levels)

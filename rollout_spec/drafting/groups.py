@@ -1,7 +1,5 @@
 """The groups of an index: whom a request belongs to, and the history that a group begins with."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 Four bytes a token are all that it costs to keep them; a group that is opened again indexes its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections import OrderedDict, defaultdict, deque
@@ -133,8 +131,7 @@ class History(Responses):
     def merge(self, content: bytes) -> None:
         """Keep a piece that another history's `take_new` or `pack` has given, as the latest of its prompts.
 
-        Raises:
-            HistoryError: it is of another version or damaged; nothing was added.
+        Raises HistoryError: it is of another version or damaged; nothing was added.
         """
         for key, response in _unpack(content, "history of another engine"):
             super().add(key, response)

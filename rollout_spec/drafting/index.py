@@ -50,8 +50,7 @@ class ModelDrafts(NamedTuple):
     def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
 
-        Raises:
-            InvalidArgument: a type or shape is wrong.
+        Raises InvalidArgument: a type or shape is wrong.
         """
         tokens, log_odds = self
         for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
@@ -112,16 +111,11 @@ class SuffixIndex:
 
     native/rollout_spec_native.h says exactly what is drafted.
 
-    Raises:
-        InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
+    Raises InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
     """
 
     def __init__(
-        self,
-        *,
-        num_speculative_tokens: int,
-        max_bytes: int = 0,
-        corpus: Corpus | None = None,
+        self, *, num_speculative_tokens: int, max_bytes: int = 0, corpus: Corpus | None = None
     ) -> None:
         self._index = ffi.NULL
         self._error = ffi.new("rs_error *")
@@ -158,8 +152,7 @@ class SuffixIndex:
     def add_text(self, group: int, token_ids: Int32Array) -> None:
         """A text (int32 vector) that follows the group's prompt, and is behind.
 
-        Raises:
-            UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory
+        Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
         """
         check_vector("token_ids", token_ids, None)
         index, group = self._open_index(), int32("group", group)
@@ -178,8 +171,7 @@ class SuffixIndex:
         """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
         where its bytes are needed, and counts in `stats` until then.
 
-        Raises:
-            UnknownId: no such group; InvalidArgument: one of its sequences runs.
+        Raises UnknownId: no such group; InvalidArgument: one of its sequences runs.
         """
         self._check(lib.rs_group_close(self._open_index(), int32("group", group), self._error))
 
@@ -215,8 +207,7 @@ class SuffixIndex:
     def resume_sequence(self, sequence: int) -> None:
         """Its next row goes on after what it and the sequence's text begin with.
 
-        Raises:
-            UnknownId: no such sequence; InvalidArgument: its group was given up or closed.
+        Raises UnknownId: no such sequence; InvalidArgument: its group was given up or closed.
         """
         self._check(lib.rs_sequence_resume(self._open_index(), int32("sequence", sequence), self._error))
 
@@ -245,8 +236,7 @@ class SuffixIndex:
 
         A row that does not fit, or holds what no text can, is left out; the result says which.
 
-        Raises:
-            InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
+        Raises InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
         """
         index, batch = self._open_index(), self._batch
         # What is the same array as in the step before needs no look: engines' batches change seldom.

@@ -1,7 +1,5 @@
 """What a model has in the drafts of an engine, and how much of that is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The boundary to C: the native module, which only this package imports, its errors, the arrays it takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

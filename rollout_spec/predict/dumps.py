@@ -8,8 +8,6 @@ in this order:
 3. Else the field with a usual name counts, token ids before texts. If there are several, the row is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ Requests are served first come, first served, at most max_num_seqs at a time and
 holds. A step takes what `Times` says. A draft token is accepted exactly when it equals the recorded token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """A draft model, simulated: right at given rates over recorded responses, more often where a text repeats."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What drafting would give somebody's rollouts: the figures of a replay, and how batches run out."""
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -47,11 +45,7 @@ def outlook(
         "by_length": [
             {"from": end // 2 if end > SHORT else 0, "to": end - 1, **figures} for end, figures in by_length
         ],
-        "batch": {
-            "replicas": num_replicas,
-            "max_num_seqs": max_num_seqs,
-            "tail_rows": TAIL_ROWS,
-        },
+        "batch": {"replicas": num_replicas, "max_num_seqs": max_num_seqs, "tail_rows": TAIL_ROWS},
         "tail_share": float((np.concatenate(running) <= TAIL_ROWS).mean()),
         "running": max(running, key=len).tolist(),
     }

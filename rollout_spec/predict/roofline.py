@@ -95,8 +95,7 @@ class Roofline:
         host: what steps wait for; None: they are scheduled ahead, as without a drafter.
         stretch: a recorded step stands for this many steps, with a context as many times as long.
 
-    Raises:
-        RooflineError: the model has no such layout, or does not fit.
+    Raises RooflineError: the model has no such layout, or does not fit.
     """
 
     model: Model

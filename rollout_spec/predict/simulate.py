@@ -1,7 +1,5 @@
 """Whole rollouts on a cluster of simulated engines."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
@@ -48,8 +46,7 @@ def configurations(
         options: of `rollout.spec`, besides these two.
         ks: None: the default, which is another with recurrent layers.
 
-    Raises:
-        UserError: an option's value is wrong, or does not go with recurrent layers.
+    Raises UserError: an option's value is wrong, or does not go with recurrent layers.
     """
     has_states = times.row_tokens(0) > 0
     default = DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens
@@ -67,8 +64,7 @@ def check_cache(
 ) -> None:
     """Refuse a KV cache that cannot hold one response to its end, as vLLM does when it starts.
 
-    Raises:
-        UserError
+    Raises UserError.
     """
     longest = max(turn.num_tokens for request in requests for turn in request.turns)
     of_states = max(times.row_tokens(config.num_speculative_tokens) for config in configs)

@@ -62,8 +62,7 @@ class StepTimes:
         points: (number of tokens, seconds, weight), in any order.
         drafted: the same for steps with draft tokens, if the engine runs other code for them.
 
-    Raises:
-        StepTimesError: there are no points, one is out of range, or two are of the same number of tokens.
+    Raises StepTimesError: there are no points, one is out of range, or two are of the same number of tokens.
     """
 
     def __init__(self, points: Iterable[_Point], drafted: Iterable[_Point] = ()) -> None:

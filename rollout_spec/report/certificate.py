@@ -1,7 +1,5 @@
 """A certificate as sentences, tables and a page; `record` is what `certify --json` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

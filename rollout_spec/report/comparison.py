@@ -1,7 +1,5 @@
 """A comparison of two runs as sentences, a table, a picture, a page and JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

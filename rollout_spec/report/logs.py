@@ -1,7 +1,5 @@
 """What verl's loggers wrote, read back: JSON lines, wandb (offline folders and online runs), tensorboard."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -44,8 +42,7 @@ def read_log(run: str | Path) -> Log:
             (`wandb:entity/project/run_id` where a folder has that name). In a folder with several, the file
             logger's JSON lines come before wandb's files, and those before tensorboard's.
 
-    Raises:
-        RunError: nothing there, several runs where one is wanted, or not what its name says.
+    Raises RunError: nothing there, several runs where one is wanted, or not what its name says.
     """
     path = Path(run)
     online = ONLINE.fullmatch(str(run))

@@ -1,7 +1,5 @@
 """What two training runs say about each other: measures with 95 % intervals, and whether to trust them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

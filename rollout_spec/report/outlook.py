@@ -1,8 +1,6 @@
 """What drafts would give somebody's rollouts, as sentences, tables, a picture and a page; `record` is what
 `replay --json` prints, but that `headline` makes its headline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

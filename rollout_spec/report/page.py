@@ -1,7 +1,5 @@
 """A page of HTML, with everything that it shows inside it."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterable, Mapping

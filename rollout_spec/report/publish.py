@@ -1,7 +1,5 @@
 """A comparison into wandb: table, picture and figures in the summary of the second run."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ def publish(comparison: Comparison, source: Path, picture: Path) -> str:
     Returns:
         Where it went: the run's address, or the folder for `wandb sync`.
 
-    Raises:
-        RunError: the source names no run of wandb, or wandb does not take it.
+    Raises RunError: the source names no run of wandb, or wandb does not take it.
     """
     import wandb
 

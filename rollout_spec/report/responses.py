@@ -1,7 +1,5 @@
 """What a run's recorded responses say: how many end in a loop, and how many are another run's."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Training runs read back from what verl's loggers wrote."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -118,8 +116,7 @@ class Run:
 def read_run(path: str | Path, name: str) -> Run:
     """Read the run that tables call `name`: its log (see `logs.read_log`), and its recorded rollouts, if any.
 
-    Raises:
-        RunError: nothing there, no step carries rollout times, or a value is no number.
+    Raises RunError: nothing there, no step carries rollout times, or a value is no number.
     """
     log = read_log(path)
     records = [(step, data) for step, data in log.records if data.get(_SECONDS) is not None]

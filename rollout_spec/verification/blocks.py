@@ -1,7 +1,5 @@
 """Rows of logits in blocks of 128 tokens, so that most of a long row is only read once."""
 
-from __future__ import annotations
-
 import torch
 
 BLOCK_SIZE = 128

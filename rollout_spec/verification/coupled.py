@@ -9,8 +9,6 @@ Read from top to bottom: `CoupledStep` holds the noise of a step's rows, `couple
 drafts, `keyed_sample` draws a token, `shortfall` says by how much another token missed being drawn.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ Words are int64, and every device gives the same bits: sums and products are mea
 device where they do not.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np
@@ -108,8 +106,7 @@ def _xor_shift(words: torch.Tensor, shift: int, shifted: torch.Tensor) -> torch.
 def check(device: torch.device) -> None:
     """Compute a known answer, one that implementations of SplitMix64 are tested with.
 
-    Raises:
-        RuntimeError: the device's int64 arithmetic does not give it.
+    Raises RuntimeError: the device's int64 arithmetic does not give it.
     """
     device = _HOST if device.type in SHIFTS_SLOWLY else device
     seed = torch.tensor([1234567], device=device)

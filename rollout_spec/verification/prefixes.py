@@ -4,8 +4,6 @@ It runs on the host, in numpy. These arrays are tiny, and on an accelerator each
 launch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

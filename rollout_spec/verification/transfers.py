@@ -1,7 +1,5 @@
 """Small copies between the host and a device. A copy back waits for the device; a copy to it does not."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -5,8 +5,6 @@ samples, nor which part of a long prompt the samples share. An agent loop knows 
 is interrupted and goes on elsewhere. verl's `rollout.agent.agent_loop_manager_class` names the manager.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -36,8 +34,7 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
     async def generate_sequences(self, batch: TensorDict) -> None:
         """Generate as verl does. Refuse if a server has died: an async trainer would replace prompts forever.
 
-        Raises:
-            ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.
+        Raises ActorDiedError, EngineDeadError: a rollout server, or the engine of one, has died.
         """
         if self._calls.death is not None:
             raise self._calls.death

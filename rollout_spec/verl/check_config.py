@@ -1,7 +1,5 @@
 """Checks a verl configuration that asks for `rollout.spec`, on the driver, before Ray starts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -98,8 +96,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
 def check_config(config: DictConfig) -> SpecConfig:
     """The options under `rollout.spec` in verl's whole configuration.
 
-    Raises:
-        ConfigError: an option is unknown or out of range, or cannot be combined with another setting.
+    Raises ConfigError: an option is unknown or out of range, or cannot be combined with another setting.
     """
     options, mtp = value(config, "rollout.spec"), value(config, MTP)
     if not isinstance(options, dict):

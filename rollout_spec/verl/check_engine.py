@@ -3,8 +3,6 @@
 Each engine says it again of itself, and with it what cannot be seen here (`vllm/checks.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A rollout server or engine that dies while verl sends weights: verl would wait for it forever."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait

@@ -1,7 +1,5 @@
 """The drafters of a rollout server's engine, one in each engine core."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Entry point of group `verl.plugins`: verl imports this module in every one of its processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -5,8 +5,6 @@ beside the state of the data loader. The functions run in the trainer, and do no
 keeps no history; `ServerHistory` is a server's part.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Hooks into verl's V1 trainer: metrics and history at the end of a step, history in its checkpoints."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

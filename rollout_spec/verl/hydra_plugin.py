@@ -1,7 +1,5 @@
 """Gives Hydra this package's configuration groups, the defaults of the options, and `${rollout_spec.*}`."""
 
-from __future__ import annotations
-
 import sys
 
 from hydra.core.config_search_path import ConfigSearchPath

@@ -1,7 +1,5 @@
 """What several parts need at the start of a run; importing it changes nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib import resources
 

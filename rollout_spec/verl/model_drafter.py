@@ -4,8 +4,6 @@ The policy's own MTP head is asked for by verl's options, a head or a small mode
 `rollout.spec.model_drafter`. What goes with such a model, `check_engine` says.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -62,8 +60,7 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
 def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
     """Check how a model is asked for; the arguments are those of `asked_drafter`.
 
-    Raises:
-        ConfigError: naming the option.
+    Raises ConfigError: naming the option.
     """
     if "model_tokens" in options:
         raise ConfigError(f"rollout.spec.model_tokens={options['model_tokens']}: {MODEL_TOKENS}")

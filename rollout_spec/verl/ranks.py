@@ -1,7 +1,5 @@
 """Keeps the samples of a prompt together on one data-parallel rank of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 

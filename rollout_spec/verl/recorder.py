@@ -1,7 +1,5 @@
 """Records what a rollout server has served, where `ROLLOUT_SPEC_TRACE_DIR` names a folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A policy with recurrent layers: whether it drafts, how far, and how many of its requests fit the memory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -9,14 +7,7 @@ from omegaconf import DictConfig
 
 from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.settings import (
-    ENGINE,
-    ROLLOUT,
-    has_recurrent_state,
-    of_text,
-    policy_fields,
-    value,
-)
+from rollout_spec.verl.settings import ENGINE, ROLLOUT, has_recurrent_state, of_text, policy_fields, value
 from rollout_spec.vllm.versions import minor, version
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"

@@ -28,8 +28,7 @@ class BoundedReplayBuffer(ReplayBuffer):
         refill_fn: submits that many fresh prompts.
         kwargs: verl's other arguments.
 
-    Raises:
-        ValueError: `max_num_gen_batches` is below 1.
+    Raises ValueError: `max_num_gen_batches` is below 1.
     """
 
     def __new__(cls, *, trainer_mode: str, **_: Any) -> BoundedReplayBuffer:

@@ -1,7 +1,5 @@
 """A router for verl's rollout servers that sends the siblings of a prompt to one server while load allows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

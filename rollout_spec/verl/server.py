@@ -1,7 +1,5 @@
 """verl's vLLM rollout server and replica, measuring and recording their rollouts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,8 +196,7 @@ class SpecHttpServer(vLLMHttpServer):
     async def take_rollout_report(self) -> RolloutReport:
         """What the windows counted that have ended since the last call.
 
-        Raises:
-            RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
+        Raises RuntimeError: drafting was asked for, and the engine has no drafter or decoded without it.
         """
         if self._drafters.defect is not None:
             asked = f"rollout.spec={self._spec.method} was asked for"

@@ -1,7 +1,5 @@
 """Reads verl's configuration, and the config.json of the policy."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """What we read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transfer_queue

@@ -12,8 +12,6 @@ Between steps a rollout server asks by `control` for texts and counts.
 `upstream` fixes vLLM's faults, `checks` refuses what cannot work, by the table of `refusals`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, SCHEDULER, speculative_config

@@ -1,7 +1,5 @@
 """Ascend NPUs: our drafter in vllm-ascend's model runner, and what it cannot have there."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from importlib import metadata
@@ -72,8 +70,7 @@ def refuse_uncoupled(additional_config: Mapping[str, Any]) -> None:
 def give_runner_drafter(module: Any) -> None:
     """Let NPUModelRunner make our drafter, and ask it for drafts where it asks others: after bookkeeping.
 
-    Raises:
-        PatchError: the two methods are gone, or called in another way.
+    Raises PatchError: the two methods are gone, or called in another way.
     """
     from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 

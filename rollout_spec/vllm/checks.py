@@ -1,7 +1,5 @@
 """What cannot work is refused before an engine starts, with the reason."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

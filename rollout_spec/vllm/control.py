@@ -1,7 +1,5 @@
 """What a rollout server asks of the drafter in each engine core, between two steps: texts and counts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

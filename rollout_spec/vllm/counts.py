@@ -1,7 +1,5 @@
 """What an engine's drafting counts, and what it says in the engine's log."""
 
-from __future__ import annotations
-
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter

@@ -7,8 +7,6 @@ have piecewise ones; on MRV2 from vLLM 0.29 on they have full ones too. On NPUs 
 policies with layers of Mamba 2, whose metadata is captured for K draft tokens in every row only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig

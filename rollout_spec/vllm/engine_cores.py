@@ -1,7 +1,5 @@
 """The engine cores behind one vLLM client: one, or one for each data-parallel rank."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from typing import Any
@@ -21,8 +19,7 @@ class EngineCores:
     Args:
         engine: vLLM's AsyncLLM.
 
-    Raises:
-        RuntimeError: the installed vLLM's client has changed.
+    Raises RuntimeError: the installed vLLM's client has changed.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -3,8 +3,6 @@
 The noise key decides which tokens `verify=coupled` gives a request, in any engine and any batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -72,8 +70,7 @@ def _count(number: Any) -> int | None:
 def key_of_name(name: Any) -> int:
     """The noise key of a request whose `extra_args["rollout_spec_key"]` is `name`, any JSON value.
 
-    Raises:
-        ValueError, RecursionError: it cannot be written: a number of 4,300 digits, or nested too deeply.
+    Raises ValueError, RecursionError: it cannot be written: a number of 4,300 digits, or nested too deeply.
     """
     try:
         text = json.dumps(name, sort_keys=True, default=str)

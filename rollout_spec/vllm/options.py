@@ -27,8 +27,7 @@ def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
 def asked_options(additional_config: Any) -> Mapping[str, Any] | None:
     """What stands under our key in vLLM's option of this name; None where nothing does.
 
-    Raises:
-        ConfigError: it is not a dictionary, or a key is nearly ours.
+    Raises ConfigError: it is not a dictionary, or a key is nearly ours.
     """
     if not isinstance(additional_config, Mapping):
         return None
@@ -72,8 +71,7 @@ def guards_requests(vllm_config: VllmConfig) -> bool:
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 
-    Raises:
-        ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
+    Raises ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
     """
     options = asked_options(vllm_config.additional_config)
     speculative = vllm_config.speculative_config

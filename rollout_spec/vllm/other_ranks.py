@@ -3,8 +3,6 @@
 Before every forward pass vLLM tells each rank how many tokens every rank has in it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -12,12 +10,7 @@ from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
-from rollout_spec.vllm.options import (
-    PROPOSER,
-    asked_options,
-    engine_options,
-    has_our_drafter,
-)
+from rollout_spec.vllm.options import PROPOSER, asked_options, engine_options, has_our_drafter
 
 _CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls

@@ -1,7 +1,5 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol

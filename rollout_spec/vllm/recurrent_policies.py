@@ -1,7 +1,5 @@
 """Engines of policies with recurrent layers: the fixes that they need, and how far MRV1's rows are."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -15,8 +13,7 @@ from rollout_spec.vllm import upstream
 def keep_states_right(vllm_config: VllmConfig) -> None:
     """Fix what vLLM does with the states of a worker's policy, if it drafts; the worker has its runner.
 
-    Raises:
-        PatchError: the installed vLLM is not one that the fixes were written for.
+    Raises PatchError: the installed vLLM is not one that the fixes were written for.
     """
     if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
         is_mrv2 = vllm_config.use_v2_model_runner

@@ -4,8 +4,6 @@ The driver sees verl's configuration and each model's config.json, an engine vLL
 the facts of the table that they can see. What only one of them can see, it refuses itself. Imports no vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

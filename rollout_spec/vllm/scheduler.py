@@ -3,8 +3,6 @@
 It counts per request what was drafted and accepted, and tells the workers what they must all do alike.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

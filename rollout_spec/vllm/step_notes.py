@@ -1,7 +1,5 @@
 """What an engine's scheduler and its workers tell each other with each step, beside what vLLM passes on."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 _KEY = "rollout_spec"  # an attribute of a `SchedulerOutput` and of a `ModelRunnerOutput`

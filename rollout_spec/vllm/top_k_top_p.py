@@ -3,8 +3,6 @@
 It keeps exactly k tokens: of those that tie at the k-th place, the ones with the smallest ids.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -26,8 +24,7 @@ PATCH = Patch(
 def cut_rows_alike() -> None:
     """Let this process cut every row of logits by that kernel, where Triton runs. Idempotent.
 
-    Raises:
-        PatchError: vLLM's functions take other arguments.
+    Raises PatchError: vLLM's functions take other arguments.
     """
     module, kernels = (importlib.import_module(name) for name in (_SAMPLER, _KERNELS))
 

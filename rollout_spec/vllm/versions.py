@@ -1,7 +1,5 @@
 """What differs between the versions of vLLM, asked of vLLM itself where it can tell; imports it only then."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 

@@ -5,8 +5,6 @@ accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` ar
 code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -209,8 +207,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
     Returns:
         One result per run, in their order: FIGURES; min_survival, None but of PRICED; equal_drafts, None.
 
-    Raises:
-        MissingError: a method needs a package that is not installed.
+    Raises MissingError: a method needs a package that is not installed.
     """
     drafters = [make_proposer(method, config) for method, config in runs]
     results = [ReplayResult() for _ in runs]

@@ -4,8 +4,6 @@ Knows neither torch nor vLLM: `engine_worker` serves a rollout in a process of i
 what its steps say.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -43,8 +41,7 @@ class Method:
     model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
     after it: on that model runner, not on the one that vLLM chooses.
 
-    Raises:
-        ConfigError: there is no such method, or it takes no such variant.
+    Raises ConfigError: there is no such method, or it takes no such variant.
     """
 
     label: str

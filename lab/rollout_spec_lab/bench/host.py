@@ -3,8 +3,6 @@
 Knows neither torch nor vLLM: `host_worker` runs a method in a process of its own, on `host_device`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile

@@ -5,8 +5,6 @@ replaced, and a clock says when it would be done. `Device.install` lists the rep
 `host_device_v2` those in MRV2.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Import it when the engine is made: MRV2's modules take what vLLM replaces in torch for CPUs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One method's engine on a simulated device: `python -m rollout_spec_lab.bench.host_worker JOB RESULT`."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """`host_worker` with MRV2: `python -m rollout_spec_lab.bench.host_worker_v2 JOB RESULT`."""
 
 # ruff: noqa: E402, I001 (vLLM looks for Triton where it is imported)
-from __future__ import annotations
-
 import rollout_spec_lab.bench.triton_on_cpu  # noqa: F401
 
 from triton.runtime.interpreter import InterpretedFunction

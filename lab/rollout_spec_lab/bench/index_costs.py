@@ -4,8 +4,6 @@ Every time is the least of several runs of a step: on a shared machine the least
 The text is synthetic: tokens by Zipf's law, between runs of earlier text.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

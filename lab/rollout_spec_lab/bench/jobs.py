@@ -3,8 +3,6 @@
 Both sides: `answers` starts a worker and reads its results, `reply` is what a worker does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

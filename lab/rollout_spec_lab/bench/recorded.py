@@ -3,8 +3,6 @@
 A draft is accepted as far as it equals the recording. What was sampled has run, and is thrown away.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Rollouts in real engines as tables, files and a picture; `record` is what `bench engine --json` prints."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -28,10 +26,7 @@ _FIGURES = {  # of the table: what is shown of a result, and how
 
 
 def write_rollouts(
-    record: Mapping[str, Any],
-    served: Mapping[str, Sequence[Mapping[str, Any]]],
-    load: Load,
-    folder: Path,
+    record: Mapping[str, Any], served: Mapping[str, Sequence[Mapping[str, Any]]], load: Load, folder: Path
 ) -> None:
     """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
 

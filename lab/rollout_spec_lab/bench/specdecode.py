@@ -203,8 +203,7 @@ def measure(
         limit: only this many requests, the first ones.
         is_fresh: our drafter begins afresh in each request, without what it learned from those before.
 
-    Raises:
-        OSError, UserError: it is no checkout of the simulator.
+    Raises OSError, UserError: it is no checkout of the simulator.
     """
     clock, requests = Clock.read(checkout), read(checkout, dataset, limit)
     found = []

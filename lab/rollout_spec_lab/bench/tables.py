@@ -1,7 +1,5 @@
 """What `bench` measured as tables: title, columns and rows of each, as `report` makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any

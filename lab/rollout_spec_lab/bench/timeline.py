@@ -1,7 +1,5 @@
 """What a rollout's engine steps say: its phases, methods in pairs, and the time of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

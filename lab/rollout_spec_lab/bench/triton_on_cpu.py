@@ -3,8 +3,6 @@
 Triton's wheel has no backend for CPUs, which vLLM asks for. With TRITON_INTERPRET=1 none is used.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from types import SimpleNamespace

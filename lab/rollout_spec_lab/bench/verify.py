@@ -4,8 +4,6 @@ Each method goes from a step's bfloat16 logits to its tokens, bonus tokens inclu
 They take turns, in another order in each round. On a CPU the clock is the processor time of one thread.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Where the host waits for a device."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

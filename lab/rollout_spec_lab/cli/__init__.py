@@ -4,8 +4,6 @@ In: arguments. Out: tables, JSON, files and an exit code, as `rollout-spec` give
 May import: rollout_spec, `bench`, `demo`, `gpu_check`, rich, torch. It imports what is slow inside `run`.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`rollout-spec-lab bench`: measurements on this machine, a module each."""
 
-from __future__ import annotations
-
 import argparse
 
 from rollout_spec.cli import add_example, sentence

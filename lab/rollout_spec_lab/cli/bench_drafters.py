@@ -1,7 +1,5 @@
 """`rollout-spec-lab bench drafters`: every drafter on the same steps of recorded rollouts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from itertools import islice

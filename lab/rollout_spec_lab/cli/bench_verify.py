@@ -1,7 +1,5 @@
 """`rollout-spec-lab bench verify`: verification alone, on a device and beside a CPU."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

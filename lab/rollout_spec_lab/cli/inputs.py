@@ -150,8 +150,7 @@ def checked_methods(
 ) -> list[str]:
     """`--methods`, or those of `methods` that are installed; `drafting`: of a label what `Method` knows.
 
-    Raises:
-        UserError: there is no such method, one is named twice, or misses a package.
+    Raises UserError: there is no such method, one is named twice, or misses a package.
     """
     labels = installed(command, methods, require) if given is None else given.split(",")
     if len(set(labels)) < len(labels):
@@ -188,8 +187,7 @@ def needed_model_drafter(
         most: draft tokens of a row.
         records: it drafts, whatever the methods are.
 
-    Raises:
-        UserError: it is no drafter; a method needs one; nothing uses it.
+    Raises UserError: it is no drafter; a method needs one; nothing uses it.
     """
     drafter = model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]

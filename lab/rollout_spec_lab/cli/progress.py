@@ -1,7 +1,5 @@
 """Progress of the demo and of `gpu-check` on standard error: a bar on a terminal, else plain lines."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

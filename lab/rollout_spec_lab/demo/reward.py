@@ -1,7 +1,5 @@
 """The demo's rule reward: graded, so that a small model's answers to one prompt differ in score."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

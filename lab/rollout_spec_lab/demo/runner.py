@@ -1,7 +1,5 @@
 """The demo: engines without drafts and with them in turns, and then verl's own trainer with either."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -78,8 +76,7 @@ def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
 
     The gain is said as soon as it is known.
 
-    Raises:
-        RunFailedError: one of these has failed; nothing of it is left running.
+    Raises RunFailedError: one of these has failed; nothing of it is left running.
     """
     model, train_file = prepare(plan, say)
     turns = _serve(plan, model, train_file, say)

@@ -5,8 +5,6 @@ requests right after each other. So both sides of a pair have the same machine, 
 tokens; only drafts differ. Knows neither torch nor vLLM: `turns_worker` serves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,8 +86,7 @@ def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns
             over, as a training takes them in its epochs.
         folder: where the process's files lie while it runs, and stay if it fails.
 
-    Raises:
-        EngineError: the process has failed.
+    Raises EngineError: the process has failed.
     """
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
     job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}

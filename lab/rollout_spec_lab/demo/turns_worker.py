@@ -1,7 +1,5 @@
 """Two engines in one process that take turns: `python -m rollout_spec_lab.demo.turns_worker JOB RESULT`."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ Knows neither torch nor vLLM: each part runs in a process of its own (`worker`, 
 fails, or has no time, is named in its place, and the others go on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What `gpu-check` found as sentences, tables and a page; `record` is what its `--json` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a decode step takes by rows, draft tokens and context, what sampling takes of it, where it waits."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -4,8 +4,6 @@ One that takes long writes what it has found after each cell.
 Each imports what it needs, so that a package that cannot be imported costs only the parts that need it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

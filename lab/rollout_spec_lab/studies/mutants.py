@@ -8,8 +8,6 @@ mutmut knows no C: native_mutants.json lists the changes of the C core, each of 
 lives is written to build/mutants; lab/record/mutants.md says why.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """verl on a machine without an accelerator: the platform `cpu`. Does nothing where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import os

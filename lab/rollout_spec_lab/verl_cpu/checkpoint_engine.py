@@ -120,8 +120,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> None:
         """Send all weights; an actor outside the group walks through them, since to gather one takes all.
 
-        Raises:
-            RuntimeError: a receiver is gone or silent, or a weight could not be had (the receivers fail too).
+        Raises RuntimeError: a receiver is gone or silent, or a weight could not be had (the receivers fail
+        too).
         """
         if self._rank == _OUTSIDE:
             for _ in weights:
@@ -152,8 +152,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yields each weight's name and the weight, which is valid until the next one is asked for.
 
-        Raises:
-            RuntimeError: the sender failed, is gone or silent.
+        Raises RuntimeError: the sender failed, is gone or silent.
         """
         async for named in merge_weight_chunks(self._receive_chunks(), self.bucket_size):
             yield named

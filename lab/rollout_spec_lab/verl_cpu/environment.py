@@ -1,7 +1,5 @@
 """The environment of a CPU engine's process."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The platform `cpu`: verl's interface to a device, answered by the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

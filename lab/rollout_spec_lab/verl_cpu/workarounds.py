@@ -1,7 +1,5 @@
 """What the platform `cpu` cannot do through verl's own extension points: a `Patch` each, and its function."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

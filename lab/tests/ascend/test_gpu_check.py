@@ -17,10 +17,7 @@ from rollout_spec_lab.cli import gpu_check, main  # noqa: E402
     reason="the command is the same on each; the run on the newest release has it",
 )
 def test_gpu_check_does_all_its_parts(
-    chat_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the docs have a first user run it, with a CPU's load: the stub says that it is an accelerator."""
     small = gpu_check.SIZES[False] | {"contexts": [64], "nums_rows": [1, 4], "nums_drafts": [0, 15]}

@@ -1,7 +1,5 @@
 """What `bench engine` and `gpu-check` measure of MRV2; as `tests.engine.interpreted_runner`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.engine.conftest import engine_settings

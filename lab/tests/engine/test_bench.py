@@ -1,7 +1,5 @@
 """`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

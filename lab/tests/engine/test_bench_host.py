@@ -1,7 +1,5 @@
 """`bench host` on real engines: recorded tokens come, drafts are accepted, no step beats the device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`gpu-check` from beginning to end, with the smallest load there is; `test_offline.py` has two parts."""
 
-from __future__ import annotations
-
 import html
 import json
 import signal

@@ -1,7 +1,5 @@
 """The kit for a machine without network, from packing to its commands, with the vLLM that is here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The demo's turns on two real engines of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What engine steps take and what drafts give, learned while the engine runs."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ probability that a draft is accepted up to and with a token) at which a token is
 in this step. `choose` then keeps the tokens that pay. A gate that drafts nothing is called closed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """How many passes of a model's draft pay beside the text."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

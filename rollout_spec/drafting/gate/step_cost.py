@@ -1,7 +1,5 @@
 """How long an engine step takes, measured while the engine runs: seconds by verified tokens and context."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

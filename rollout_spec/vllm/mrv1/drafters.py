@@ -4,8 +4,6 @@ As `speculators` on MRV2: its tokens are drawn with the noise that the target dr
 and are handed to the proposer of the suffix drafts, if the engine has one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Log-probabilities of the tokens that a verification keeps, in place of vLLM's of all that it could keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """min_tokens after a draft: vLLM counts the tokens before the draft only."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

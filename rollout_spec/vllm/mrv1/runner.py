@@ -5,8 +5,6 @@ vLLM calls `sample_tokens`, in it `_sample`, and then `propose_draft_token_ids`,
 `sampler` hooks the samplers that `_sample` calls.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and 
 `rollout_spec.verification.coupled`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -243,8 +241,7 @@ def keep_from_fused_kernel(module: Any) -> None:
 def couple_rejection_sample(module: Any) -> None:
     """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
 
-    Raises:
-        PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
+    Raises PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
     standard, target = module.rejection_sample, _checked_target(module)
     signature = inspect.signature(standard)

@@ -4,8 +4,6 @@ The scheduler does not know a step's drafts: they come when the tokens of the st
 each row room for them, as vLLM does for a model's drafts, and the worker takes away what stays empty.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -133,8 +131,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
         vllm_config: changed in place.
         asked: the user's `async_scheduling`.
 
-    Raises:
-        ConfigError: it is asked for and cannot be had.
+    Raises ConfigError: it is asked for and cannot be had.
     """
     scheduler = vllm_config.scheduler_config
     # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.

@@ -1,7 +1,5 @@
 """Lets vLLM choose MRV2, and asynchronous scheduling, for an engine with our drafter. Imports no runner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap

@@ -9,8 +9,6 @@ tokens a row, attention takes kernels that are slower for one token (Triton's wi
 FlashAttention 3's with tiles of 128 rows, not 64).
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The requests of vLLM's MRV2 and their tokens, on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any

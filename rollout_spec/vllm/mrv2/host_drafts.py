@@ -6,8 +6,6 @@ there by then, with room for drafts: they go into it, and the runner never sees 
 With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import deque

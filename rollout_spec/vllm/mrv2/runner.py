@@ -5,8 +5,6 @@ vLLM calls `execute_model`, and in it the methods of `DraftingRunner` from `add_
 then `sample_tokens`, and in it `postprocess_sampled` and the speculator's `propose`.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

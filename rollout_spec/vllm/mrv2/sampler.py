@@ -4,8 +4,6 @@ vLLM draws each token with noise that is a function of a request's seed and the 
 verification is vLLM's own sampler, asked at every position of a draft, with the request's key for its seed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

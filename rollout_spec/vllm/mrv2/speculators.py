@@ -5,8 +5,6 @@ their positions. So they are accepted as often as two distributions that share t
 near the most that is possible.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

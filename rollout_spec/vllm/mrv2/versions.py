@@ -3,8 +3,6 @@
 What is installed is asked for its parameters. Arguments go by the names that vLLM 0.32 has for them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

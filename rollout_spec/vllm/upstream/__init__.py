@@ -7,8 +7,6 @@ Of `rollout_spec.vllm` it imports `options` and `recurrent_policies` only. It ne
 drafter.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -37,8 +35,7 @@ class Fix(Protocol):
     def fix(self, module: Any) -> None:
         """Mend the module of vLLM. Idempotent.
 
-        Raises:
-            PatchError: it is not one that this was written for.
+        Raises PatchError: it is not one that this was written for.
         """
 
 

@@ -1,7 +1,5 @@
 """allowed_token_ids in the row of another request: vLLM before 0.32 moves the rows of its mask wrongly."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

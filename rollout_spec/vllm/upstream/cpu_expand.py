@@ -1,7 +1,5 @@
 """Temperatures of draft tokens on the CPU engine, which reads them from memory that nobody has written."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

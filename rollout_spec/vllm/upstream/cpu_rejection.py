@@ -1,7 +1,5 @@
 """Rejection sampling on the CPU engine, which vLLM 0.24 calls with an argument that its kernel lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """repetition_penalty of a prompt of embeddings: vLLM takes what the row holds for the prompt's tokens."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The end of reasoning inside a draft: vLLM before 0.29 looks for it once a step, not once a token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap

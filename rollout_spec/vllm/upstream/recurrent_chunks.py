@@ -5,8 +5,6 @@ compute. Mamba 2 treats a chunk of 2 to K + 1 of them as a token with drafts: it
 and the next step reads the first token's state instead of the last's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

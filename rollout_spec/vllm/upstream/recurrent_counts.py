@@ -4,8 +4,6 @@ The next step of such a row then reads the state of its first slot, an old one. 
 where the drafts of the rows before it use up the step's tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap

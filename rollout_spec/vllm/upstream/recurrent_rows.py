@@ -4,8 +4,6 @@ A step leaves the state after each of a row's tokens in a slot of its own. The n
 of the last accepted token. vLLM does so only in the rows that it takes for speculative ones.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

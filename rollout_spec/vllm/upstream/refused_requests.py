@@ -1,7 +1,5 @@
 """Requests that vLLM takes and cannot serve together with drafts: refused one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap

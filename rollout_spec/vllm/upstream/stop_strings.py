@@ -1,7 +1,5 @@
 """Stop strings inside a draft: vLLM before 0.32 looks for them once a step, not once a token."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

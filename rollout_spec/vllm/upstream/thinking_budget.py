@@ -3,8 +3,6 @@
 In an engine with drafts it also forces the end of a reasoning in the first row of a step without drafts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
