@@ -384,28 +384,32 @@ void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
     note_behind(index, sequence);
 }
 
-/* Index the token after `at`, or go after it where it is indexed there already. */
-static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int32_t token) {
+/* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
+static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
     rs_place *at = &sequence->at;
-    if (at->level < sequence->followed) {
-        at->last = *rs_find(&group->automaton, at->last, token);
-    } else {
-        rs_status status = rs_extend(&group->automaton, &at->last, token);
-        if (status != RS_OK) {
-            return status;
+    const int32_t *tokens = sequence->text + (at->level - sequence->start);
+    for (int64_t i = 0; i < num_tokens; i++) {
+        const int32_t token = tokens[i];
+        if (at->level < sequence->followed) {
+            at->last = *rs_find(&group->automaton, at->last, token);
+        } else {
+            rs_status status = rs_extend(&group->automaton, &at->last, token);
+            if (status != RS_OK) {
+                return status;
+            }
+            if (sequence->serial > 0) {
+                uint32_t tags[RS_NUM_CONTEXTS];
+                rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);
+                rs_contexts_learn(&index->contexts, &index->memory, tags, token);
+            }
+            group->num_tokens++;
         }
-        group->num_tokens++;
-        if (sequence->serial > 0) {
-            uint32_t tags[RS_NUM_CONTEXTS];
-            rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);
-            rs_contexts_learn(&index->contexts, &index->memory, tags, token);
+        rs_recent_push(&at->recent, token);
+        if (index->corpus.states != NULL) {
+            rs_cursor_move(&index->corpus, &at->cursor, token);
         }
+        at->level++;
     }
-    rs_recent_push(&at->recent, token);
-    if (index->corpus.states != NULL) {
-        rs_cursor_move(&index->corpus, &at->cursor, token);
-    }
-    at->level++;
     return RS_OK;
 }
 
@@ -422,17 +426,14 @@ static void restart_all(rs_index *index, int32_t group) {
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens) {
     const int32_t group = sequence->group;
     const bool is_prompt = sequence->kind == RS_PROMPT;
-    rs_status status = RS_OK;
-    while (max_tokens > 0 && sequence->at.level < sequence->level &&
-           (is_prompt || rs_is_whole(index, index->groups + group))) {
-        const int32_t token = sequence->text[sequence->at.level - sequence->start];
-        status = append(index, index->groups + group, sequence, token);
-        if (status == RS_OK) {
-            max_tokens--;
-        } else if (!is_worth_spare_text(sequence) || !spare_text_leaves(index)) {
-            break;
+    rs_status status;
+    do {
+        const int64_t num_behind = sequence->level - sequence->at.level;
+        status = RS_OK;
+        if (is_prompt || rs_is_whole(index, index->groups + group)) {
+            status = append(index, index->groups + group, sequence, num_behind < max_tokens ? num_behind : max_tokens);
         }
-    }
+    } while (status != RS_OK && is_worth_spare_text(sequence) && spare_text_leaves(index));
     note_behind(index, sequence);
     if (is_prompt && sequence->at.level == sequence->level) {
         restart_all(index, group);

@@ -50,7 +50,7 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
     assert sum(request.num_decoded_tokens for request in report.requests) == 4 * 39
     assert sum(request.num_accepted_tokens for request in report.requests) > 0
     assert report.engine.num_steps == sum(request.num_decode_steps + 1 for request in report.requests)
-    assert (server.global_steps, index.stats().num_groups) == (1, 0)
+    assert (server.global_steps, index.stats().num_groups) == (1, 2)
     asyncio.run(server.set_global_steps(2))
     assert asyncio.run(server.take_rollout_report()) == RolloutReport()
 
