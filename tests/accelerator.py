@@ -6,12 +6,9 @@ and on the values, which answer where the host reads a result. So the code under
 would on a GPU.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import weakref
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -35,34 +32,34 @@ class Accelerator(TorchDispatchMode):
             not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._made: list[weakref.ref[FakeTensor]] = []
         self.operations: set[tuple[torch._ops.OpOverload, str]] = set()
         self.start()
 
-    def start(self) -> None:
+    def start(self):
         """Count from here on, and memory beyond what is held now."""
         self.waits: list[str] = []
         self.num_sent = 0
         self._held, self.peak = self._num_bytes(), 0
 
-    def __enter__(self) -> Accelerator:
+    def __enter__(self):
         self._fake.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self._fake.__exit__(*error)
 
-    def put(self, value: torch.Tensor) -> torch.Tensor:
+    def put(self, value):
         """A tensor on the device with this value; not counted as a copy."""
         with self._fake:
             tensor = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=DEVICE)
         return self._with_value(tensor, value)
 
-    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
@@ -86,12 +83,12 @@ class Accelerator(TorchDispatchMode):
         self.peak = max(self.peak, self._num_bytes() - self._held)
         return results
 
-    def _copied(self, source: torch.Tensor, kwargs: Any, value: torch.Tensor) -> torch.Tensor:
+    def _copied(self, source, kwargs, value):
         to_device = kwargs.get("device", source.device).type != "cpu"
         self._count_copy(source, to_device, not kwargs.get("non_blocking"))
         return self.put(value) if to_device else value
 
-    def _count_copy(self, source: torch.Tensor, to_device: bool, blocking: bool) -> None:
+    def _count_copy(self, source, to_device, blocking):
         if to_device and is_there(source):
             return
         if blocking or (to_device and not getattr(source, "pinned", False)):
@@ -99,7 +96,7 @@ class Accelerator(TorchDispatchMode):
         elif to_device:
             self.num_sent += 1
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], values: Any) -> Any:
+    def _computed(self, func, args, kwargs, given, values):
         if func in INDEXING:  # CUDA copies what is on the host, a number to be put there as well
             self.waits += [place()] * sum(not is_there(x) for x in given)
         if _depends_on_values(func, args, kwargs):
@@ -112,24 +109,24 @@ class Accelerator(TorchDispatchMode):
             self._with_value(result, value)
         return results
 
-    def _with_value(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _with_value(self, tensor, value):
         tensor.value = value
         self._made.append(weakref.ref(tensor))
         return tensor
 
-    def _num_bytes(self) -> int:
+    def _num_bytes(self):
         alive = [(ref, tensor) for ref in self._made if (tensor := ref()) is not None]
         self._made = [ref for ref, _ in alive]
         storages = [tensor.value.untyped_storage() for _, tensor in alive]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def is_there(x: Any) -> bool:
+def is_there(x):
     """Whether it is a tensor on the device."""
     return isinstance(x, FakeTensor)
 
 
-def place() -> str:
+def place():
     """The function of this package or of vLLM that is running, with its module; else the outermost."""
     frame = sys._getframe()
     while frame.f_back and frame.f_globals["__name__"].partition(".")[0] not in ("rollout_spec", "vllm"):
@@ -138,7 +135,7 @@ def place() -> str:
     return f"{frame.f_globals['__name__']}.{name}"
 
 
-def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_host(func, args, kwargs):
     on_host = {name: HOST if name == "device" else value for name, value in kwargs.items()}
     is_pinned = on_host.pop("pin_memory", False) or func is aten._pin_memory.default
     with unset_fake_temporarily():  # pinning takes a GPU
@@ -149,11 +146,11 @@ def _run_on_host(func: Any, args: Any, kwargs: Any) -> Any:
     return values
 
 
-def _value(x: Any) -> Any:
+def _value(x):
     return x.value if is_there(x) else x
 
 
-def _depends_on_values(func: Any, args: Any, kwargs: Any) -> bool:
+def _depends_on_values(func, args, kwargs):
     """Whether the host has to read the device before it knows what comes out."""
     if func in INDEXING:
         return any(index is not None and index.dtype == torch.bool for index in args[1])

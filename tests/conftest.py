@@ -1,13 +1,9 @@
 """Which tests are slow, their order, their log, the devices of those that ask for one, and a small disk."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
@@ -27,7 +23,7 @@ FIRST = [
 ]  # fmt: skip
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     # vLLM's CPU engine compiles a function of its sampler in every process: 10 to 20 s for nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # A check of verl's configuration looks for the policy, and would wait for a hub out of reach.
@@ -38,7 +34,7 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Engines and a training are `slow`; what else trains is `long`."""
     for item in items:
         if item.path.name in LONG or item.get_closest_marker("long"):
@@ -50,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """`torch_device`: the CPU, and a GPU where there is one; nothing is left out where there is none."""
     if "torch_device" in metafunc.fixturenames:
         import torch
@@ -59,13 +55,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+def warnings_are_seen(caplog):
     # What verl imports sets every handler of the process to ERROR.
     caplog.set_level(logging.WARNING)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+def small_disk(tmp_path, request):
     """A file system of 64 KiB, or of what a test asks for (`indirect`)."""
     folder, size = tmp_path / "disk", getattr(request, "param", "64k")
     folder.mkdir()

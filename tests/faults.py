@@ -3,17 +3,12 @@
 The reward function is called in the middle of a rollout: some of a batch have ended, others run or wait.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import ray
-import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 from rollout_spec_lab.processes import descendants
@@ -25,7 +20,7 @@ _killed: list[int] = []
 _lock = threading.Lock()
 
 
-def compute_score(solution_str: str, **_: Any) -> float:
+def compute_score(solution_str, **_):
     with _lock:  # scores are computed in several threads
         if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
             _killed.append(process(os.environ[FAULT]))
@@ -34,7 +29,7 @@ def compute_score(solution_str: str, **_: Any) -> float:
     return float(len(solution_str) % 7)
 
 
-def process(name: str) -> int:
+def process(name):
     """The process of the rollout server that serves last in all modes, of its engine, or of a trainer."""
     if name == "actor":
         return _child(os.getppid(), "ray::WorkerDict")
@@ -48,7 +43,7 @@ def process(name: str) -> int:
     raise AssertionError("no rollout server")
 
 
-def _child(parent: int, title: str) -> int:
+def _child(parent, title):
     titles = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(parent)}
     found = [pid for pid, own in titles.items() if own.startswith(title)]
     assert found, f"no {title} among {titles}"
@@ -61,9 +56,7 @@ class BreakingCheckpointEngine(GlooCheckpointEngine):
 
     _num_syncs = 0
 
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive_weights(self, global_steps=None):
         self._num_syncs += 1
         async for named in super().receive_weights(global_steps):
             if self._num_syncs == 2:

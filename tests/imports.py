@@ -1,7 +1,5 @@
 """Import every module of the product and of the laboratory: `make cuda-imports`, with vLLM's CUDA build."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from pathlib import Path

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ CORPUS_EXPERT = 9
 BITS64 = (1 << 64) - 1
 
 
-def suffixes(text: Text) -> list[Text]:
+def suffixes(text):
     """Longest first, without the empty one."""
     return [text[start:] for start in range(len(text))]
 
@@ -41,19 +40,19 @@ class ContextsOracle:
 
     WAYS, MAX_CONFIDENCE, SPLITS_PER_TOKEN = 4, 15, 8
 
-    def __init__(self, max_bytes: int = 0) -> None:
+    def __init__(self, max_bytes=0):
         self.num_wanted = 256
         self.buckets: list[list[list[int]]] = [[] for _ in range(self.num_wanted)]
         self.max_bytes = max_bytes
 
-    def bucket(self, identity: int) -> list[list[int]]:
+    def bucket(self, identity):
         number = identity % self.num_wanted
         return self.buckets[number if number < len(self.buckets) else number - self.num_wanted // 2]
 
-    def find(self, identity: int) -> list[int] | None:
+    def find(self, identity):
         return next((slot for slot in self.bucket(identity) if slot[0] == identity), None)
 
-    def learn(self, identities: Iterable[int], token: int) -> None:
+    def learn(self, identities, token):
         """The token came after these contexts."""
         for identity in identities:
             self.learn_in(identity, token)
@@ -64,14 +63,14 @@ class ContextsOracle:
         if len(self.buckets) == self.num_wanted and is_full and fits:
             self.num_wanted *= 2
 
-    def split(self) -> None:
+    def split(self):
         source = len(self.buckets) - self.num_wanted // 2
         slots, self.buckets[source] = self.buckets[source], []
         self.buckets.append([])
         for slot in slots:
             self.bucket(slot[0]).append(slot)
 
-    def learn_in(self, identity: int, token: int) -> None:
+    def learn_in(self, identity, token):
         slot = self.find(identity)
         bucket = self.bucket(identity)
         if slot is None and len(bucket) < self.WAYS:
@@ -87,7 +86,7 @@ class ContextsOracle:
             slot[2] = token
 
     @staticmethod
-    def identities(text: Text, own_salt: int) -> dict[int, int]:
+    def identities(text, own_salt):
         """Of the contexts of the token that comes after the text; keys 4 and 5 are the sequence's own."""
         found: dict[int, int] = {}
         value = 0
@@ -102,7 +101,7 @@ class ContextsOracle:
         return dict(sorted(found.items()))
 
 
-def identity_of(value: int, salt: int) -> int:
+def identity_of(value, salt):
     return max(1, (((value ^ salt) & BITS64) * 0xBF58476D1CE4E5B9 & BITS64) >> 36)
 
 
@@ -134,25 +133,18 @@ class Experience:
         [0.38, 0.10, -0.05, -0.02, 0.17, 0.10, 0.03, 0.11, 0.76, 0.30],
     )
 
-    def __init__(self, max_bytes: int = 0) -> None:
+    def __init__(self, max_bytes=0):
         self.contexts = ContextsOracle(max_bytes)
         self.cells: dict[tuple, list] = {}
         # [bias, for an expert's own token, for another expert's] by selector and what it selects by
         self.weights: dict[tuple, list] = defaultdict(self.first_weights)
         self.num_opened = 0
 
-    def first_weights(self) -> list:
+    def first_weights(self):
         [bias], own, other = ([single(x) / single(3) for x in part] for part in self.FIRST)
         return [bias, own, other]
 
-    def predict(
-        self,
-        group: GroupOracle,
-        text: Text,
-        own_salt: int,
-        depth: int = 0,
-        model: Sequence[ModelProposal] = (),
-    ) -> Prediction:
+    def predict(self, group, text, own_salt, depth=0, model=()):
         """Of the token after the text, whose last `depth` tokens are draft tokens; so far as these are its
         own, the model goes on."""
         context = group.match(text)
@@ -182,29 +174,27 @@ class Experience:
             prediction.probability = squash(self.mix(prediction, prediction.token))
         return prediction
 
-    def add_match(
-        self, prediction: Prediction, expert: int, length: int, token: int, count: int, total: int
-    ) -> None:
+    def add_match(self, prediction, expert, length, token, count, total):
         circumstance = start_of(LENGTHS, length), start_of(TOTALS, total), count * 8 // total
         prediction.tokens[expert], prediction.cells[expert] = token, ("match", expert, *circumstance)
 
-    def probability(self, cell: tuple) -> float:
+    def probability(self, cell):
         return float(self.cells[cell][0] if cell in self.cells else single(prior(*cell)))
 
-    def input(self, prediction: Prediction, expert: int, candidate: int) -> tuple[int, np.float32]:
+    def input(self, prediction, expert, candidate):
         """1 or 2: whether the expert is for the candidate or for another token; and how strongly."""
         p = self.probability(prediction.cells[expert])
         if prediction.tokens[expert] == candidate:
             return 1, stretch(p)
         return 2, stretch((1.0 - p) * 0.2)
 
-    def selected(self, prediction: Prediction, candidate: int) -> list[list]:
+    def selected(self, prediction, candidate):
         """The weights by the token before, by the candidate and by who proposes it, the corpus left out."""
         who = frozenset(e for e, token in prediction.tokens.items() if token == candidate) - {CORPUS_EXPERT}
         keys = (0, token_hash(prediction.previous)), (1, token_hash(candidate)), (2, who)
         return [self.weights[key] for key in keys]
 
-    def mix(self, prediction: Prediction, candidate: int) -> float:
+    def mix(self, prediction, candidate):
         """In single precision, every operation rounded, in this order."""
         a, b, c = self.selected(prediction, candidate)
         total = a[0] + b[0] + c[0]
@@ -213,7 +203,7 @@ class Experience:
             total = total + (a[side][expert] + b[side][expert] + c[side][expert]) * value
         return float(total)
 
-    def calibrate(self, prediction: Prediction, token: int) -> None:
+    def calibrate(self, prediction, token):
         error = (prediction.token == token) - squash(self.mix(prediction, prediction.token))
         step = 0.0133 * error
         for weights in self.selected(prediction, prediction.token):
@@ -227,11 +217,11 @@ class Experience:
             cell[1] = min(cell[1] + 1, 250)
             cell[0] = float(single(cell[0] + ((proposed == token) - cell[0]) / cell[1]))
 
-    def bounded(self, weight: float) -> np.float32:
+    def bounded(self, weight):
         return single(max(-self.MAX_WEIGHT, min(self.MAX_WEIGHT, weight)))
 
 
-def prior(kind: str, expert: int, *circumstance: int) -> float:
+def prior(kind, expert, *circumstance):
     """What is believed of a cell of which nothing was learned."""
     if kind == "context":
         (confidence,) = circumstance
@@ -244,18 +234,18 @@ def prior(kind: str, expert: int, *circumstance: int) -> float:
     return count / (total + 0.5) * (1.0 - 0.5 / (length + 0.5))
 
 
-def token_hash(token: int) -> int:
+def token_hash(token):
     return (token * 0x9E3779B1 & 0xFFFFFFFF) >> 24
 
 
 STRETCHED = [single(math.log((i + 0.5) / 1024 / (1.0 - (i + 0.5) / 1024))) for i in range(1024)]
 
 
-def stretch(p: float) -> np.float32:
+def stretch(p):
     return STRETCHED[min(int(p * 1024), 1023)]
 
 
-def squash(x: float) -> float:
+def squash(x):
     return 1.0 / (1.0 + math.exp(-x))
 
 
@@ -263,14 +253,14 @@ def squash(x: float) -> float:
 LENGTHS, TOTALS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64), (1, 2, 3, 5, 9, 17)
 
 
-def start_of(ranges: Sequence[int], number: int) -> int:
+def start_of(ranges, number):
     return max(start for start in ranges if start <= number)
 
 
 class Matching:
     continuations: dict[Text, list[int]]
 
-    def match(self, text: Text) -> Text:
+    def match(self, text):
         """The longest suffix of the text that has a continuation."""
         return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
 
@@ -278,7 +268,7 @@ class Matching:
 class CorpusOracle(Matching):
     """A static corpus: how often every string occurs in its texts, and its continuations, the first first."""
 
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, texts):
         self.counts: dict[Text, int] = defaultdict(int)
         self.continuations: dict[Text, list[int]] = defaultdict(list)
         for text in texts:
@@ -289,7 +279,7 @@ class CorpusOracle(Matching):
                 for suffix in suffixes(tuple(text[: end + 1])):
                     self.counts[suffix] += 1
 
-    def most_frequent(self, context: Text) -> tuple[int, int, int]:
+    def most_frequent(self, context):
         """The most frequent continuation, its count, and that of the context."""
         token = max(self.continuations[context], key=lambda token: self.counts[(*context, token)])
         return token, self.counts[(*context, token)], self.counts[context]
@@ -298,7 +288,7 @@ class CorpusOracle(Matching):
 class GroupOracle(Matching):
     """Everything that was indexed in one group; num_indexed: of the prompt, at first."""
 
-    def __init__(self, prompt: Sequence[int], options: Options, num_indexed: int | None = None) -> None:
+    def __init__(self, prompt, options, num_indexed=None):
         self.options = options
         self.prompt: Text = tuple(prompt)
         self.indexed: Text = ()  # of the prompt
@@ -309,15 +299,15 @@ class GroupOracle(Matching):
         self.num_tokens = 0
         self.index_prompt(len(self.prompt) if num_indexed is None else num_indexed)
 
-    def index_prompt(self, num: int) -> None:
+    def index_prompt(self, num):
         for token in self.prompt[len(self.indexed) :][:num]:
             self.indexed = self.extend(self.indexed, token)
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         return self.indexed == self.prompt
 
-    def extend(self, text: Text, token: int) -> Text:
+    def extend(self, text, token):
         """Index one token that comes after the text; returns the longer text."""
         for suffix in [*suffixes(text), ()]:
             if token not in self.continuations[suffix]:
@@ -335,18 +325,18 @@ class GroupOracle(Matching):
                 self.counts[suffix] += 1
         return text
 
-    def corpus_match(self, text: Text) -> Text:
+    def corpus_match(self, text):
         """The corpus's, where it is longer; empty where it is not."""
         if self.options.corpus is None:
             return ()
         found = self.options.corpus.match(text)
         return found if len(found) > len(self.match(text)) else ()
 
-    def next_class(self, context: Text) -> Text:
+    def next_class(self, context):
         """The longest suffix of the context that ends at more positions."""
         return next((s for s in suffixes(context) if self.ends[s] != self.ends[context]), ())
 
-    def most_frequent(self, context: Text) -> tuple[int, int, int]:
+    def most_frequent(self, context):
         """Of the continuations that are looked at: the most frequent one, its count, all their counts."""
         candidates = self.continuations[context][:MAX_BRANCHES]
         counts = [self.counts[(*context, candidate)] for candidate in candidates]
@@ -368,25 +358,25 @@ class SequenceOracle:
     predictions: list[Prediction] = field(default_factory=list)
     own_salt: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.said = self.text = self.start
         self.experience.num_opened += 1
         self.serial = self.experience.num_opened
         self.own_salt = ~(self.serial << 8) & BITS64
 
     @property
-    def start(self) -> Text:
+    def start(self):
         return self.group.prompt if self.after_prompt else ()
 
     @property
-    def num_behind(self) -> int:
+    def num_behind(self):
         return len(self.said) - len(self.text)
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self):
         return self.group.is_whole and self.num_behind == 0
 
-    def take(self, row: Sequence[int], *, is_resumed: bool = False) -> None:
+    def take(self, row, *, is_resumed=False):
         """The first half of a step: the row has these tokens now."""
         if is_resumed or len(row) < len(self.said):
             self.cut([a == b for a, b in zip(row, self.said, strict=False)])
@@ -400,7 +390,7 @@ class SequenceOracle:
         if was_whole and len(new) <= TOKENS_OF_A_STEP:
             self.index(len(new))
 
-    def cut(self, agrees: list[bool]) -> None:
+    def cut(self, agrees):
         """Only what the text and the row begin with is kept, and has not to be indexed again."""
         num_kept = [*agrees, False].index(False)
         self.said, self.predictions = self.said[:num_kept], []
@@ -408,7 +398,7 @@ class SequenceOracle:
             self.text, self.num_followed = self.start, num_kept
         self.num_followed = min(self.num_followed, num_kept)
 
-    def index(self, num: int) -> None:
+    def index(self, num):
         """So much of what is behind."""
         for token in self.said[len(self.text) :][:num]:
             if len(self.text) < self.num_followed:
@@ -418,9 +408,7 @@ class SequenceOracle:
                 contexts.learn(contexts.identities(self.text, self.own_salt).values(), token)
                 self.text = self.group.extend(self.text, token)
 
-    def draft(
-        self, max_draft_tokens: int, min_survival: float = 0.0, model: Sequence[ModelProposal] = ()
-    ) -> list[int]:
+    def draft(self, max_draft_tokens, min_survival=0.0, model=()):
         """The second half, after every row of the step was indexed; `model`: its draft after the text."""
         self.last_draft, self.survivals = [], []
         survival = 1.0

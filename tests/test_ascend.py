@@ -1,10 +1,7 @@
 """What is decided of Ascend NPUs without vllm-ascend; `make test-ascend` runs with it (tests/ascend)."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +14,11 @@ from tests import accelerator
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch):
-    def install(release: str | None, vllm: str) -> None:
+def installed(monkeypatch):
+    def install(release, vllm):
         real = metadata.version
 
-        def version(name: str) -> str:
+        def version(name):
             if name != "vllm-ascend":
                 return real(name)
             if release is None:
@@ -38,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
     ("release", "vllm"),
     [(None, "0.29.0"), ("0.23.0", "0.23.0"), ("0.23.0.post1", "0.23.0"), ("0.24.0rc1+abc", "0.24.0")],
 )
-def test_a_pair_that_is_known_passes(installed, release: str | None, vllm: str) -> None:
+def test_a_pair_that_is_known_passes(installed, release, vllm):
     installed(release, vllm)
     ascend.refuse_unknown_pair()
 
@@ -46,9 +43,7 @@ def test_a_pair_that_is_known_passes(installed, release: str | None, vllm: str) 
 @pytest.mark.parametrize(
     ("release", "vllm"), [("0.23.0", "0.24.0"), ("0.22.1rc1", "0.23.0"), ("0.26.0rc1", "0.26.0")]
 )
-def test_another_pair_is_one_line_unless_it_knows_the_method(
-    installed, release: str, vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_pair_is_one_line_unless_it_knows_the_method(installed, release, vllm, tmp_path, monkeypatch):
     installed(release, vllm)
     with pytest.raises(ConfigError, match=rf"^vllm-ascend {release} with vllm {vllm} is not [^\n]*0\.24\.0$"):
         ascend.refuse_unknown_pair()
@@ -64,7 +59,7 @@ def test_another_pair_is_one_line_unless_it_knows_the_method(
     ascend.refuse_unknown_pair()
 
 
-def test_npus_get_the_noise_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npus_get_the_noise_of_the_host(monkeypatch):
     """Nothing is shifted there; the values are the host's, bit by bit, in one copy that nothing waits for."""
     monkeypatch.setattr(noise, "SHIFTS_SLOWLY", ("cuda",))
     seeds = noise.row_seeds([5, 6, 7], [1, 2, 3])

@@ -5,8 +5,6 @@ own rollout engine comes and goes beside another one, with a second that resumes
 engine, a training of each.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import NamedTuple
@@ -29,14 +27,14 @@ class Run(NamedTuple):
     responses: list[Response]
     last_steps: tuple[int, ...]  # of each process
 
-    def ended(self, kind: str) -> list[Response]:
+    def ended(self, kind):
         return [response for response in self.responses if response.kind == kind]
 
-    def total(self, metric: str) -> float:
+    def total(self, metric):
         return sum(metrics[f"rollout/spec_{metric}"] for metrics in self.metrics.values())
 
 
-def train(folder: pathlib.Path, mode: str, *overrides: str, until: tuple[int, ...] = (NUM_STEPS,)) -> Run:
+def train(folder, mode, *overrides, until=(NUM_STEPS,)):
     """Train up to each of these steps, from the checkpoint of the one before."""
     options = [
         "rollout.spec.history=100",  # more than a prompt gets
@@ -56,13 +54,13 @@ def train(folder: pathlib.Path, mode: str, *overrides: str, until: tuple[int, ..
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def colocated(tmp_path_factory):
     options = ["trainer.test_freq=2", f"trainer.n_gpus_per_node={NUM_REPLICAS}"]
     return train(tmp_path_factory.mktemp("colocated"), "colocate_async", *options)
 
 
 @pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def separate(tmp_path_factory):
     """The trainer's own engine serves at first, and from each validation to the next step."""
     options = [
         "trainer.v1.separate_async.hybrid_rollout.enable_switch=true",
@@ -86,7 +84,7 @@ def run(request, tmp_path_factory):
     return train(tmp_path_factory.mktemp("alone"), request.param, *work)
 
 
-def test_every_step_drafts_and_logs_it(run: Run) -> None:
+def test_every_step_drafts_and_logs_it(run):
     assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
     for metrics in run.metrics.values():
         assert metrics["rollout/spec_num_draft_tokens"] > 0
@@ -96,24 +94,24 @@ def test_every_step_drafts_and_logs_it(run: Run) -> None:
         assert 1 <= metrics.get("rollout/spec_load_imbalance", 1) <= NUM_REPLICAS
 
 
-def test_samples_are_interrupted_and_go_on(run: Run) -> None:
+def test_samples_are_interrupted_and_go_on(run):
     """Those of an engine that goes do so on the other one."""
     assert run.total("num_interrupted") > 0 and run.total("num_resumed") > 0
 
 
-def test_the_trainer_trains_on_samples_of_two_versions(colocated: Run) -> None:
+def test_the_trainer_trains_on_samples_of_two_versions(colocated):
     spans = [metrics["training/off_policy/trajectory_spans/max"] for metrics in colocated.metrics.values()]
     assert max(spans) > 1
 
 
-def test_no_response_is_lost_or_there_twice(run: Run) -> None:
+def test_no_response_is_lost_or_there_twice(run):
     names = [json.dumps(response.name) for response in run.responses]
     assert len(set(names)) == len(names)
     assert all(0 < len(response.tokens) <= LENGTH for response in run.responses)
     assert len(run.ended("train")) >= NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES, "all that was trained on"
 
 
-def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> None:
+def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run):
     """But for those that had been interrupted and not ended when their process did, and for what it served
     after its last step, of which no step logs the counts."""
     ended = run.ended("train")
@@ -123,7 +121,7 @@ def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run: Run) -> N
 
 
 @pytest.mark.parametrize("run", ["colocated", "separate"], indirect=True)
-def test_a_validation_is_served_and_neither_counted_nor_recorded(run: Run) -> None:
+def test_a_validation_is_served_and_neither_counted_nor_recorded(run):
     validations = [
         step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
     ]
@@ -131,13 +129,13 @@ def test_a_validation_is_served_and_neither_counted_nor_recorded(run: Run) -> No
     assert not run.ended("val"), "nor recorded"
 
 
-def test_the_trainers_own_engine_comes_and_goes(separate: Run) -> None:
+def test_the_trainers_own_engine_comes_and_goes(separate):
     versions = {response.version for response in separate.responses if response.replica == 0}
     assert len(versions) > 1
     assert {response.replica for response in separate.ended("train")} == {0, 1}
 
 
-def test_a_run_that_resumes_has_the_history_of_its_checkpoint(separate: Run) -> None:
+def test_a_run_that_resumes_has_the_history_of_its_checkpoint(separate):
     before, after = (saved(separate.folder, step) for step in (2, 3))
     first = [response for response in separate.responses if response.version == 0]
     for group in {response.group for response in first}:

@@ -1,7 +1,5 @@
 """A certificate's arithmetic: what is compared, what explains a difference, what the page says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,7 @@ VOCAB_SIZE = 128
 CONFIGURATION = Configuration(8, 64, 4, 0.6)
 
 
-def response(token_ids: list[int], num_rejected: int = 0) -> Response:
+def response(token_ids, num_rejected=0):
     counters = RequestCounters(num_drafts=1, num_draft_tokens=3, num_accepted_tokens=3 - num_rejected)
     return Response(token_ids, [0.0] * len(token_ids), counters)
 
@@ -75,7 +73,7 @@ def test_the_gap_says_how_wrong_the_logits_must_have_been():
     assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, -1], 1e-4) == float("inf")
 
 
-def drawn(logits: torch.Tensor, kept: list[int], position: int = 3) -> int:
+def drawn(logits, kept, position=3):
     masked = torch.full_like(logits, -torch.inf)
     masked[kept] = logits[kept]
     return int(keyed_sample(masked[None], torch.tensor([7]), torch.tensor([position])))

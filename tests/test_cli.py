@@ -1,7 +1,5 @@
 """The command line as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The static corpus: drafts equal the oracle's, a file that is not whole is refused, its pages are shared."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

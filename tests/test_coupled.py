@@ -4,11 +4,8 @@ Statistical tests have fixed keys, so they pass or fail for good; their false-al
 other keys, is 1e-6 each.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +19,11 @@ torch.set_num_threads(1)  # rows this small gain nothing from threads
 FALSE_ALARM_RATE = 1e-6
 
 
-def tensor(values: Any) -> torch.Tensor:
+def tensor(values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def sampling(temperature: torch.Tensor) -> SimpleNamespace:
+def sampling(temperature):
     """As far as verification reads vLLM's metadata."""
     greedy, hot = bool((temperature == 0).all()), bool((temperature != 0).all())
     return SimpleNamespace(temperature=temperature, all_greedy=greedy, all_random=hot, generators={})
@@ -35,7 +32,7 @@ def sampling(temperature: torch.Tensor) -> SimpleNamespace:
 # The noise.
 
 
-def test_splitmix_gives_the_known_answers() -> None:
+def test_splitmix_gives_the_known_answers():
     """The first outputs for the seed 1234567, that implementations are tested with."""
     outputs = noise.splitmix(tensor([1234567]), torch.arange(1, 6))
     assert [output % 2**64 for output in outputs.tolist()] == [
@@ -47,10 +44,10 @@ def test_splitmix_gives_the_known_answers() -> None:
 CPU = torch.device("cpu")
 
 
-def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.ndarray:
+def noise_by_hand(keys, positions, num):
     """Exp(1), float64 [n, num]: the noise by its definition, with nothing from the code under test."""
 
-    def output(seeds: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def output(seeds, numbers):
         words = seeds + numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -61,23 +58,23 @@ def noise_by_hand(keys: torch.Tensor, positions: torch.Tensor, num: int) -> np.n
     return -np.log1p(-(words + 0.5) / 2**32)
 
 
-def test_rows_may_come_as_numbers_of_32_bits() -> None:
+def test_rows_may_come_as_numbers_of_32_bits():
     numbers = np.arange(3, dtype=np.int32) + 2**30
     assert torch.equal(noise.row_seeds(numbers, numbers), noise.row_seeds(numbers.tolist(), numbers.tolist()))
 
 
-def test_tokens_on_the_host_are_not_copied() -> None:
+def test_tokens_on_the_host_are_not_copied():
     tokens = torch.arange(4, dtype=torch.int32)
     assert all(np.shares_memory(values, tokens.numpy()) for values in fetched(tokens, tokens.view(2, 2)))
 
 
-def p_value_of_pairs(one: np.ndarray, other: np.ndarray) -> float:
+def p_value_of_pairs(one, other):
     """Chi-square test that the top 5 bits of two words say nothing about each other."""
     table = np.histogram2d(one >> 27, other >> 27, bins=32, range=[[0, 32], [0, 32]])[0] + 1e-9
     return float(chi2_contingency(table).pvalue)
 
 
-def test_the_noise_is_uniform_and_independent() -> None:
+def test_the_noise_is_uniform_and_independent():
     """Half a million words: uniform in every byte, no trace of the neighbouring index, position or key."""
     n, num = 64, 128
     keys = torch.arange(n).repeat_interleave(n) + 5
@@ -98,14 +95,14 @@ def test_the_noise_is_uniform_and_independent() -> None:
     assert p_value_of_pairs(mixed[1:, :-1].ravel(), mixed[:-1, 1:].ravel()) < 1e-12
 
 
-def test_the_extreme_words_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extreme_words_are_finite(monkeypatch):
     monkeypatch.setattr(noise, "splitmix", lambda *_: tensor([[0, -1]]))
     smallest, largest = noise.exponential(tensor([0]), 2, CPU)[0].tolist()
     assert smallest == 2.0**-33
     assert 16 < largest < 17
 
 
-def test_keys_depend_on_every_part() -> None:
+def test_keys_depend_on_every_part():
     parts: list[tuple[int | str | bool, ...]] = [(1, 2), (2, 1), (12,), ("12",), ("1", "2"), (1, 2, True)]
     keys = {noise.make_key(*part) for part in parts}
     assert len(keys) == len(parts)
@@ -117,21 +114,21 @@ def test_keys_depend_on_every_part() -> None:
 # The distribution.
 
 
-def target(vocab_size: int) -> torch.Tensor:
+def target(vocab_size):
     """Logits that give every block something to win and some tokens nothing."""
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
     logits[::7] = -torch.inf
     return logits
 
 
-def one_peak(vocab_size: int, blocks_of_peak: float) -> torch.Tensor:
+def one_peak(vocab_size, blocks_of_peak):
     """One token as likely as so many whole blocks, beside blocks that are flat."""
     logits = torch.full((vocab_size,), -math.log(128 * blocks_of_peak))
     logits[vocab_size // 2] = 0.0
     return logits
 
 
-def only(vocab_size: int, *token_ids: int) -> torch.Tensor:
+def only(vocab_size, *token_ids):
     """A vocabulary that is masked but for these tokens, equally likely; often as in a grammar."""
     logits = torch.full((vocab_size,), -torch.inf)
     logits[list(token_ids)] = -3.0
@@ -159,7 +156,7 @@ STRUCTURED = {
 }
 
 
-def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Tensor) -> np.ndarray:
+def behind_by_hand(logits, drawn, token_ids):
     """By how many nats each token, or its block, lost its race: 0 for the winner, inf for what has no mass.
 
     The two races over all blocks and all tokens, in float64 and one row at a time.
@@ -179,13 +176,13 @@ def behind_by_hand(logits: torch.Tensor, drawn: np.ndarray, token_ids: torch.Ten
     return np.array(after)
 
 
-def test_log_odds_by_hand() -> None:
+def test_log_odds_by_hand():
     logits = torch.tensor([[0.75, 0.25, 0.0], [0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).log() + 3
     found = coupled.log_odds(logits, torch.tensor([1, 0, 0])).tolist()
     assert found == [pytest.approx(-math.log(3), abs=1e-6), pytest.approx(0, abs=1e-6), math.inf]
 
 
-def test_the_noise_is_that_of_its_definition() -> None:
+def test_the_noise_is_that_of_its_definition():
     keys, positions = torch.arange(500) * 2**54, torch.arange(500)
     drawn = noise.exponential(noise.row_seeds(keys, positions), 99, CPU)
     # Single precision leaves the largest values, which hardly ever win, their first digits.
@@ -195,9 +192,7 @@ def test_the_noise_is_that_of_its_definition() -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
-def test_the_token_is_the_one_that_wins_both_races(
-    name: str, torch_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_the_one_that_wins_both_races(name, torch_device, monkeypatch):
     """Of 1,500 draws each: all blocks and all tokens race, with noise and block size by their definitions."""
     monkeypatch.setattr(blocks, "CHUNK_SIZE", 1 << 14)
     logits = STRUCTURED[name].expand(1500, -1)
@@ -207,7 +202,7 @@ def test_the_token_is_the_one_that_wins_both_races(
     assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
 
 
-def test_a_flat_block_may_win_by_little() -> None:
+def test_a_flat_block_may_win_by_little():
     """Its sum is 128 times its largest probability: the bound on what can win has nothing to give."""
     logits = only(640, 130).repeat(2, 1)
     logits[:, 384:512] = -3.0 - math.log(128)
@@ -220,7 +215,7 @@ def test_a_flat_block_may_win_by_little() -> None:
 # A step's rows, and its drafts.
 
 
-def ragged() -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def ragged():
     """Draft lengths of a step, each request's key and first position, and the logits at and after drafts."""
     generator = torch.Generator().manual_seed(6)
     counts = [2, 0, 3, 1]
@@ -228,7 +223,7 @@ def ragged() -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch
     return counts, tensor([5, 9, 5, 7]), tensor([10, 3, 40, 8]), logits, after
 
 
-def test_a_step_draws_at_each_place_what_a_plain_step_draws_there() -> None:
+def test_a_step_draws_at_each_place_what_a_plain_step_draws_there():
     counts, keys, positions, logits, after = ragged()
     of_drafts = keys.repeat_interleave(tensor(counts)), tensor([10, 11, 40, 41, 42, 8])
     expected = coupled.keyed_sample(logits, *of_drafts).tolist()
@@ -245,7 +240,7 @@ def test_a_step_draws_at_each_place_what_a_plain_step_draws_there() -> None:
 @pytest.mark.parametrize(
     "temperature", [[0.0] * 4, [0.5, 1.0, 0.7, 2.0], [1e-3, 0.0, 0.7, 0.0], [0.0, 1.0, 0.0, 0.5]]
 )
-def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature: list[float]) -> None:
+def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     counts, keys, positions, logits, _ = ragged()
     places = tensor([10, 11, 40, 41, 42, 8])
     sampled = coupled.keyed_sample(logits, keys.repeat_interleave(tensor(counts)), places).tolist()
@@ -255,7 +250,7 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature: 
     own = [token if is_hot else other for token, other, is_hot in zip(sampled, best, hot, strict=True)]
     bonus, no = [201, 202, 203, 204], prefixes.PLACEHOLDER_TOKEN_ID
 
-    def rows(draft: list[int]) -> list[list[int]]:
+    def rows(draft):
         step = coupled.CoupledStep(keys, positions, counts)
         given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
         asked = sampling(torch.tensor(temperature))
@@ -273,15 +268,13 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature: 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 50_257, 151_936])
 @pytest.mark.parametrize("scale", [0.01, 5.0])
-def test_a_rows_scores_are_the_same_bits_among_others(
-    torch_device: str, vocab_size: int, scale: float
-) -> None:
+def test_a_rows_scores_are_the_same_bits_among_others(torch_device, vocab_size, scale):
     """A sum in another order would change one token in a million."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(33, vocab_size, generator=generator).to(torch_device) * scale
     keys = torch.arange(33, device=torch_device)
 
-    def scores(rows: slice) -> torch.Tensor:
+    def scores(rows):
         drawn = coupled._draw(noise.row_seeds(keys[rows].cpu(), keys[rows].cpu()), logits[rows])
         peaks = blocks.block_peaks(logits[rows])
         top = peaks.amax(dim=-1, keepdim=True)
@@ -298,7 +291,7 @@ def test_a_rows_scores_are_the_same_bits_among_others(
 
 
 @pytest.mark.parametrize("vocab_size", [64 * blocks.BLOCK_SIZE, 1000])
-def test_rows_without_a_number_do_no_harm(vocab_size: int) -> None:
+def test_rows_without_a_number_do_no_harm(vocab_size):
     """Not to the others; and what they get does not depend on these either."""
     logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
     keys = torch.arange(6)
@@ -312,14 +305,14 @@ def test_rows_without_a_number_do_no_harm(vocab_size: int) -> None:
     assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
-def test_a_device_with_other_arithmetic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_other_arithmetic_is_refused(monkeypatch):
     noise.check(torch.device("cpu"))
     monkeypatch.setattr(noise, "_LAST_SHIFT", 32)
     with pytest.raises(RuntimeError, match=r"int64 arithmetic on cpu gives \d+ .*; set .*verify=standard$"):
         noise.check(torch.device("cpu"))
 
 
-def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_go_to_the_lowest_token_id(monkeypatch):
     monkeypatch.setattr(noise, "exponential", lambda seeds, num, _: torch.ones(len(seeds), num))
     second = blocks.BLOCK_SIZE
     logits = torch.zeros(1, 2 * second + second // 2)
@@ -331,7 +324,7 @@ def test_ties_go_to_the_lowest_token_id(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["random", "whole blocks", "a higher peak", "near ties", "a steep slope"])
-def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
+def test_shortfall_is_the_larger_distance_to_a_winner(name):
     """In units of (logit + Gumbel noise); also of blocks far below the row's largest logit."""
     n, logits = 200, STRUCTURED[name]
     keys, positions = torch.arange(n), torch.arange(n) % 5 + 1
@@ -348,7 +341,7 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name: str) -> None:
     assert is_near.sum() > 20 and (name != "a steep slope" or expected[is_near].max() > 60)
 
 
-def test_what_cannot_be_drawn_falls_short_by_infinity() -> None:
+def test_what_cannot_be_drawn_falls_short_by_infinity():
     """Also where nothing of the token's block, or of the row, can be drawn."""
     n, first = 20, torch.zeros(20, dtype=torch.int64)
     for end in (1, blocks.BLOCK_SIZE, 600):
@@ -357,7 +350,7 @@ def test_what_cannot_be_drawn_falls_short_by_infinity() -> None:
         assert bool(coupled.shortfall(logits, torch.arange(n), first, first).isinf().all())
 
 
-def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> None:
+def test_deterministic_algorithms_give_the_same_tokens(torch_device):
     """verl's full_determinism asks torch for them; an operation that has none would raise."""
     counts, keys = [2, 0, 3, 1], torch.arange(4)
     logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
@@ -374,7 +367,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device: str) -> Non
     assert torch.equal(*outputs)
 
 
-def test_argmax_takes_the_lowest_of_equal_logits() -> None:
+def test_argmax_takes_the_lowest_of_equal_logits():
     """Of drafted rows by `blocks.argmax`, as of plain ones by torch's; most rows tie across blocks."""
     logits = torch.randint(0, 60, (300, 1300), generator=torch.Generator().manual_seed(1)).float()
     lowest = [row.index(max(row)) for row in logits.tolist()]

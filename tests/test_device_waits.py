@@ -3,8 +3,6 @@
 vLLM's own samplers, with our hooks, run on `tests.accelerator`; docs/how-it-works/verification.md quotes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
@@ -34,7 +32,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rollout_spec.verification
 from rollout_spec import patches
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
@@ -55,7 +52,7 @@ VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
 GREEDY, SOME_GREEDY, SAMPLED = [0.0] * 3, [1.0, 0.0, 0.7], [1.0] * 3
 
 
-def forbidden_but(allowed: tuple[int, ...], num_rows: int) -> torch.Tensor:
+def forbidden_but(allowed, num_rows):
     """vLLM's mask of rows of which the first may get these tokens only: True where it may not."""
     mask = torch.zeros(num_rows, VOCAB_SIZE, dtype=torch.bool)
     mask[0] = True
@@ -66,7 +63,7 @@ def forbidden_but(allowed: tuple[int, ...], num_rows: int) -> torch.Tensor:
 SAMPLED_TOKENS = torch.tensor([[5, -1], [6, -1], [7, 8]])
 
 
-def bare(kind: type, **attributes: Any) -> Any:
+def bare(kind, **attributes):
     """An object of a class of vLLM's that has these attributes, and nothing that its constructor makes."""
     made = kind.__new__(kind)
     vars(made).update(attributes)
@@ -74,16 +71,16 @@ def bare(kind: type, **attributes: Any) -> Any:
 
 
 class SomeMRV1(GPUModelRunner):
-    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *_: Any) -> Any:
+    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *_):
         return self.drafter.propose(num_speculative_tokens=2)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output):
         self.propose_draft_token_ids(None, self.sampled)
         return SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
 
 
 class SomeDrafter(SpecDecodeBaseProposer):
-    def propose(self, num_speculative_tokens: int) -> torch.Tensor:
+    def propose(self, num_speculative_tokens):
         passes = range(num_speculative_tokens)
         return torch.stack([self._sample_draft_tokens(self.logits, self.sampling)[0] for _ in passes], 1)
 
@@ -99,14 +96,7 @@ class Engine:
         allowed: the tokens that row 0 may get; None for all.
     """
 
-    def __init__(
-        self,
-        temperature: list[float],
-        logprobs: int | None = None,
-        min_tokens: int = 0,
-        is_cut: bool = False,
-        allowed: tuple[int, ...] | None = None,
-    ) -> None:
+    def __init__(self, temperature, logprobs=None, min_tokens=0, is_cut=False, allowed=None):
         self.accelerator, num = Accelerator(), len(DRAFTS)
         put = self.accelerator.put
         # Its constructor would pin memory.
@@ -140,11 +130,11 @@ class Engine:
         with self.accelerator:
             self.rows.install()
 
-    def plain(self) -> Accelerator:
+    def plain(self):
         logits = self.accelerator.put(torch.randn(len(DRAFTS), VOCAB_SIZE) * 5)
         return self._counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
 
-    def with_drafts(self) -> Accelerator:
+    def with_drafts(self):
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
         after = ends + np.arange(len(DRAFTS))
         logits = torch.randn(sum(DRAFTS) + len(DRAFTS), VOCAB_SIZE) * 5
@@ -156,12 +146,12 @@ class Engine:
         )  # fmt: skip
         return self._counted(lambda: self.verifier(metadata, None, put(logits), self.sampling))
 
-    def with_model(self) -> Accelerator:
+    def with_model(self):
         """A model drafts alone; `output` has its tokens."""
         runner, sampled = self._model({}), self.accelerator.put(SAMPLED_TOKENS)
         return self._counted(lambda: runner.propose_draft_token_ids(None, sampled))
 
-    def with_model_and_text(self) -> tuple[Accelerator, ModelDrafts]:
+    def with_model_and_text(self):
         """A model drafts beside the text; and what the proposer of both is given of it."""
         runner, given = self._model({"model_tokens": 2}), list[Any]()
         runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
@@ -173,7 +163,7 @@ class Engine:
         setattr(runner, BESIDE_MODEL, proposer)
         return self._counted(lambda: runner.sample_tokens(None)), given[0]
 
-    def _model(self, options: dict[str, int]) -> Any:
+    def _model(self, options):
         """Give MRV1 a model that drafts two tokens for each row, of flat logits."""
         self.plain()  # which tells the rows their keys
         logits = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous())
@@ -189,7 +179,7 @@ class Engine:
         bind_model_drafter(runner, self.rows, engine_options(config))
         return runner
 
-    def _counted(self, step: Callable[[], Any]) -> Accelerator:
+    def _counted(self, step):
         """Run a step; `output` has what it gives."""
         with self.accelerator:
             self.accelerator.start()
@@ -198,7 +188,7 @@ class Engine:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm(monkeypatch):
     """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's kernels."""
     platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
@@ -209,7 +199,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_applied", {})
 
 
-def mrv2_step(counts: list[int] = DRAFTS) -> Accelerator:
+def mrv2_step(counts=DRAFTS):
     """`coupled_verify` of MRV2, where the last draft token only is wrong.
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
@@ -270,9 +260,7 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("chunk_size", [1 << 10, 1 << 22])
-def test_what_a_step_waits_for_and_sends(
-    name: str, chunk_size: int, vllm: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_step_waits_for_and_sends(name, chunk_size, vllm, monkeypatch):
     """However many chunks it works in."""
     monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
     step, places, num_sent = STEPS[name]
@@ -281,7 +269,7 @@ def test_what_a_step_waits_for_and_sends(
 
 
 @pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
-def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[float], vllm: None) -> None:
+def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     """What it draws on the device is what the target draws at these positions from the same logits."""
     engine = Engine(temperature)
     accelerator, drafts = engine.with_model(), engine.output.value.tolist()
@@ -303,7 +291,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature: list[f
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 
-def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm: None) -> None:
+def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     """vLLM 0.33 asks such a function before its samplers run; here it says yes."""
     module: Any = SimpleNamespace(__name__="sampler")
     module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
@@ -314,7 +302,7 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm: None) -> None:
     keep_from_fused_kernel(SimpleNamespace())  # of another vLLM
 
 
-def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
+def test_allowed_tokens_hold_on_the_device(vllm):
     """A mask that has moved with its request is sent to the device; after a draft it is the same row's."""
     allowed_tokens.fix(gpu_input_batch)
     with Accelerator():
@@ -344,7 +332,7 @@ def test_allowed_tokens_hold_on_the_device(vllm: None) -> None:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def streams(monkeypatch):
     nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
@@ -355,19 +343,19 @@ TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
 
 
 class SomeMRV2(mrv2.GPUModelRunner):
-    def execute_model(self, scheduler_output: Any) -> None:
+    def execute_model(self, scheduler_output):
         self.add_requests(scheduler_output)
         self.update_requests(scheduler_output)
         self.executed = scheduler_output
 
-    def add_requests(self, scheduler_output: Any) -> None: ...
-    def update_requests(self, scheduler_output: Any) -> None: ...
-    def postprocess_sampled(self, idx_mapping: Any, sampled_tokens: Any) -> None: ...
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def add_requests(self, scheduler_output): ...
+    def update_requests(self, scheduler_output): ...
+    def postprocess_sampled(self, idx_mapping, sampled_tokens): ...
+    def sample_tokens(self, grammar_output):
         return ModelRunnerOutput([*self.executed.num_scheduled_tokens], {})
 
 
-def mrv2_host(accelerator: Accelerator, rows: dict[str, int]) -> tuple[Any, Any]:
+def mrv2_host(accelerator, rows):
     """`HostDrafts` and the runner of MRV2 to which it belongs, with these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
@@ -381,7 +369,7 @@ def mrv2_host(accelerator: Accelerator, rows: dict[str, int]) -> tuple[Any, Any]
     return runner.host_drafts, runner
 
 
-def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = None) -> Any:
+def scheduled(new=(), drafts=None):
     """A step of vLLM's scheduler, in which these requests are new."""
     requests = [
         SimpleNamespace(req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=None)
@@ -393,14 +381,14 @@ def scheduled(new: tuple[str, ...] = (), drafts: dict[str, list[int]] | None = N
     )  # fmt: skip
 
 
-def after_sampling(host: Any, runner: Any, put: Any, names: list[str], sampled: list[int]) -> torch.Tensor:
+def after_sampling(host, runner, put, names, sampled):
     """Each request has got one token; the drafts that the device gets for them, which are none."""
     runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
     batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
     return host.draft(batch, put(torch.ones(len(names)).int()))
 
 
-def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> None:
+def test_drafts_of_mrv2_go_to_the_host_and_back(vllm, streams):
     """A step's tokens come from the device, and what is drafted goes there, without a wait."""
     with Accelerator() as accelerator:
         host, runner = mrv2_host(accelerator, {"a": 2, "b": 0})
@@ -417,14 +405,14 @@ def test_drafts_of_mrv2_go_to_the_host_and_back(vllm: None, streams: None) -> No
 
 
 def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty(
-    vllm: None, streams: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    vllm, streams, monkeypatch
+):
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
     group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
     names = ["b", "a", "new"]
 
-    def step(output: Any, plan: Plan) -> Any:
+    def step(output, plan):
         rooms = output.scheduled_spec_decode_tokens
         output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
@@ -451,9 +439,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
 
 
-def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
-    vllm: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(vllm, monkeypatch):
     accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
     put = accelerator.put
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
@@ -475,7 +461,7 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(
     assert torch.allclose(log_odds.value, expected)
 
 
-def test_the_accelerator_computes_the_known_answer_itself() -> None:
+def test_the_accelerator_computes_the_known_answer_itself():
     with Accelerator() as accelerator:
         noise.check(DEVICE)
     assert accelerator.waits == [f"{noise.__name__}.check"] * 3  # two tensors to it, and a word back
@@ -498,7 +484,7 @@ USES: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize(("num_waits", "use"), USES.values(), ids=USES)
-def test_the_accelerator_finds_what_waits(num_waits: int, use: Callable[[torch.Tensor], Any]) -> None:
+def test_the_accelerator_finds_what_waits(num_waits, use):
     accelerator = Accelerator()
     x = accelerator.put(torch.ones(4))
     with accelerator:
@@ -506,7 +492,7 @@ def test_the_accelerator_finds_what_waits(num_waits: int, use: Callable[[torch.T
     assert len(accelerator.waits) == num_waits
 
 
-def has_cuda_kernel(name: str) -> bool:
+def has_cuda_kernel(name):
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA")
 
 
@@ -516,7 +502,7 @@ VIEWS_AND_COPIES = {
 }  # fmt: skip
 
 
-def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
+def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
     """CUDA's are in torch's register; NPUs' in the list that `rollout_spec.verification` quotes."""
     accelerators = [step() for step, *_ in STEPS.values()]
     accelerators.append(Accelerator())
@@ -542,14 +528,14 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm: None) -> None:
         assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"
 
 
-def flat(num_rows: int, vocab_size: int = 151_936) -> torch.Tensor:
+def flat(num_rows, vocab_size=151_936):
     """Logits that leave every block able to win; one row in memory."""
     return (torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)) * 0.01).expand(
         num_rows, -1
     )
 
 
-def coupled_step(temperature: float) -> Accelerator:
+def coupled_step(temperature):
     accelerator, counts = Accelerator(), [8] * 256
     put, count = accelerator.put, len(counts)
     logits, after = put(flat(sum(counts))), put(flat(count))
@@ -573,7 +559,7 @@ MEMORY: dict[str, tuple[Callable[[], Accelerator], int]] = {
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_memory_beyond_the_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_beyond_the_logits(name, monkeypatch):
     """With equal noise, so that all blocks are summed."""
     exponential = noise.exponential
     monkeypatch.setattr(noise, "exponential", lambda *args: exponential(*args).fill_(1.0))

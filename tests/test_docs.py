@@ -1,7 +1,5 @@
 """The documentation names what the code has: options, metrics, arguments; its links lead somewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex
@@ -31,7 +29,7 @@ PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser(
 OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
 
 
-def logged() -> set[str]:
+def logged():
     report = RolloutReport(
         EngineCounters(
             num_steps=2, num_steps_on=1, num_row_steps=2, gate_seconds=1.0, num_draft_tokens=2,
@@ -85,7 +83,7 @@ def test_every_example_has_arguments_that_exist(page):
             PARSERS[command].parse_args(arguments)  # exits where it cannot
 
 
-def anchors_of(page: Path) -> set[str]:
+def anchors_of(page):
     """Of a page's headings, as mkdocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}

@@ -1,7 +1,5 @@
 """`rollout-spec doctor`: what it says of an installation, right or broken."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,7 +9,7 @@ import pytest
 from rollout_spec.doctor import diagnosis
 
 
-def doctor(code: str, *arguments: str) -> subprocess.CompletedProcess:
+def doctor(code, *arguments):
     command = f"import sys; {code}; from rollout_spec.cli import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-c", command, "doctor", *arguments], capture_output=True, text=True

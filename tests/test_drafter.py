@@ -1,7 +1,5 @@
 """The drafter without an engine: rows are arrays, as vLLM's `token_ids_cpu` is one."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -20,27 +18,20 @@ PROMPT = np.array([1, 2, 3, 4], np.int32)
 
 
 class Batch:
-    def __init__(self, drafter: Drafter, num_rows: int = 8, length: int = 64) -> None:
+    def __init__(self, drafter, num_rows=8, length=64):
         self.drafter = drafter
         self.token_ids = np.zeros((num_rows, length), np.int32)
         self.levels = np.zeros(num_rows, np.int32)
         self.request_ids: list[str] = []
 
-    def add(self, name: str, prompt: np.ndarray = PROMPT, max_level: int = 64, group: object = None) -> None:
+    def add(self, name, prompt=PROMPT, max_level=64, group=None):
         row = len(self.request_ids)
         self.request_ids.append(name)
         self.token_ids[row, : len(prompt)] = prompt
         self.levels[row] = len(prompt)
         self.drafter.add(name, prompt, max_level, group)
 
-    def step(
-        self,
-        tokens: list[list[int]],
-        *,
-        in_time: bool = True,
-        model: list[list[int]] | None = None,
-        rooms: list[int] | None = None,
-    ) -> list[list[int]]:
+    def step(self, tokens, *, in_time=True, model=None, rooms=None):
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
@@ -58,11 +49,11 @@ class Batch:
         )
 
 
-def make(**options: object) -> Batch:
+def make(**options):
     return Batch(Drafter(SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})))  # type: ignore[arg-type]
 
 
-def test_a_draft_fits_the_room_of_its_row() -> None:
+def test_a_draft_fits_the_room_of_its_row():
     """Also where the rows before it have no place in the index."""
     batch = make(num_speculative_tokens=4)
     for name in ("out of range", "a", "b", "c"):
@@ -75,7 +66,7 @@ def test_a_draft_fits_the_room_of_its_row() -> None:
     assert batch.step([[-7], [11], [11], [11]])[2] == text[2:6], "the room is one step's"
 
 
-def test_a_models_drafts_are_those_of_their_rows() -> None:
+def test_a_models_drafts_are_those_of_their_rows():
     """Also where rows before them prefill, or have no place in the index; such rows draft nothing."""
     batch = make(num_speculative_tokens=3)
     for name in ("prefills", "out of range", "a", "b"):
@@ -90,7 +81,7 @@ def test_a_models_drafts_are_those_of_their_rows() -> None:
 
 @pytest.mark.parametrize("model_tokens", [0, 3])
 @pytest.mark.parametrize("batch_threshold", [0, 8, "auto"])
-def test_an_open_gate_alone_waits_for_drafts(batch_threshold: object, model_tokens: int) -> None:
+def test_an_open_gate_alone_waits_for_drafts(batch_threshold, model_tokens):
     """Also where the text gives nothing, if there is a model. Drafts that come too late are none."""
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
     batch = Batch(Drafter(config, model_tokens=model_tokens))
@@ -107,7 +98,7 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold: object, model_toke
     assert batch.drafter.next_step_waits == (batch_threshold != 0)
 
 
-def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
+def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
     """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
     now, dear = 0.0, 9.0
     drafter = Drafter(SpecConfig(), lambda: now, model_tokens=2)
@@ -116,7 +107,7 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     text = np.random.default_rng(0).integers(10, 20, 4096).tolist()  # of it the index proposes what is wrong
     num_accepted = 0
 
-    def share_drafted(num_steps: int) -> float:
+    def share_drafted(num_steps):
         nonlocal now, num_accepted
         num_drafted = 0
         for _ in range(num_steps):
@@ -136,14 +127,14 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not() -> None:
     assert share_drafted(100) > 0.8
 
 
-def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
+def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
     class Recorder:
         weighs_costs = True
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.steps: list[Step] = []
 
-        def begin(self, step: Step, counters: object) -> None:
+        def begin(self, step, counters):
             self.steps.append(step)
 
     now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0])
@@ -171,7 +162,7 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared() -> None:
     assert gate.steps[6:] == [Step(num_rows=1, num_new_tokens=2)]
 
 
-def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place() -> None:
+def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     """A draft is the model's as far as its tokens are; a step without a model's drafts says nothing."""
     batch = make(num_speculative_tokens=4)
     for name in ("a", "b", "c", "d"):
@@ -196,7 +187,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place() -> None:
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
 
 
-def test_what_is_wrong_changes_nothing() -> None:
+def test_what_is_wrong_changes_nothing():
     batch = make()
     batch.add("a")
     batch.add("b")
@@ -214,7 +205,7 @@ def test_what_is_wrong_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
-def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: list[int]) -> None:
+def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt):
     """However long that is: the history would index the text after a prompt that it does not follow."""
     batch = make()
     batch.add("own", group="g")
@@ -227,13 +218,13 @@ def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt: 
 
 @pytest.mark.parametrize("sample", ["s", None])
 @pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted", "group gone"])
-def test_a_sample_goes_on_where_it_was_and_is_one_response(sample: str | None, how: str) -> None:
+def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
     """Its turns are requests; each prompt has all before, or without what the first one thought."""
     text = speak(np.random.default_rng(0), 500)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=4, max_index_mb=1))
     row = text[None].copy()
 
-    def turn(name: str, begin: int, end: int) -> None:
+    def turn(name, begin, end):
         drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
         for level in range(begin + 1, end + 1):
             drafter.draft([name], [1], row, np.array([level], np.int32))
@@ -273,7 +264,7 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample: str | None, h
         (1, 1, 296, [0.125, 0.125, None, 0.125, 0.125, 0.125]),
     ],
 )
-def test_which_times_the_gate_hears(num_new: int, of: int, cleared: int, seconds: list[float | None]) -> None:
+def test_which_times_the_gate_hears(num_new, of, cleared, seconds):
     """Of 300 steps of an eighth of a second: one row, at some of them a new one."""
     now, heard = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
@@ -295,7 +286,7 @@ def test_which_times_the_gate_hears(num_new: int, of: int, cleared: int, seconds
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
-def test_what_is_no_text_is_left_out_and_the_others_draft(token: int) -> None:
+def test_what_is_no_text_is_left_out_and_the_others_draft(token):
     """A row, a prompt, a response of the history."""
     batch = make(num_speculative_tokens=3, history=2)
     batch.drafter.history.add(prompt_key(PROMPT), np.array([20, token], np.int32))
@@ -310,7 +301,7 @@ def test_what_is_no_text_is_left_out_and_the_others_draft(token: int) -> None:
         batch.drafter.remove(name)
 
 
-def long_run(seconds: float) -> tuple[list[object], list[int]]:
+def long_run(seconds):
     """Drafts at the end, and the tokens that each `add` and step indexed; of steps that take so long.
 
     Siblings after a long prompt; one was interrupted, one ends while the prompt is not whole. History. A
@@ -318,7 +309,7 @@ def long_run(seconds: float) -> tuple[list[object], list[int]]:
     """
     now = 0.0
 
-    def clock() -> float:
+    def clock():
         nonlocal now
         now += 1e-4
         return now
@@ -349,7 +340,7 @@ def long_run(seconds: float) -> tuple[list[object], list[int]]:
     return drafts, np.diff(num_tokens).tolist()
 
 
-def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch):
     monkeypatch.setattr(drafter_module, "PIECE_TOKENS", 64)
     at_once, _ = long_run(100.0)
     in_parts, num_tokens = long_run(0.02)
@@ -358,7 +349,7 @@ def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch: pytest.Mo
     assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000 + 3
 
 
-def test_text_is_indexed_while_a_device_is_waited_for() -> None:
+def test_text_is_indexed_while_a_device_is_waited_for():
     """A row that is behind has no draft, the others do; what is left when the device is ready waits."""
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
@@ -375,7 +366,7 @@ def test_text_is_indexed_while_a_device_is_waited_for() -> None:
     assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 
 
-def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch):
     """Idle groups make room first."""
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, max_index_mb=1))
     batch = Batch(drafter, num_rows=4, length=40_000)
@@ -393,12 +384,12 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch: pytes
         drafter.remove(name)
 
 
-def count_calls(drafter: Drafter) -> list[int]:
+def count_calls(drafter):
     """The number of groups that are open after every later step of the index."""
     counts: list[int] = []
     method = drafter.index.index_and_draft
 
-    def counted(*args: object) -> object:
+    def counted(*args):
         result = method(*args)
         counts.append(drafter.index.stats().num_groups)
         return result
@@ -407,7 +398,7 @@ def count_calls(drafter: Drafter) -> list[int]:
     return counts
 
 
-def test_a_full_index_closes_no_more_groups_than_it_needs() -> None:
+def test_a_full_index_closes_no_more_groups_than_it_needs():
     """Groups of four come and go, of which the budget holds a few of 32."""
     random = np.random.default_rng(0)
     batch = Batch(Drafter(SpecConfig(max_index_mb=1, batch_threshold=8)), num_rows=4, length=1_000)
@@ -426,7 +417,7 @@ def test_a_full_index_closes_no_more_groups_than_it_needs() -> None:
     assert batch.drafter.counters.num_untracked_rows == 0
 
 
-def test_new_requests_take_the_room_of_idle_groups() -> None:
+def test_new_requests_take_the_room_of_idle_groups():
     """Not only their steps do: a table of sequences grows, too."""
     random = np.random.default_rng(0)
     batch = Batch(Drafter(SpecConfig(max_index_mb=1, batch_threshold=600)), num_rows=600)
@@ -441,7 +432,7 @@ def test_new_requests_take_the_room_of_idle_groups() -> None:
     assert batch.drafter.index.stats().num_groups < 31
 
 
-def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_them() -> None:
+def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_them():
     """Each is of a group of its own, so that what leaves makes room for the others."""
     random = np.random.default_rng(0)
     config = SpecConfig(max_index_mb=1, batch_threshold=64, history=1)
@@ -463,7 +454,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
     assert len(batch.drafter.history) == 64 - nums_left_out[-1]
 
 
-def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):
     """All were prefilled in it: it verifies no drafts, and neither does the step after."""
     choices: list[Choice] = []
     learn = Costs.learn
@@ -478,7 +469,7 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
     assert choices[-1] == NOTHING
 
 
-def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open() -> None:
+def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4), fills=True)
     batch = Batch(drafter)
     for name in "abc":

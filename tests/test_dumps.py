@@ -1,7 +1,5 @@
 """Rollouts as other programs leave them: every form gives the same rollouts, and others are told apart."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
@@ -248,11 +246,7 @@ MISTAKES = [
     (VERL + DEEP, "", "x.jsonl:4: not JSON: maximum recursion"),
     (gzip.compress(VERL)[:40], "", "x.jsonl:1: Compressed file ended before"),
     (VERL, "", "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's"),
-    (
-        VERL,
-        "--tokenizer /nowhere",
-        "--tokenizer /nowhere: no such file or folder here, and a name at a hub",
-    ),
+    (VERL, "--tokenizer /nowhere", "--tokenizer /nowhere: no such file or folder here, and a name at a hub"),
     (VERL, f"--tokenizer {__file__}", f"--tokenizer {__file__}: no tokenizer.json: "),
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among ask, k, said; want"),
     (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),

@@ -1,7 +1,5 @@
 """The lock has what the distributions ask for; what VERL and VLLM choose; what is installed anew."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

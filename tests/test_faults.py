@@ -1,7 +1,5 @@
 """Something dies in a training, in each of verl's modes: the run ends, says what, and leaves nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib
@@ -32,11 +30,11 @@ class End(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def model(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def train(folder: pathlib.Path, model: pathlib.Path, mode: str, fault: str, *overrides: str) -> End:
+def train(folder, model, mode, fault, *overrides):
     """Train until the fault (of `tests/faults.py`) ends it."""
     options = [
         "trainer.total_training_steps=3",
@@ -62,7 +60,7 @@ def train(folder: pathlib.Path, model: pathlib.Path, mode: str, fault: str, *ove
     return End(process.returncode, last_error(log), log.read_text(), seconds, running, left)
 
 
-def titles(pids: set[int]) -> list[str]:
+def titles(pids):
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -92,9 +90,7 @@ ERRORS = {
     ],
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
-def test_a_run_ends_says_what_died_and_leaves_nothing(
-    mode: str, fault: str, model: pathlib.Path, small_disk: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, model, small_disk, tmp_path):
     options = {
         "transfer": TRANSFER,
         "disk": ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"],

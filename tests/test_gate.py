@@ -1,7 +1,5 @@
 """The gates by themselves: steps in, budgets out. Whole rollouts under them are in test_simulate."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

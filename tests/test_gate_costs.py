@@ -1,7 +1,5 @@
 """What the gate learns: which passes of a model pay, and what a step costs. Rollouts are in test_simulate."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,15 +15,15 @@ class Model:
     Both are measured with noise, a tenth of the step's time and as much as a pass's token brings.
     """
 
-    def __init__(self, gains: list[float], share: float, seed: int = 0) -> None:
+    def __init__(self, gains, share, seed=0):
         self.passes, self.gains, self.share = Passes(1 + len(gains)), gains, share
         self._random = np.random.default_rng(seed)
 
-    def steps(self, num: int) -> list[int]:
+    def steps(self, num):
         """The passes of each."""
         return [self._step() for _ in range(num)]
 
-    def _step(self) -> int:
+    def _step(self):
         num = self.passes.num
         noise = self._random.normal(size=1 + num)
         self.passes.learn_share(num, (num - 1) * self.share + 0.1 * noise[0])
@@ -46,14 +44,14 @@ class Model:
         ([], 0.1, 1),
     ],
 )
-def test_passes_run_that_pay(gains: list[float], share: float, best: int) -> None:
+def test_passes_run_that_pay(gains, share, best):
     model = Model(gains, share)
     model.steps(1500)
     taken = model.steps(10 * RETRY_EVERY)
     assert taken.count(best) > 0.95 * len(taken)
 
 
-def test_all_passes_run_until_what_they_take_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_passes_run_until_what_they_take_is_known(monkeypatch):
     """Also where no step can be compared."""
     model = Model([-0.1, -0.1], 0.3)
     assert set(model.steps(2 * TRY_EVERY)) == {2, 3}
@@ -61,7 +59,7 @@ def test_all_passes_run_until_what_they_take_is_known(monkeypatch: pytest.Monkey
     assert set(model.steps(500)) == {2, 3}
 
 
-def test_a_head_that_gets_better_or_worse_is_noticed() -> None:
+def test_a_head_that_gets_better_or_worse_is_noticed():
     model = Model([0.8, 0.7], 0.05)
     for gains, best in (([0.0, 0.0], 1), ([0.8, 0.7], 3), ([0.0, 0.0], 1)):
         model.gains = gains

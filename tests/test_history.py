@@ -1,7 +1,5 @@
 """Responses of earlier steps: kept, bounded, saved, and used when their prompt comes back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

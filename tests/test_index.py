@@ -1,7 +1,5 @@
 """The Python side of the native index: errors name their argument and change nothing, memory comes back."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

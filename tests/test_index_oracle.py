@@ -1,7 +1,5 @@
 """The index beside the oracle: random interleavings, long seeded runs, and that it cannot be driven mad."""
 
-from __future__ import annotations
-
 import pathlib
 import tempfile
 
@@ -11,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.drafting.corpus import Corpus, open_corpus
+from rollout_spec.drafting.corpus import open_corpus
 from rollout_spec.drafting.index import ALL_TOKENS, ModelDrafts, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
@@ -21,7 +19,7 @@ NUM_COLUMNS = 160
 EXPERIENCE_BYTES = 139_200  # of an empty index
 
 
-def texts(max_size: int) -> st.SearchStrategy[list[int]]:
+def texts(max_size):
     """What breaks automata: small alphabets, long repeats, chains of one token."""
     small = st.lists(st.integers(0, 2), max_size=max_size)
     chain = st.builds(lambda token, n: [token] * n, st.integers(0, 1), st.integers(1, max_size + 1))
@@ -38,7 +36,7 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
 MODEL_PROPOSALS = st.builds(ModelProposal, st.sampled_from([-1, 0, 0, 1, 2, 3, 40]), st.integers(0, 11))
 
 
-def as_arrays(models: list[list[ModelProposal]]) -> ModelDrafts | None:
+def as_arrays(models):
     """Log-odds from the middle of the range that a confidence stands for; the first and the last are open."""
     if not models:
         return None
@@ -47,7 +45,7 @@ def as_arrays(models: list[list[ModelProposal]]) -> ModelDrafts | None:
     return ModelDrafts(tokens, log_odds.astype(np.float32))
 
 
-def build_corpus(given: list[list[int]]) -> Corpus:
+def build_corpus(given):
     with tempfile.TemporaryDirectory() as folder:
         return open_corpus(save_corpus(pathlib.Path(folder, "corpus.sam"), given))
 
@@ -65,9 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight)
         self.index = SuffixIndex(
-            **options,
-            corpus=None if corpus is None else build_corpus(corpus),
-            max_bytes=self.max_bytes,
+            **options, corpus=None if corpus is None else build_corpus(corpus), max_bytes=self.max_bytes
         )
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}

@@ -1,7 +1,5 @@
 """Noise keys: a request's name decides, else its seed, else its turn; and callers may send anything."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any
@@ -25,31 +23,31 @@ from rollout_spec.vllm.keys import (
 )
 
 
-def request(seed: int | None = None, **extra_args: Any) -> types.SimpleNamespace:
+def request(seed=None, **extra_args):
     params = types.SimpleNamespace(seed=seed, extra_args=extra_args or None)
     return types.SimpleNamespace(sampling_params=params)
 
 
-def test_the_names_in_a_request_are_those_that_callers_send() -> None:
+def test_the_names_in_a_request_are_those_that_callers_send():
     """Clients in other languages write them; a server of another version reads them."""
     assert [KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
     assert [SAMPLE_KEY, TURN_KEY] == ["rollout_spec_sample", "rollout_spec_turn"]
     assert [GROUP_TOKENS_KEY, TURN_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_turn_tokens"]
 
 
-def test_a_name_gives_the_same_key_in_every_run() -> None:
+def test_a_name_gives_the_same_key_in_every_run():
     """Known answers: other keys would draw other tokens than the run that is repeated did."""
     assert key_of_name(["run", 1, None]) == make_key("key", '["run", 1, null]') == 6816210893450739066
     assert key_of_name("é") == make_key("key", '"\\u00e9"') == 7310880984173021414
     assert key_of_name({"a": [1, "b"], "b": 2}) == key_of_name({"b": 2, "a": [1, "b"]}) == 1613700016594163164
 
 
-def test_different_names_give_different_keys() -> None:
+def test_different_names_give_different_keys():
     names = ["1", 1, 1.5, True, None, [], [1], ["1"], [[1]], {"a": 1}, {"1": 1}, "", "a", "A", [1, 2], [2, 1]]
     assert len({key_of_name(name) for name in names}) == len(names)
 
 
-def test_what_json_cannot_write_is_a_name_too() -> None:
+def test_what_json_cannot_write_is_a_name_too():
     endless: list[Any] = []
     endless.append(endless)
     assert key_of_name(endless) == key_of_name(endless) != key_of_name([])
@@ -57,7 +55,7 @@ def test_what_json_cannot_write_is_a_name_too() -> None:
     assert key_of_name({1, 2}) == key_of_name("{1, 2}")
 
 
-def test_a_seed_comes_after_a_name_and_before_the_turn() -> None:
+def test_a_seed_comes_after_a_name_and_before_the_turn():
     keys = RequestKeys(3)
     live = {
         "named": request(4, **{KEY: "a"}), "seeded": request(4), "also": request(4), "zero": request(0),
@@ -70,7 +68,7 @@ def test_a_seed_comes_after_a_name_and_before_the_turn() -> None:
     assert unnamed == make_key("arrival", 3, 1)
 
 
-def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> None:
+def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers():
     keys, live = RequestKeys(3), {"a": request(), "b": request()}
     arrivals = [make_key("arrival", 3, number) for number in range(1, 7)]
     assert keys.rows(["b"], live) == arrivals[1:2]
@@ -90,7 +88,7 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers() -> 
     assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
 
 
-def test_data_parallel_ranks_number_requests_apart() -> None:
+def test_data_parallel_ranks_number_requests_apart():
     """The first as an engine that has no other; also requests without parameters, or fields in them."""
     found = []
     for rank in range(3):
@@ -101,7 +99,7 @@ def test_data_parallel_ranks_number_requests_apart() -> None:
     assert found[0] == RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
 
 
-def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name() -> None:
+def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name():
     params = types.SimpleNamespace(extra_args={KEY: "a", "other": 1}, n=2)
     first, second = (with_numbered_key(params, index) for index in range(2))
     assert first.extra_args == {KEY: ["a", 0], "other": 1} and first.n == 2
@@ -137,11 +135,11 @@ NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
     ],
     ids=lambda said: type(said).__name__,
 )
-def test_what_a_request_says_of_itself(extra_args: Any, names: tuple[Any, ...]) -> None:
+def test_what_a_request_says_of_itself(extra_args, names):
     assert names_of(extra_args) == RequestNames(*names)
 
 
-def test_a_name_that_cannot_be_written_is_none() -> None:
+def test_a_name_that_cannot_be_written_is_none():
     nested: list[Any] = []
     for _ in range(200_000):
         nested = [nested]

@@ -1,10 +1,7 @@
 """Trainings of other kinds than the demo's, two steps each."""
 
-from __future__ import annotations
-
 import json
 import pathlib
-from collections.abc import Sequence
 
 import pytest
 
@@ -17,13 +14,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def policy(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(
-    policy: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(policy, tmp_path):
     """What a validation generates differs from sample to sample, and is not counted."""
     options = [
         "agent.default_agent_loop=tool_agent",
@@ -56,7 +51,7 @@ def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(
         assert len(said) == len(set(said)) == 2 * NUM_PROMPTS
 
 
-def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy, tmp_path):
     """The weight sync brings adapters, not weights: an engine without them has other probabilities."""
     steps = train(
         tmp_path,
@@ -77,7 +72,7 @@ def test_lora_adapters_a_critic_and_one_sample_a_prompt(policy: pathlib.Path, tm
         assert metrics["training/rollout_probs_diff_mean"] < 1e-3
 
 
-def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
+def test_prompts_with_images(tmp_path):
     rewards = []
     for method in ("off", "sam"):
         folder = tmp_path / method
@@ -90,9 +85,7 @@ def test_prompts_with_images(tmp_path: pathlib.Path) -> None:
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
 
 
-def train_without_and_with(
-    folder: pathlib.Path, policy: pathlib.Path, *options: str, drafter: Sequence[str] = ()
-) -> list[list[dict[str, float]]]:
+def train_without_and_with(folder, policy, *options, drafter=()):
     """The steps of two trainings, of which the second drafts; of the first step the tokens are the same."""
     folders = [folder / method for method in ("off", "sam")]
     runs = []
@@ -107,7 +100,7 @@ def train_without_and_with(
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "mtp"])
-def test_a_model_drafts_beside_the_text(kind: str, policy: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_model_drafts_beside_the_text(kind, policy, tmp_path):
     """It is the policy of the first step, and no weight sync makes it that of the second."""
     drafter = [f"rollout.spec.model_drafter={{method: draft_model, model: {policy}}}"]
     if kind == "mtp":
@@ -130,9 +123,7 @@ when_imported("vllm", lambda _: __import__("tests.engine.interpreted_triton"))
 """
 
 
-def test_model_runner_v2(
-    policy: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_runner_v2(policy, tmp_path, monkeypatch):
     """verl's weight syncs and log-probabilities; an engine with MRV1 would draw with other noise than MRV2.
 
     The gate is closed for five samples at once, and open for the three after them.

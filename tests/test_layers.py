@@ -4,8 +4,6 @@ In that sentence names in backticks are packages and modules of the same distrib
 A package without such a sentence goes by its parent's.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -28,7 +26,7 @@ PACKAGES = [module for module, file in MODULES.items() if file.name == "__init__
 
 
 @cache
-def imported(module: str) -> list[str]:
+def imported(module):
     names = []
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -40,7 +38,7 @@ def imported(module: str) -> list[str]:
 
 
 @cache
-def contract(package: str) -> frozenset[str] | None:
+def contract(package):
     """The names after "May import:" in a package's docstring, ours with backticks; None: it has none."""
     docstring = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
     found = re.search(r"May import: (.*?)\.(?:\s|$)", docstring, re.DOTALL)
@@ -52,20 +50,20 @@ def contract(package: str) -> frozenset[str] | None:
 
 
 @cache
-def owner(module: str) -> str:
+def owner(module):
     while module not in PACKAGES or contract(module) is None:
         assert "." in module, f"{module} has no sentence of what it may import"
         module = module.rpartition(".")[0]
     return module
 
 
-def module_of(name: str) -> str | None:
+def module_of(name):
     while name not in MODULES and name:
         name = name.rpartition(".")[0]
     return name or None
 
 
-def outside(module: str) -> set[tuple[str, ...]]:
+def outside(module):
     """What a module imports beyond its own package and the standard library: of each the names, as they stand
     in a contract, of which one suffices."""
     top, package = module.partition(".")[0], owner(module)
@@ -85,7 +83,7 @@ def outside(module: str) -> set[tuple[str, ...]]:
     return found
 
 
-def graph(depth: int) -> dict[str, set[str]]:
+def graph(depth):
     """What imports what, by the first `depth` parts of the names."""
     shortened = {module: ".".join(module.split(".")[:depth]) for module in MODULES}
     found: dict[str, set[str]] = {name: set() for name in shortened.values()}

@@ -1,7 +1,5 @@
 """The same run through each of verl's own loggers, read back; and what cannot be read."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import math
@@ -41,7 +39,7 @@ tracker.finish()
 """
 
 
-def rows(speed: float) -> list[tuple[int, dict[str, float]]]:
+def rows(speed):
     """Of each step a validation's line, then the training's, with a NaN and enough keys for two blocks."""
     written: list[tuple[int, dict[str, float]]] = []
     for step in range(1, NUM_STEPS + 1):
@@ -161,7 +159,7 @@ def test_a_folder_with_nothing_or_too_much_is_named(logged, tmp_path):
         read_log(tmp_path / "binary.jsonl")
 
 
-def write_run_off(file: Path, update_seconds: str) -> str:
+def write_run_off(file, update_seconds):
     """The slower run as JSON lines, with the training's time by the name `update_seconds`."""
     lines = "\n".join(json.dumps({"step": step, "data": data}) for step, data in rows(speed=1.0))
     file.write_text(lines.replace("NaN", "null").replace("timing_s/update_actor", update_seconds) + "\n")
@@ -221,7 +219,7 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 
     taken: ClassVar[dict[str, list[bytes]]] = defaultdict(list)
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         query = json.loads(body) if self.path == "/graphql" else {}
         self.taken[query.get("operationName") or self.path].append(body)
@@ -253,18 +251,18 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
         }  # fmt: skip
         self.answer(json.dumps({"data": data}).encode())
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         self.taken[self.path].append(self.rfile.read(int(self.headers["content-length"])))
         self.answer(b"")
 
-    def answer(self, body: bytes) -> None:
+    def answer(self, body):
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_): ...
 
 
 # Reads a run and one that is not there, then adds to the summaries of two; prints what each ended with.

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from rollout_spec.metrics import (
@@ -12,7 +10,7 @@ from rollout_spec.metrics import (
 )
 
 
-def logged(*reports: RolloutReport) -> dict[str, float]:
+def logged(*reports):
     metrics = rollout_metrics(reports)
     assert all(name.startswith(PREFIX) and type(value) is float for name, value in metrics.items())
     return {name.removeprefix(PREFIX): value for name, value in metrics.items()}

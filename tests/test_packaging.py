@@ -1,7 +1,5 @@
 """The sdist and the wheel of the product, installed apart from the checkout."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import os
@@ -44,7 +42,7 @@ print("none")
 """
 
 
-def run(*command: object, cwd: Path, **environment: str) -> str:
+def run(*command, cwd, **environment):
     here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not the checkout
     done = subprocess.run(
         [str(part) for part in command],
@@ -87,19 +85,19 @@ def test_the_sdist_holds_what_can_be_built_and_run(built, tmp_path):
     run("make", "-s", "-C", "native", "lint", f"BUILD={tmp_path / 'build'}", cwd=sdist)
 
 
-def said_of(wheel: Path, file: str) -> str:
+def said_of(wheel, file):
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
         return archive.read(name).decode()
 
 
-def entry_points(wheel: Path) -> set[tuple[str, str, str]]:
+def entry_points(wheel):
     parser = configparser.ConfigParser(delimiters="=")
     parser.read_string(said_of(wheel, "entry_points.txt"))
     return {(group, name, value) for group in parser.sections() for name, value in parser.items(group)}
 
 
-def packaged(wheel: Path) -> set[str]:
+def packaged(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
@@ -152,7 +150,7 @@ def home(tmp_path):
     return home
 
 
-def install(wheel: Path, home: Path) -> Path:
+def install(wheel, home):
     python = home / "bin/python"
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
     run(*pip, "--disable-pip-version-check", "--no-index", "--no-deps", wheel, cwd=home)

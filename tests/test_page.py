@@ -4,8 +4,6 @@ Without chromium these tests are left out, unless ROLLOUT_SPEC_NEEDS_BROWSER is 
 then they fail.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

@@ -1,7 +1,5 @@
 """The patch register: guards, idempotence, and what a failed guard leaves behind."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The plugin in a process that has imported vLLM first: what does not fit is refused, or left out."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

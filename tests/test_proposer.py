@@ -4,8 +4,6 @@ Plain objects stand for vLLM's configuration, its runner and its batch, with the
 reads. The target is a text that each request will say.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any
 
@@ -28,7 +26,7 @@ TEXT = list(range(10, 60))
 Value = types.SimpleNamespace
 
 
-def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
+def vllm_config(options, **parallel):
     return Value(
         additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
         speculative_config=Value(**speculative_config(K), num_speculative_tokens_per_batch_size=None),
@@ -48,7 +46,7 @@ def vllm_config(options: dict[str, Any], **parallel: Any) -> Value:
 class Engine:
     """As much of vLLM's as the proposer sees: requests, a batch of rows, and drafts that are verified."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         config = vllm_config(options)
         self.proposer = SuffixProposer(config)
         self.requests: dict[str, Any] = {}  # vLLM's own, in the order in which they came
@@ -63,27 +61,25 @@ class Engine:
         self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
         self.drafts: dict[str, list[int]] = {}  # to be verified in its next step
 
-    def add(
-        self, name: str, prompt: list[int] = PROMPT, max_tokens: int | None = None, extra_args: Any = None
-    ) -> None:
+    def add(self, name, prompt=PROMPT, max_tokens=None, extra_args=None):
         params = Value(max_tokens=max_tokens, extra_args=extra_args, eos_token_id=None, stop_token_ids=[])
         self.requests[name] = Value(prompt_token_ids=prompt, sampling_params=params)
         self.texts[name], self.drafts[name] = list(prompt), []
         self.resume(name)
 
-    def resume(self, name: str) -> None:
+    def resume(self, name):
         self.batch.req_ids.append(name)
 
-    def preempt(self, name: str) -> None:
+    def preempt(self, name):
         """It leaves the batch, and another row may take its place; the engine keeps the request."""
         self.batch.req_ids.remove(name)
         self.drafts[name] = []
 
-    def finish(self, name: str) -> None:
+    def finish(self, name):
         self.preempt(name)
         del self.requests[name]
 
-    def say(self, name: str, text: list[int]) -> list[int]:
+    def say(self, name, text):
         """What the request gets in a step: as much of its draft as is right, and a token of the target's."""
         said = len(self.texts[name]) - len(self.requests[name].prompt_token_ids)
         num = 0
@@ -91,7 +87,7 @@ class Engine:
             num += 1
         return text[said : said + num + 1]
 
-    def step(self, said: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+    def step(self, said=None):
         """One step of all rows, each saying TEXT unless `said` has its tokens; returns the drafts."""
         said = said or {}
         tokens = [said[name] if name in said else self.say(name, TEXT) for name in self.batch.req_ids]
@@ -107,15 +103,15 @@ class Engine:
         return of_rows
 
     @property
-    def index(self) -> Any:
+    def index(self):
         return self.proposer.drafter.index  # type: ignore[union-attr]
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch):
     messages: list[str] = []
 
-    def note(message: str, *args: Any) -> None:
+    def note(message, *args):
         messages.append(message % args)
 
     for module in (counts, control):
@@ -123,7 +119,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> None:
+def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one():
     """A caller may use an id again, and no step comes between the two."""
     engine = Engine(min_survival=0.0)
     engine.add("a")
@@ -141,7 +137,7 @@ def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one() -> No
 @pytest.mark.parametrize(
     ("end", "num_kept"), [({}, 25), ({"eos_token_id": 32}, 23), ({"stop_token_ids": [31, 33]}, 22)]
 )
-def test_nothing_is_learned_from_behind_an_end(end: dict[str, Any], num_kept: int) -> None:
+def test_nothing_is_learned_from_behind_an_end(end, num_kept):
     """A step can accept draft tokens that come after the token which ends the request."""
     engine = Engine(history=8)
     engine.add("a")
@@ -155,7 +151,7 @@ def test_nothing_is_learned_from_behind_an_end(end: dict[str, Any], num_kept: in
     assert response.tolist() == TEXT[:num_kept]
 
 
-def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
+def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
     """Three groups, whose texts differ; rows change places as requests leave, wait and come back."""
     engine = Engine(min_survival=0.0)
     chooser = np.random.default_rng(0)
@@ -192,7 +188,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes() -> None:
     engine.index.validate()
 
 
-def test_a_prompt_of_embeddings_has_drafts() -> None:
+def test_a_prompt_of_embeddings_has_drafts():
     """Its tokens are known to nobody, and its length counts."""
     engine = Engine(min_survival=0.0)
     engine.add("embeddings", max_tokens=20)
@@ -208,7 +204,7 @@ def test_a_prompt_of_embeddings_has_drafts() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "model_len", "room"), [(6, 200, 4), (None, 9, 4), (50, 9, 4), (7, 9, 4)]
 )
-def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int, room: int) -> None:
+def test_a_draft_ends_before_the_request(max_tokens, model_len, room):
     """One short of max_tokens or of the model's length, which vLLM may set after the proposer is made."""
     engine = Engine(min_survival=0.0)
     engine.runner.max_model_len = model_len
@@ -221,7 +217,7 @@ def test_a_draft_ends_before_the_request(max_tokens: int | None, model_len: int,
     assert lengths == [room, 3, 2, 1, 0, 0]
 
 
-def drafts_of(history: bytes | None, group: str) -> list[int]:
+def drafts_of(history, group):
     """What a new engine with this history drafts after the first two tokens of the group's text."""
     assert history is not None
     engine = Engine(min_survival=0.0, history=4)
@@ -230,7 +226,7 @@ def drafts_of(history: bytes | None, group: str) -> list[int]:
     return engine.step({"new": TEXT[:2]})["new"]
 
 
-def test_new_weights_leave_the_text_and_the_history_keeps_what_ended() -> None:
+def test_new_weights_leave_the_text_and_the_history_keeps_what_ended():
     engine = Engine(min_survival=0.0, history=4)
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
@@ -243,7 +239,7 @@ def test_new_weights_leave_the_text_and_the_history_keeps_what_ended() -> None:
     assert drafts_of(content, "cut") == []
 
 
-def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
+def test_the_history_is_taken_once_and_of_what_has_ended():
     engine = Engine(min_survival=0.0, history=4)
     names = ("done", "cut", "runs")
     for name in names:
@@ -260,7 +256,7 @@ def test_the_history_is_taken_once_and_of_what_has_ended() -> None:
     assert engine.index.stats().num_sequences == 0
 
 
-def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
+def test_a_history_that_cannot_be_read_costs_itself(said):
     engine, other = Engine(history=4, min_survival=0.0), Engine(history=4, min_survival=0.0)
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
@@ -270,7 +266,7 @@ def test_a_history_that_cannot_be_read_costs_itself(said: list[str]) -> None:
     assert len(said) == 1 and "without a part of the history" in said[0]
 
 
-def test_what_is_on_its_way_is_received_first() -> None:
+def test_what_is_on_its_way_is_received_first():
     """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
@@ -281,7 +277,7 @@ def test_what_is_on_its_way_is_received_first() -> None:
     assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
-def test_what_a_warm_up_has_left_is_forgotten() -> None:
+def test_what_a_warm_up_has_left_is_forgotten():
     engine = Engine(history=4)
     engine.add("warm-up")
     for _ in range(9):
@@ -297,7 +293,7 @@ def test_what_a_warm_up_has_left_is_forgotten() -> None:
     assert engine.proposer.take_counters().num_steps == 1
 
 
-def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> None:
+def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
     engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.add("b")
@@ -312,7 +308,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said: list[str]) -> No
     assert "num_failed_steps" in message
 
 
-def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: list[str]) -> None:
+def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     engine = Engine(min_survival=0.0, history=4)
     engine.add("a")
     engine.step({"a": TEXT[:9]})
@@ -339,7 +335,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said: 
     [None, "text", {GROUP_TOKENS_KEY: 2}, {GROUP_KEY: "\ud800"}, {GROUP_KEY: "g", GROUP_TOKENS_KEY: 1 << 40}],
     ids=["none", "a text", "no group", "no text", "a long prompt"],
 )
-def test_whatever_a_caller_sends_all_draft(extra_args: Any) -> None:
+def test_whatever_a_caller_sends_all_draft(extra_args):
     engine = Engine(min_survival=0.0)
     engine.add("a")
     engine.step({"a": TEXT[:9]})
@@ -354,7 +350,7 @@ def test_whatever_a_caller_sends_all_draft(extra_args: Any) -> None:
     assert engine.step()["c"] == TEXT[1:5]
 
 
-def test_a_group_has_a_name_and_a_prompt() -> None:
+def test_a_group_has_a_name_and_a_prompt():
     """Requests of one name are siblings though their prompts differ; what follows the group's is text."""
     engine = Engine(min_survival=0.0)
     named = {GROUP_KEY: "g", GROUP_TOKENS_KEY: 3}
@@ -376,7 +372,7 @@ def test_a_group_has_a_name_and_a_prompt() -> None:
         ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, True),
     ],
 )
-def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any], is_used: bool) -> None:
+def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
     proposer = SuffixProposer(vllm_config({"history": 4, "min_survival": 0.0}, **parallel))
     request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
     proposer.bind(
@@ -396,12 +392,12 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel: dict[str, Any],
 @pytest.mark.parametrize(
     ("num_own", "num_padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)]
 )
-def test_what_fills_a_ranks_graph_is_not_verified(num_own: int, num_padded: int, most: int) -> None:
+def test_what_fills_a_ranks_graph_is_not_verified(num_own, num_padded, most):
     assert most_tokens(num_own, num_padded, graphs=[24, 16, 8]) == most
 
 
-def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def coordinate(num_tokens_unpadded: int, parallel_config: Any) -> tuple[bool, torch.Tensor]:
+def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
+    def coordinate(num_tokens_unpadded, parallel_config):
         return False, torch.tensor([num_tokens_unpadded, 31])
 
     monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)

@@ -1,7 +1,5 @@
 """The recipes: every size and device against verl's configuration and checks, the data and the sampler."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -11,7 +9,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow.parquet
@@ -39,12 +36,12 @@ SIZES = ("qwen3_8b", "qwen3_32b", "qwen3_235b")
 DEVICES = ("gpu", "npu")
 
 
-def composed(recipe: str, name: str, *overrides: str) -> Any:
+def composed(recipe, name, *overrides):
     with initialize_config_dir(str(ROOT / "recipes" / recipe), version_base=None):
         return compose(name, list(overrides))
 
 
-def check(config: Any) -> None:
+def check(config):
     """All that verl and we check before anything is launched."""
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
@@ -56,7 +53,7 @@ def check(config: Any) -> None:
         assert issubclass(load_extern_type(sampler.path, sampler.name), replay_buffer.ReplayBuffer)
 
 
-def check_memory(rollout: Any, size: str, device: str) -> None:
+def check_memory(rollout, size, device):
     """Weights, the buffers of a step, and the longest responses of a tail of 8 on each rank."""
     model = Model.read(ROOT / f"recipes/models/{size}.json")
     # Two for each expert of a token; vLLM gathers the tokens of all ranks.
@@ -76,7 +73,7 @@ def check_memory(rollout: Any, size: str, device: str) -> None:
         assert engine.kv_tokens > 8 * rollout.max_model_len
 
 
-def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
+def check_layout(rollout, num_devices, node_size):
     """As verl checks it when it launches an engine: engines divide the devices, and ranks their nodes."""
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
     assert num_devices % (tp * dp) == 0
@@ -84,7 +81,7 @@ def check_layout(rollout: Any, num_devices: int, node_size: int) -> None:
     assert min(node_size, tp * dp) % tp == 0
 
 
-def layouts() -> list[tuple[str, str, str, str]]:
+def layouts():
     """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
     places = itertools.product(enumerate(SIZES), enumerate(DEVICES))
     return [(RECIPES[(i + j) % 2], size, device, MODES[i % len(MODES)]) for (i, size), (j, device) in places]
@@ -112,7 +109,7 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     assert config.data.train_batch_size * rollout.n % num_devices == 0
 
 
-def run_script(*arguments: object, **env: str) -> subprocess.CompletedProcess:
+def run_script(*arguments, **env):
     command = [str(argument) for argument in arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
@@ -125,7 +122,7 @@ def prepare(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def run(recipe: str, *arguments: object) -> None:
+    def run(recipe, *arguments):
         monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
         runpy.run_path(str(ROOT / "recipes" / recipe / "prepare.py"), run_name="__main__")
 
@@ -243,7 +240,7 @@ def test_data_that_cannot_be_had_is_one_line(recipe, copy, message, tmp_path, pr
 class Queue:
     """TransferQueue in memory, and the rollout that fills it: a group finishes at some later look."""
 
-    def __init__(self, signal: float, batch_size: int, seed: int) -> None:
+    def __init__(self, signal, batch_size, seed):
         self.random = random.Random(seed)
         self.signal = signal
         self.items: dict[str, dict] = {}
@@ -251,7 +248,7 @@ class Queue:
         self.num_prompts = 0
         self.submit(batch_size)
 
-    def submit(self, num_prompts: int) -> None:
+    def submit(self, num_prompts):
         for _ in range(num_prompts):
             uid = f"p{self.num_prompts:05d}"
             self.num_prompts += 1
@@ -259,7 +256,7 @@ class Queue:
             different = self.random.random() < self.signal
             self.scores[uid] = [0.0, 1.0 if different else 0.0]
 
-    def kv_list(self) -> dict:
+    def kv_list(self):
         for uid, tag in list(self.items.items()):
             if tag.get("status") == "running" and self.random.random() < 0.5:
                 tag["status"] = "finished"
@@ -267,25 +264,25 @@ class Queue:
                     self.items[f"{uid}_{sample}_0"] = {}
         return {"train": {key: dict(tag) for key, tag in self.items.items()}}
 
-    def kv_clear(self, partition_id: str, keys: list[str]) -> None:
+    def kv_clear(self, partition_id, keys):
         for key in keys:
             self.items.pop(key, None)
 
-    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> dict:
-        def score(key: str) -> float:
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        def score(key):
             uid, sample, _ = key.split("_")
             return self.scores[uid][int(sample)]
 
         return {"extra_fields": [{"reward_extra_info": {"acc": score(key)}} for key in keys]}
 
-    def check_kept(self, groups: list[str], most: int, num_generated: int) -> None:
+    def check_kept(self, groups, most, num_generated):
         """A group without signal is in a batch only where no other could be made for it."""
         assert num_generated <= most
         if any(len(set(self.scores[uid])) == 1 for uid in groups):
             assert num_generated == most
 
 
-def sample(buffer: BoundedReplayBuffer, queue: Queue, step: int, batch_size: int) -> tuple[list[str], dict]:
+def sample(buffer, queue, step, batch_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_buffer, "tq", queue)
         batch, metrics = buffer.sample(step, "train", batch_size)

@@ -1,9 +1,6 @@
 """Policies with recurrent layers, as the driver sees them: which draft, how far, what their states take."""
 
-from __future__ import annotations
-
 import json
-import pathlib
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ NEMOTRON_H: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run_of(fields: dict[str, Any], folder: pathlib.Path, group: str, k: int | None = None) -> Any:
+def run_of(fields, folder, group, k=None):
     """A composition with a policy of this config.json, and K draft tokens."""
     (folder / "config.json").write_text(json.dumps(fields))
     config = composed(group)
@@ -49,7 +46,7 @@ def run_of(fields: dict[str, Any], folder: pathlib.Path, group: str, k: int | No
         (NEMOTRON_H, [97, 396, 806, 1674]),
     ],
 )
-def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list[int]) -> None:
+def test_what_the_states_of_a_request_take(fields, num_mib):
     states = recurrent.states_of(fields)
     assert states is not None
     found = [states.num_bytes(k) / 2**20 for k in (0, 3, 7, 15)]
@@ -72,9 +69,7 @@ def test_what_the_states_of_a_request_take(fields: dict[str, Any], num_mib: list
         ({}, "This policy has recurrent layers that have not been tested"),
     ],
 )
-def test_policies_whose_drafts_are_refused_by_name(
-    fields: dict[str, Any], reason: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_policies_whose_drafts_are_refused_by_name(fields, reason, tmp_path, monkeypatch):
     monkeypatch.setattr("rollout_spec.vllm.versions.version", lambda: "0.24.0")
     fields = {"text_config": {"linear_num_value_heads": 32}} | fields
     check_config(run_of(fields, tmp_path, OFF))
@@ -84,7 +79,7 @@ def test_policies_whose_drafts_are_refused_by_name(
         check_config(run_of(fields, tmp_path, SAM))
 
 
-def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path: pathlib.Path) -> None:
+def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path):
     config = run_of(QWEN3_NEXT, tmp_path, SAM, 3)
     config.trainer.device = "npu"
     with pytest.raises(
@@ -93,7 +88,7 @@ def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path: pathlib.Path) 
         check_config(config)
 
 
-def test_every_supported_policy_is_known_from_its_release_on() -> None:
+def test_every_supported_policy_is_known_from_its_release_on():
     for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
         assert [recurrent.refusal(architecture, n) is None for n in (24, 28, 29, 32, None)] == [
             False, False, True, True, True,
@@ -111,9 +106,7 @@ def test_every_supported_policy_is_known_from_its_release_on() -> None:
         (QWEN3_NEXT, True),
     ],
 )
-def test_how_many_tokens_such_a_policy_drafts(
-    fields: dict[str, Any], is_recurrent: bool, tmp_path: pathlib.Path
-) -> None:
+def test_how_many_tokens_such_a_policy_drafts(fields, is_recurrent, tmp_path):
     """3, and what the command line asks for, up to 7."""
     config = run_of(fields, tmp_path, SAM)
     assert check_config(config).num_speculative_tokens == (3 if is_recurrent else 15)
@@ -126,7 +119,7 @@ def test_how_many_tokens_such_a_policy_drafts(
             assert check_config(config).num_speculative_tokens == k
 
 
-def test_a_cache_mode_that_was_never_tested_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_cache_mode_that_was_never_tested_is_refused(tmp_path):
     for mode in ("align", "none", None, "all"):
         config = run_of(QWEN3_NEXT, tmp_path, SAM, 3)
         OmegaConf.update(config, f"{ENGINE}.mamba_cache_mode", mode, force_add=True)
@@ -137,9 +130,7 @@ def test_a_cache_mode_that_was_never_tested_is_refused(tmp_path: pathlib.Path) -
             check_config(config)
 
 
-def test_the_driver_says_how_many_requests_fit(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_says_how_many_requests_fit(tmp_path, monkeypatch):
     config, spec = run_of(QWEN3_NEXT, tmp_path, SAM, 3), SpecConfig(num_speculative_tokens=3)
     said = said_of_memory(config, spec)
     assert said is not None and "\n" not in said
@@ -153,9 +144,7 @@ def test_the_driver_says_how_many_requests_fit(
     assert said_of_memory(run_of({}, tmp_path, SAM), spec) is None
 
 
-def test_the_driver_names_what_spares_the_states_for_drafts(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_names_what_spares_the_states_for_drafts(tmp_path, monkeypatch):
     """Only where vLLM has it beside drafts."""
     for release, fields, named in (("0.32.0", NEMOTRON_H, True), ("0.29.0", NEMOTRON_H, False),
                                    ("0.32.0", QWEN3_NEXT, False)):  # fmt: skip
@@ -164,7 +153,7 @@ def test_the_driver_names_what_spares_the_states_for_drafts(
         assert ("use_replayssm" in str(said)) == named
 
 
-def test_its_own_head_drafts_beside_the_text(tmp_path: pathlib.Path) -> None:
+def test_its_own_head_drafts_beside_the_text(tmp_path):
     """verl's `model.mtp`: K stays what the recurrent layers allow."""
     config = run_of(QWEN3_NEXT | {"num_nextn_predict_layers": 1}, tmp_path, SAM)
     for name, given in (("enable", True), ("enable_rollout", True), ("num_speculative_tokens", 2)):

@@ -1,7 +1,5 @@
 """The replay against hand-counted traces; what it says to a person: figures, the sentence, the page."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Reading runs, comparing them, and the report, on logs written here in verl's format."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json
@@ -141,7 +139,7 @@ def test_a_step_whose_batch_an_earlier_one_counts_is_a_step(tmp_path):
 
 
 def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_path):
-    def record(run: str, step: int, names: list, responses: list[list[int]]) -> None:
+    def record(run, step, names, responses):
         file = tmp_path / run / "rollouts" / "rollouts-0.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         line = {"group": "g", "step": step, "prompt_token_ids": [1], "responses": responses, "names": names}

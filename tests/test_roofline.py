@@ -1,7 +1,5 @@
 """The roofline: sizes as published and built, terms by hand, experts beside drawn ones, errors on record."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

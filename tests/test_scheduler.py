@@ -1,7 +1,5 @@
 """Which scheduler counts the drafts of an engine."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +37,7 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
     ("asks", "num_rows", "room"),
     [(False, 1, 0), (True, 1, 15), (True, 64, 15), (True, 256, 4), (True, 1025, 0)],
 )
-def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks: bool, num_rows: int, room: int) -> None:
+def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks, num_rows, room):
     scheduler = AheadScheduler.__new__(AheadScheduler)
     scheduler._gives_room, scheduler.num_spec_tokens = asks, 15
     scheduler.max_num_scheduled_tokens = 2048
@@ -47,7 +45,7 @@ def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks: bool, num_rows:
     assert scheduler._room() == room
 
 
-def test_room_that_stays_empty_is_no_draft() -> None:
+def test_room_that_stays_empty_is_no_draft():
     scheduler, request = AheadScheduler.__new__(AheadScheduler), SimpleNamespace()
     scheduler._request_counters, scheduler.log_stats = defaultdict(RequestCounters), False
     scheduler.requests = {"a": request, "b": request, "stale": SimpleNamespace(async_tokens_to_discard=1)}
@@ -65,7 +63,7 @@ def test_room_that_stays_empty_is_no_draft() -> None:
     assert scheduler._request_counters["b"] == RequestCounters()
 
 
-def test_tokens_that_are_thrown_away_are_no_step() -> None:
+def test_tokens_that_are_thrown_away_are_no_step():
     """vLLM 0.24 discards those of a step that was in flight when `reset_prefix_cache` came."""
     scheduler = AsyncSpecScheduler.__new__(AsyncSpecScheduler)
     scheduler._request_counters = defaultdict(RequestCounters)
@@ -74,7 +72,7 @@ def test_tokens_that_are_thrown_away_are_no_step() -> None:
     assert scheduler._request_counters["a"] == RequestCounters()
 
 
-def test_requests_that_join_have_no_placeholders() -> None:
+def test_requests_that_join_have_no_placeholders():
     cached = SimpleNamespace(resumed_req_ids={"resumed"})
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="new"), SimpleNamespace(req_id="prompt")],

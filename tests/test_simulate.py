@@ -1,7 +1,5 @@
 """Rollouts in virtual time: by hand where that is possible, and what the automatic gate must hold to."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -324,9 +322,7 @@ def test_step_times_that_cannot_be(text, message):
 
 
 @pytest.mark.parametrize(("num_rows", "num_lines"), [(1, 4), (32, 4), (33, 5), (256, 32)])
-def test_one_rollout_copies_the_first_step_until_there_are_enough_requests(
-    num_rows: int, num_lines: int
-) -> None:
+def test_one_rollout_copies_the_first_step_until_there_are_enough_requests(num_rows, num_lines):
     """Whole lines of 6 and 10 responses, in turn; 32 requests at least."""
     text = np.arange(4, dtype=np.int32)
     recorded = [Rollout(f"group{step}", step, text, [text] * num) for step, num in ((1, 6), (1, 10), (2, 99))]

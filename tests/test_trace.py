@@ -1,7 +1,5 @@
 """The format of recorded rollouts: what is written is read, and what a killed run has left of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
@@ -11,10 +9,7 @@ import pytest
 from rollout_spec import trace
 from rollout_spec.trace import Proposals, TraceError, append_lines, read_trace, to_line
 
-LINES = [
-    to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]),
-    to_line("b", None, [], [[5]]),
-]
+LINES = [to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]), to_line("b", None, [], [[5]])]
 
 
 def groups(path):

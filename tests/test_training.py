@@ -1,7 +1,5 @@
 """verl's own trainer with drafting and two rollout engines: a step with siblings together."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -49,7 +47,7 @@ def run(tmp_path_factory):
     return Run(folder, [list(read_trace(file)) for file in files], responses_of(folder), metrics)
 
 
-def test_a_step_drafts_and_says_so_in_verls_stream(run: Run) -> None:
+def test_a_step_drafts_and_says_so_in_verls_stream(run):
     """A server that has decoded without its drafter fails the run."""
     metrics = {name.removeprefix("rollout/spec_"): value for name, value in run.metrics.items()}
     assert metrics["num_draft_tokens"] > 0 == metrics["num_failed_steps"]
@@ -59,14 +57,14 @@ def test_a_step_drafts_and_says_so_in_verls_stream(run: Run) -> None:
     assert 1 <= metrics["load_imbalance"] <= NUM_REPLICAS
 
 
-def test_siblings_are_served_by_one_engine_and_their_checkpoint_has_them_all(run: Run) -> None:
+def test_siblings_are_served_by_one_engine_and_their_checkpoint_has_them_all(run):
     """It is saved before the weight sync, when the engines still take their last requests for running."""
     assert [len(served) for served in run.served] == [1] * NUM_REPLICAS, "two groups for two engines"
     assert all(len(group.responses) == NUM_SAMPLES for [group] in run.served)
     assert [len(responses) for responses in saved(run.folder, 1).values()] == [NUM_SAMPLES] * NUM_PROMPTS
 
 
-def test_siblings_together_draft_better(run: Run) -> None:
+def test_siblings_together_draft_better(run):
     """On the text that the engines made, with its groups split and whole: there nothing is chance."""
     half = NUM_SAMPLES // 2
     split = [
@@ -76,7 +74,7 @@ def test_siblings_together_draft_better(run: Run) -> None:
     assert tokens_per_step(run.served) > 1.02 * tokens_per_step(split)
 
 
-def test_samples_are_named_and_siblings_differ(run: Run) -> None:
+def test_samples_are_named_and_siblings_differ(run):
     """Alike on every replica: seed, step, kind, prompt, occurrence, number in the group; then the call."""
     names = {json.dumps(response.name) for response in run.responses}
     assert len(names) == len(run.responses) == NUM_PROMPTS * NUM_SAMPLES
@@ -89,7 +87,7 @@ def test_samples_are_named_and_siblings_differ(run: Run) -> None:
         assert len({tuple(response.tokens) for response in siblings}) > 1
 
 
-def test_the_first_step_is_what_an_engine_without_drafts_samples(run: Run) -> None:
+def test_the_first_step_is_what_an_engine_without_drafts_samples(run):
     with own_environment():
         from vllm import SamplingParams
 

@@ -1,7 +1,5 @@
 """verl's side without Ray: what its trainer logs, its agent loops send, and its server counts and records."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -25,7 +23,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.predict.dumps import read_rollouts
-from rollout_spec.trace import DIR_VARIABLE, Rollout, read_trace, trace_file
+from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import hooks
 from rollout_spec.verl import server as verl_server
@@ -43,13 +41,13 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
     class Server:
         """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.windows, self.engine = Windows(), EngineCounters()
             self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
             self.begin_validation = SimpleNamespace(remote=self.validate)
             self.end_validation = SimpleNamespace(remote=self.forget)
 
-        def serve(self, num_tokens: int, stop: str = "completed") -> None:
+        def serve(self, num_tokens, stop="completed"):
             """A request of nobody's name, as of an agent loop manager of the user's own."""
             is_training = not self.windows.is_validation(None)
             with self.windows.request(is_training) as request:
@@ -58,21 +56,21 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
             self.windows.count(request, num_tokens, counts, stop)
             self.engine.add(EngineCounters(num_steps=num_tokens, num_steps_on=num_tokens * is_training))
 
-        def sync(self) -> None:
+        def sync(self):
             self.windows.end(self.engine, RequestCounters())
             self.engine = EngineCounters()
 
-        def validate(self) -> None:
+        def validate(self):
             self.windows.is_validating = True
 
-        def forget(self) -> None:
+        def forget(self):
             self.windows.is_validating = False
             if not self.windows.has_training:
                 self.engine = EngineCounters()
 
     servers = [Server(), Server()]
 
-    def compute(self: Any, batch: Any, metrics: Any, timing_raw: Any, global_steps: Any, epoch: Any) -> None:
+    def compute(self, batch, metrics, timing_raw, global_steps, epoch):
         metrics["upstream"] = global_steps
 
     compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
@@ -85,7 +83,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
         _rollout_server_managers=lambda: [SimpleNamespace(server_handles=servers)],
     )
 
-    def metrics_of(step: int) -> dict[str, float]:
+    def metrics_of(step):
         metrics: dict[str, float] = {}
         PPOTrainer._compute_metrics(trainer, None, metrics, {}, step, 0)
         return metrics
@@ -139,7 +137,7 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
 
 
-def tokens(line: Rollout) -> tuple[list[int], list[list[int]]]:
+def tokens(line):
     return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
 
 
@@ -200,7 +198,7 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
 def server_of(monkeypatch):
     """`server_of(method, scheduler)`: our server around upstream's, which would need an engine."""
 
-    def init(self: Any, method: str, scheduler: str | None = None) -> None:
+    def init(self, method, scheduler=None):
         engine = {"additional_config": {"rollout_spec": {"method": method}}, "scheduler_cls": scheduler}
         options = {"vllm": engine}
         self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
@@ -214,7 +212,7 @@ def server_of(monkeypatch):
 def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
 
-    async def abort_all_requests(self: Any, abort_only: bool = False) -> dict[str, Any]:
+    async def abort_all_requests(self, abort_only=False):
         return {"aborted_count": 1}
 
     monkeypatch.setattr(server_of.__mro__[1], "abort_all_requests", abort_all_requests)
@@ -239,12 +237,12 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
     """An engine that does not count is asked for nothing."""
     counts = {"num_decoded_tokens": 8, "num_decode_steps": 4, "num_drafts": 3, "num_draft_tokens": 9}
 
-    async def generate(self: Any, *_: Any) -> Any:
+    async def generate(self, *_):
         self._windows.admit()
         sent = {"kv_transfer_params": {"rollout_spec": dict(counts)}} if scheduler else {}
         return SimpleNamespace(token_ids=[8] * 9, extra_fields=sent, stop_reason="completed")
 
-    async def take_aborted(method: str) -> dict[str, int]:
+    async def take_aborted(method):
         return {"num_decoded_tokens": 4, "num_decode_steps": 1}
 
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
@@ -272,7 +270,7 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
 def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, server_of, monkeypatch):
     keys: list[int] = []
 
-    async def generate(self: Any, _: Any, sampling_params: dict[str, Any], request_id: str) -> Any:
+    async def generate(self, _, sampling_params, request_id):
         params = SimpleNamespace(**{"seed": None, "extra_args": None, **sampling_params})
         keys.append(RequestKeys(0).new_key(params))
         return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
@@ -303,7 +301,7 @@ def test_a_samples_name_is_its_own_and_the_same_in_every_run():
 
 
 def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
-    def digest(image: Any) -> str:
+    def digest(image):
         return prompt_name(None, [{"role": "user", "content": [{"type": "image", "image": image}]}])[1]
 
     pictures = [np.full((2, 2, 3), shade, np.uint8) for shade in (1, 2)]
@@ -317,7 +315,7 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     """It has not joined verl's TransferQueue, whatever `trainer.use_v1` says."""
     config = composed("+rollout.spec=off").actor_rollout_ref.rollout
 
-    def init(self: Any, replica_rank: int, config: Any) -> None:
+    def init(self, replica_rank, config):
         self.is_reward_model = self.is_teacher_model = False
 
     monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
@@ -357,7 +355,7 @@ def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
 
 
 def test_the_worker_names_samples(monkeypatch):
-    async def run(self: Any, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any:
+    async def run(self, sampling_params, trajectory, **kwargs):
         worker._calls.named([1, 2], sampling_params)
         assert len(worker._calls._samples) == 1 and trajectory["step"] == 3
         return sampling_params, kwargs

@@ -1,7 +1,5 @@
 """The configuration group `rollout.spec`, its checks, and what happens where the plugin cannot run."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -27,12 +25,12 @@ ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 
 @functools.cache
-def composed_once(*overrides: str) -> Any:
+def composed_once(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", [VLLM, *overrides])
 
 
-def composed(*overrides: str) -> Any:
+def composed(*overrides):
     """verl's configuration. Groups are composed once: that takes most of a second."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     chosen = ("rollout.spec", "rollout.spec.routing")  # files, though their names have a dot
@@ -65,7 +63,7 @@ DETERMINISM = "actor_rollout_ref.rollout.full_determinism=true"
 SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1")
 
 
-def launched(*overrides: str) -> Any:
+def launched(*overrides):
     config = composed(
         "+rollout.spec=sam", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
     )
@@ -205,7 +203,7 @@ def started(monkeypatch, tmp_path):
     found: list[Any] = []
     monkeypatch.setattr(main_ppo, "run_ppo", lambda config, **_: found.append(config))
 
-    def run(*arguments: str) -> list[Any]:
+    def run(*arguments):
         folders = f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"
         monkeypatch.setattr(sys, "argv", ["main_ppo", *arguments, *GIVEN, *folders])
         main_ppo.main()
@@ -265,7 +263,7 @@ def test_unknown_options_are_refused_among_other_overrides():
             check_overrides([*fine, f"{prefix}rollout.spec.model_tokens=2"])
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess:
+def run(command):
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -285,7 +283,7 @@ import verl
 
 @pytest.fixture
 def broken(monkeypatch):
-    def fail() -> None:
+    def fail():
         raise RuntimeError("no such group")
 
     monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)

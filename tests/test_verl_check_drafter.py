@@ -1,10 +1,6 @@
 """What the driver says of a model that drafts: of one of the user's own, and of a policy's MTP head."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -32,7 +28,7 @@ def head(tmp_path):
     return {"method": "eagle3", "model": str(tmp_path)}
 
 
-def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None) -> Any:
+def changed(groups, *values, drafter=None):
     """A composition of these groups with other values."""
     config = composed(*groups)
     for key, value in itertools.chain(*(each.items() for each in values)):
@@ -41,12 +37,12 @@ def changed(groups: Sequence[str], *values: dict[str, Any], drafter: Any = None)
     return config
 
 
-def refused(message: str, *args: Any, **kwargs: Any) -> None:
+def refused(message, *args, **kwargs):
     with pytest.raises(ConfigError, match=message):
         check_config(changed(*args, **kwargs))
 
 
-def told_to_vllm(config: Any) -> tuple[dict[str, Any] | None, int, str | None]:
+def told_to_vllm(config):
     """Of a run that passes: its `speculative_config` as verl completes it, `model_tokens` and scheduler."""
     from verl.workers.rollout.vllm_rollout.utils import build_mtp_speculative_config
 

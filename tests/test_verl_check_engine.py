@@ -1,12 +1,8 @@
 """What engines would refuse, which the driver refuses before Ray starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +48,7 @@ FEW = r"the drafter takes 2048 positions, max_model_len is \d+: set max_model_le
 OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
 
 
-def case(refusal: str | None, groups: Sequence[str], *values: dict[str, Any], **others: Any) -> Any:
+def case(refusal, groups, *values, **others):
     """A configuration that is refused so; None: that passes.
 
     Others:
@@ -159,7 +155,7 @@ CASES = [
 ]
 
 
-def write_model(folder: pathlib.Path, fields: dict[str, Any]) -> str:
+def write_model(folder, fields):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
@@ -169,7 +165,7 @@ def write_model(folder: pathlib.Path, fields: dict[str, Any]) -> str:
 def with_vllm(monkeypatch):
     """Has the driver see what a version of vLLM holds."""
 
-    def install(version: str | None) -> None:
+    def install(version):
         for module in ("vllm.versions", "verl.check_engine"):
             monkeypatch.setattr(f"rollout_spec.{module}.version", lambda: version)
         listed = "vllm.config.vllm.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"

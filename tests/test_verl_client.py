@@ -1,13 +1,10 @@
 """verl's own clients, which name the calls of an agent loop; the servers record what they get."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
 import json
 import pickle
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -29,10 +26,10 @@ SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
 
 
 class Remote:
-    def __init__(self, answer: Callable[..., Any]) -> None:
+    def __init__(self, answer):
         self._answer = answer
 
-    async def remote(self, *args: Any, **kwargs: Any) -> Any:
+    async def remote(self, *args, **kwargs):
         await asyncio.sleep(0)
         return self._answer(*args, **kwargs)
 
@@ -40,24 +37,24 @@ class Remote:
 class Server:
     """Answers with two tokens; the requests whose numbers are in `aborted` it does not end."""
 
-    def __init__(self, aborted: tuple[int, ...] = ()) -> None:
+    def __init__(self, aborted=()):
         self.requests: list[dict[str, Any]] = []
         self.ended: list[str] = []
         self.end_sample = SimpleNamespace(remote=self.ended.append)
         self._aborted = aborted
         self.generate = Remote(self._generate)
 
-    def _generate(self, **request: Any) -> TokenOutput:
+    def _generate(self, **request):
         stop = "aborted" if len(self.requests) in self._aborted else "completed"
         self.requests.append(request)
         return TokenOutput(token_ids=[8, 9], log_probs=[0.0, 0.0], num_preempted=0, stop_reason=stop)
 
     @property
-    def sent(self) -> list[dict[str, Any]]:
+    def sent(self):
         return [request["sampling_params"].get("extra_args") for request in self.requests]
 
     @property
-    def names(self) -> list[str]:
+    def names(self):
         return [json.dumps(extra_args[KEY]) for extra_args in self.sent]
 
 
@@ -67,29 +64,29 @@ class Balancer:
     require_acquire_fields = require_release_fields = Remote(list)
     release_server = SimpleNamespace(remote=lambda **_: None)
 
-    def __init__(self, server: Server | None) -> None:
+    def __init__(self, server):
         self.acquire_server = Remote(lambda request_id: ("server", server))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Balancer, (None,)
 
 
 CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 6}}})
 
 
-def make(server: Server, verls: type = FullyAsyncLLMServerClient, calls: Calls | None = None) -> Any:
+def make(server, verls=FullyAsyncLLMServerClient, calls=None):
     return name_calls(verls(CONFIG, Balancer(server)), calls or Calls())
 
 
-def params(sample: Any = SAMPLE) -> dict[str, Any]:
+def params(sample=SAMPLE):
     return {"temperature": 1.0, "extra_args": {KEY: sample, GROUP_KEY: "4:ab"}}
 
 
-async def call(client: Any, prompt: Any, sampling_params: dict[str, Any]) -> Any:
+async def call(client, prompt, sampling_params):
     return await client.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
 
 
-async def best_of(client: Any, sampling_params: dict[str, Any]) -> None:
+async def best_of(client, sampling_params):
     """Three at once, a retry after them, and two branches whose prompts are of one length."""
     await asyncio.gather(*(call(client, [1, 2], sampling_params) for _ in range(3)))
     await call(client, [1, 2], copy.copy(sampling_params))
@@ -123,7 +120,7 @@ def test_what_else_a_caller_gives_is_handed_on():
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
-    async def at_once(*_: Any) -> None: ...
+    async def at_once(*_): ...
 
     server = Server(aborted=(0, 1))
     client = make(server)
@@ -196,7 +193,7 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
 
 
 @contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
+def elsewhere():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verl_client, "_calls_here", {})
         yield
@@ -215,7 +212,7 @@ def test_copies_are_of_their_worker_and_one_in_each_process():
 
 
 def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated():
-    def names_of_a_run() -> list[str]:
+    def names_of_a_run():
         here = [Calls()]
         for data in [pickle.dumps(here[0]) for _ in range(2)]:
             with elsewhere():

@@ -1,7 +1,5 @@
 """The history between rollout servers and in verl's checkpoints, with Ray's own actors and objects."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from itertools import chain
@@ -32,27 +30,27 @@ PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
 class Server:
     """A rollout server as far as its history goes."""
 
-    async def restart(self) -> None:
+    async def restart(self):
         self._history = History(8, 1 << 20)
         self._drafts = True
 
-    async def serve(self, response: list[int]) -> None:
+    async def serve(self, response):
         self._history.add(PROMPT, np.array(response, np.int32))
 
-    async def take_history(self) -> list[bytes]:
+    async def take_history(self):
         return list(self._history.take_new())
 
-    async def add_history(self, *contents: list[bytes]) -> None:
+    async def add_history(self, *contents):
         for content in chain.from_iterable(contents):
             self._history.merge(content)
 
-    async def pack_history(self) -> list[bytes]:
+    async def pack_history(self):
         return list(self._history.pack()) if self._drafts else []
 
-    async def stop_drafting(self) -> None:
+    async def stop_drafting(self):
         self._drafts = False
 
-    async def texts(self) -> list[list[int]]:
+    async def texts(self):
         return [response.tolist() for response in self._history.get(PROMPT)]
 
 
@@ -70,7 +68,7 @@ def servers():
     ray.shutdown()
 
 
-def make_trainer(folder: Path = Path(), num_servers: int = 2, step: int = 5, **options: Any) -> Any:
+def make_trainer(folder=Path(), num_servers=2, step=5, **options):
     options = {"default_local_dir": str(folder), "resume_mode": "auto", **options}
     handles = SERVERS[:num_servers]
     ray.get([handle.restart.remote() for handle in handles])
@@ -82,11 +80,11 @@ def make_trainer(folder: Path = Path(), num_servers: int = 2, step: int = 5, **o
     )
 
 
-def texts_of(trainer: Any) -> list[list[list[int]]]:
+def texts_of(trainer):
     return [sorted(texts) for texts in ray.get([handle.texts.remote() for handle in trainer.handles])]
 
 
-def served(*args: Any, **options: Any) -> Any:
+def served(*args, **options):
     trainer = make_trainer(*args, **options)
     ray.get([handle.serve.remote([i]) for i, handle in enumerate(trainer.handles)])
     return trainer
@@ -208,7 +206,7 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(tmp_path, caplog):
 
 
 def test_servers_that_load_one_copy_of_a_client_name_its_calls_apart():
-    def name(_: Any, calls: Any) -> list[Any]:
+    def name(_, calls):
         named = calls.named([1], {"extra_args": {"rollout_spec_key": ["sample"]}})
         return named["extra_args"]["rollout_spec_key"]
 

@@ -1,9 +1,6 @@
 """Siblings on one data-parallel rank of an engine, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,25 +11,25 @@ from rollout_spec.verl.ranks import RankRouter
 class Engine:
     """An AsyncLLM as far as it tells ranks apart."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
         self.placed = RankRouter(self.generate, 2, Homes(8))
 
-    async def generate(self, *_: Any, data_parallel_rank: int, priority: int) -> AsyncIterator[str]:
+    async def generate(self, *_, data_parallel_rank, priority):
         self.ranks.append(data_parallel_rank)
         yield "first"
         await self.may_end.wait()
         yield "last"
 
-    async def request(self, group: Any, named: int | None = None) -> list[str]:
+    async def request(self, group, named=None):
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
         options: Any = {"sampling_params": params, "request_id": "r", "data_parallel_rank": named}
         return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
 
 
 def test_siblings_go_to_one_rank_while_load_allows():
-    async def check() -> None:
+    async def check():
         engine = Engine()
         running = [asyncio.create_task(engine.request(group)) for group in (*"ab", *8 * "a", "a", None)]
         await asyncio.sleep(0)
@@ -52,7 +49,7 @@ def test_siblings_go_to_one_rank_while_load_allows():
 def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group():
     """verl names one after 0.9.1, so that a sample's turns find their prefix. A group may be anything."""
 
-    async def check() -> None:
+    async def check():
         engine = Engine()
         engine.may_end.set()
         for group, named in ((None, 1), ("a", 1), (None, None), (["a"], 1), ({"a": 1}, 1), ("\ud800", 1)):

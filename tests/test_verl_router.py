@@ -1,7 +1,5 @@
 """The group router as verl uses it, without Ray; where a group goes: tests/test_homes.py."""
 
-from typing import Any
-
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
@@ -13,11 +11,11 @@ from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl
 SHIPPED = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
 
 
-def make(num_servers: int = 2) -> GroupRouter:
+def make(num_servers=2):
     return GroupRouter({f"s{i}": f"handle{i}" for i in range(num_servers)}, SHIPPED)
 
 
-def of(prompt: int) -> dict[str, Any]:
+def of(prompt):
     return {"temperature": 1.0, "extra_args": {"rollout_spec_group": str(prompt)}}
 
 

@@ -1,16 +1,11 @@
 """Text to draft from, without a model, and what a history keeps of it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.replay import replay
-from rollout_spec.trace import Rollout
 
 
 def int32(*values):
@@ -32,13 +27,13 @@ def save_corpus(path, texts):
     return path
 
 
-def tokens_per_step(engines: Iterable[Sequence[Rollout]]) -> float:
+def tokens_per_step(engines):
     """Of what each engine has served, replayed by a drafter of its own with the default options."""
     results = [replay(lines, SpecConfig()) for lines in engines]
     return sum(r.num_decoded_tokens for r in results) / sum(r.num_steps for r in results)
 
 
-def merged(*contents: bytes) -> History:
+def merged(*contents):
     history = History(1000, 1 << 30)
     for content in contents:
         history.merge(content)

@@ -1,10 +1,5 @@
 """A Qwen2.5-VL of two layers with random weights, its tokenizer and its image processor; no hub is asked."""
 
-from __future__ import annotations
-
-import pathlib
-from typing import Any
-
 import numpy as np
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -22,7 +17,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_vl(folder: pathlib.Path) -> str:
+def make_tiny_vl(folder):
     import torch
     import transformers
 
@@ -51,7 +46,7 @@ def make_tiny_vl(folder: pathlib.Path) -> str:
     return str(folder)
 
 
-def make_processor(stem: str = "Qwen2_5_VL", numbers: dict[str, int] = TOKENS) -> Any:
+def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
     """That of transformers' class with this stem; `numbers` are the tokens'."""
     import tokenizers
     import transformers
@@ -73,13 +68,13 @@ def make_processor(stem: str = "Qwen2_5_VL", numbers: dict[str, int] = TOKENS) -
     )
 
 
-def make_image(seed: int) -> Any:
+def make_image(seed):
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8))
 
 
-def tokens(*parts: str | int) -> list[int]:
+def tokens(*parts):
     found: list[str] = []
     for part in parts:
         found += (

@@ -1,19 +1,15 @@
 """What the trainings of tests/test_kinds_of_training.py give to verl: a reward, a tool, and who calls it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.function_tool import function_tool
 
 
-def compute_score(solution_str: str, **_: Any) -> float:
+def compute_score(solution_str, **_):
     return float(len(solution_str) % 7)
 
 
 @function_tool
-def look_up(name: str) -> str:
+def look_up(name):
     """Look a name up.
 
     Args:
@@ -27,11 +23,9 @@ class AlwaysCalling(ToolParser):
     """Ends a turn at one token of sixteen, and takes whatever the policy has said for a call."""
 
     @property
-    def stop_token_ids(self) -> list[int]:
+    def stop_token_ids(self):
         return list(range(0, len(self.tokenizer), 16))
 
-    async def extract_tool_calls(
-        self, responses_ids: list[int], tools: Any = None
-    ) -> tuple[str, list[FunctionCall]]:
+    async def extract_tool_calls(self, responses_ids, tools=None):
         call = FunctionCall(name="look_up", arguments='{"name": "the key"}')
         return self.tokenizer.decode(responses_ids), [call]

@@ -1,7 +1,5 @@
 """Short trainings with verl's own command, on two prompts a batch; what they log and record."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -40,22 +38,15 @@ class Response(NamedTuple):
     tokens: list[int]
 
     @property
-    def kind(self) -> str:
+    def kind(self):
         return self.name[2]
 
 
-def smollm2() -> pathlib.Path:
+def smollm2():
     return make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
 
 
-def command(
-    folder: pathlib.Path,
-    model: pathlib.Path,
-    *overrides: str,
-    method: str = "sam",
-    mode: str = "sync",
-    num_train: int = 2 * NUM_PROMPTS,
-) -> list[str]:
+def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * NUM_PROMPTS):
     """verl's own command for a GRPO training, which the overrides may make another one."""
     train_file, val_file = make_data(folder, num_train=num_train, num_val=NUM_PROMPTS)
     groups = ["cpu", "grpo", *([] if mode == "sync" else [mode])]
@@ -74,14 +65,14 @@ def command(
     ]  # fmt: skip
 
 
-def environment_of(folder: pathlib.Path) -> dict[str, str]:
+def environment_of(folder):
     env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     env.pop("OMP_NUM_THREADS", None)  # of this process; verl is to choose, as in a run of a user
     # Two engines, two trainers and the tests beside them take 22 of 24 GB; Ray ends a worker at 95 %.
     return env | {"RAY_memory_usage_threshold": "0.98"}
 
 
-def execute(training: list[str], folder: pathlib.Path, log: str = "train.log") -> dict[int, dict[str, Any]]:
+def execute(training, folder, log="train.log"):
     with started(training, folder / log, environment_of(folder)) as process:
         code = process.wait(880)
     assert code == 0, (folder / log).read_text()[-20000:]
@@ -91,7 +82,7 @@ def execute(training: list[str], folder: pathlib.Path, log: str = "train.log") -
     return steps
 
 
-def responses_of(folder: pathlib.Path) -> list[Response]:
+def responses_of(folder):
     return [
         Response(
             int(file.stem.split("-")[1]), line.step, line.group, name, line.prompt_token_ids.tolist(), own
@@ -102,13 +93,13 @@ def responses_of(folder: pathlib.Path) -> list[Response]:
     ]
 
 
-def saved(folder: pathlib.Path, step: int) -> dict[str, list[list[int]]]:
+def saved(folder, step):
     history = merged(*read_file(folder / f"global_step_{step}" / FILE))
     groups = {response.group for response in responses_of(folder)}
     return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}
 
 
-def make_policy(folder: pathlib.Path) -> pathlib.Path:
+def make_policy(folder):
     """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
     trained policy, so that it soon repeats itself."""
     from transformers import AutoTokenizer
@@ -121,7 +112,7 @@ def make_policy(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def make_image_data(folder: pathlib.Path) -> pathlib.Path:
+def make_image_data(folder):
     """Two prompts of different length with an image each, as a parquet file of verl's."""
     import pandas
 
@@ -143,9 +134,7 @@ def make_image_data(folder: pathlib.Path) -> pathlib.Path:
     return file
 
 
-def train(
-    folder: pathlib.Path, model: pathlib.Path, *overrides: str, method: str = "sam"
-) -> list[dict[str, float]]:
+def train(folder, model, *overrides, method="sam"):
     """The metrics of the steps of a training, each of which has a gradient, and accepted drafts with sam."""
     options = [
         f"trainer.total_training_steps={NUM_STEPS}",

@@ -1,13 +1,9 @@
 """Whole engines of vllm-ascend, on the stub's stand-ins for its kernels, and its model runner alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ K = 4
 
 
 @pytest.fixture(scope="session")
-def coarse_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def coarse_model(tmp_path_factory):
     """Its logits are whole numbers, many of them equal, and of the last token only: text repeats itself.
 
     They are exact in whatever order they are added up, so that equal ones stay equal.
@@ -45,24 +41,24 @@ def coarse_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextlib.contextmanager
-def engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Iterator[Any]:
+def engine(model, spec, **arguments):
     llm = new_engine(model, None if spec is None else {"num_speculative_tokens": K} | spec, **arguments)
     disable_envs_cache()  # with which an engine has begun: other tests set variables
     yield llm
     close([llm])
 
 
-def siblings(*kinds: dict[str, Any], num: int = 4) -> list[Request]:
+def siblings(*kinds, num=4):
     asked = [({"temperature": 1.0, "max_tokens": 60} | kind, [1, 2, 3 + i]) for i, kind in enumerate(kinds)]
     return [Request(prompt, sampling(kind, key=[j, *prompt])) for kind, prompt in asked for j in range(num)]
 
 
-def noted_lengths(llm: Any) -> list[int]:
+def noted_lengths(llm):
     """Of each row and step from now on, the prefills excluded: how many draft tokens are verified."""
     scheduler, lengths = core_of(llm).scheduler, list[int]()
     schedule = scheduler.schedule
 
-    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+    def schedule_and_note(*args, **kwargs):
         output = schedule(*args, **kwargs)
         drafts = output.scheduled_spec_decode_tokens
         lengths.extend(len(drafts.get(name, ())) for name in output.scheduled_cached_reqs.req_ids)
@@ -73,7 +69,7 @@ def noted_lengths(llm: Any) -> list[int]:
 
 
 @contextlib.contextmanager
-def runner_alone(config: Any) -> Iterator[Any]:
+def runner_alone(config):
     """vllm-ascend's MRV1 in one process, without a distributed environment and a model."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -1,8 +1,5 @@
 """Our drafter and samplers in whole engines of the published vllm-ascend; torch_npu is a stub."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -36,34 +33,32 @@ from tests.engine.serving import assert_same, num_accepted, serve  # noqa: E402
 OFF: dict[str, Any] = {"method": "off"}
 
 
-def config_of(model: str, spec: dict[str, Any], **others: Any) -> Any:
+def config_of(model, spec, **others):
     without = {"speculative_config": None} if spec.get("method") == "off" else {}
     options = {"rollout_spec": {"history": 0, "batch_threshold": 64} | spec}
     return configured(model, spec, **without, additional_config=options | others)
 
 
 @pytest.fixture(scope="module")
-def plain(coarse_model: str) -> Iterator[Any]:
+def plain(coarse_model):
     with engine(coarse_model, None, additional_config={"rollout_spec": OFF}) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def drafting(coarse_model: str) -> Iterator[Any]:
+def drafting(coarse_model):
     with engine(coarse_model, {"history": 0}) as llm:
         yield llm
 
 
-def assert_drafts_change_nothing(
-    plain: Any, drafting: Any, *kinds: dict[str, Any], more_than: int = 20
-) -> None:
+def assert_drafts_change_nothing(plain, drafting, *kinds, more_than=20):
     num_accepted(drafting)
     expected, found = (serve(llm, siblings(*kinds)) for llm in (plain, drafting))
     assert num_accepted(drafting) > more_than
     assert_same(found, expected)
 
 
-def test_these_releases_are_a_pair_that_is_known() -> None:
+def test_these_releases_are_a_pair_that_is_known():
     assert current_platform.device_type == "npu"
     assert ascend.PAIRS[metadata.version("vllm-ascend")] == versions.version()
     assert plugin.failure is None
@@ -72,7 +67,7 @@ def test_these_releases_are_a_pair_that_is_known() -> None:
     sampler.check_engine_patches()
 
 
-def test_doctor_finds_the_stack_whole() -> None:
+def test_doctor_finds_the_stack_whole():
     checks = {check.name: check for check in diagnosis.diagnose()}
     failed = [check for check in checks.values() if check.status == diagnosis.FAIL]
     assert failed == []
@@ -80,7 +75,7 @@ def test_doctor_finds_the_stack_whole() -> None:
     assert "patch vllm-ascend-custom-class" in checks
 
 
-def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting: Any, coarse_model: str) -> None:
+def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting, coarse_model):
     runner = runner_of(drafting)
     assert type(runner.drafter) is SuffixProposer
     assert isinstance(runner.sampler, AscendSampler)
@@ -105,11 +100,11 @@ def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting: Any, co
     ],
     ids=["sampled", "greedy", "cut", "mixed", "min_tokens"],
 )
-def test_tokens_are_those_without_drafts(plain: Any, drafting: Any, kinds: list[dict[str, Any]]) -> None:
+def test_tokens_are_those_without_drafts(plain, drafting, kinds):
     assert_drafts_change_nothing(plain, drafting, *kinds)
 
 
-def test_what_relaxes_their_verification_does_not_reach_ours(plain: Any, coarse_model: str) -> None:
+def test_what_relaxes_their_verification_does_not_reach_ours(plain, coarse_model):
     """Drafts that their `enable_entropy_verify` would keep, of flat rows, are as any other."""
     relaxed = {"rejection_sampler_config": {"enable_entropy_verify": True, "posterior_threshold": 0.01}}
     options = {"history": 0, "batch_threshold": 64, "num_speculative_tokens": K}
@@ -118,26 +113,26 @@ def test_what_relaxes_their_verification_does_not_reach_ours(plain: Any, coarse_
         assert_drafts_change_nothing(plain, llm, {"temperature": 2.0}, more_than=0)
 
 
-def test_their_own_verification_gives_greedy_requests_the_same(plain: Any, coarse_model: str) -> None:
+def test_their_own_verification_gives_greedy_requests_the_same(plain, coarse_model):
     with engine(coarse_model, {"verify": "standard"}) as llm:
         assert_drafts_change_nothing(plain, llm, {"temperature": 0.0})
 
 
-def test_a_dummy_run_has_nothing_to_run(drafting: Any) -> None:
+def test_a_dummy_run_has_nothing_to_run(drafting):
     """Which every start, and data-parallel ranks without work, take."""
     with torch.inference_mode():
         runner_of(drafting)._dummy_run(8)
 
 
 @pytest.mark.parametrize("name", ["enable_async_exponential", "enable_reduce_sample"])
-def test_what_coupled_cannot_have_is_one_line(name: str, coarse_model: str) -> None:
+def test_what_coupled_cannot_have_is_one_line(name, coarse_model):
     for spec in ({}, OFF):
         with pytest.raises(ConfigError, match=rf"^additional_config\.{name}: not with rollout[^\n]*$"):
             config_of(coarse_model, spec, **{name: True})
     config_of(coarse_model, {"verify": "standard"}, **{name: True})
 
 
-def test_longer_drafts_than_their_attention_takes_are_one_line(coarse_model: str) -> None:
+def test_longer_drafts_than_their_attention_takes_are_one_line(coarse_model):
     with pytest.raises(
         ConfigError, match=r"^rollout\.spec\.num_speculative_tokens=16: must be at most 15 [^\n]*$"
     ):
@@ -147,7 +142,7 @@ def test_longer_drafts_than_their_attention_takes_are_one_line(coarse_model: str
     AscendAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))  # which has the assertion
 
 
-def test_their_model_runner_v2_is_one_line(coarse_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_model_runner_v2_is_one_line(coarse_model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
     with pytest.raises(
@@ -155,13 +150,12 @@ def test_their_model_runner_v2_is_one_line(coarse_model: str, monkeypatch: pytes
     ):
         config_of(coarse_model, OFF)
     with pytest.raises(
-        ValueError,
-        match=r"V2 does not yet support: rollout_spec's drafter \([^\n]*of its own; set [^\n]*=0;",
+        ValueError, match=r"V2 does not yet support: rollout_spec's drafter \([^\n]*of its own; set [^\n]*=0;"
     ):
         config_of(coarse_model, {})
 
 
-def test_another_release_is_one_line(coarse_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_is_one_line(coarse_model, monkeypatch):
     monkeypatch.setattr(ascend, "PAIRS", {})
     monkeypatch.setattr(plugin, "failure", None)
     plugin.register()
@@ -173,13 +167,13 @@ def test_another_release_is_one_line(coarse_model: str, monkeypatch: pytest.Monk
 
 
 class RunnerThatHandsOnMore:
-    def _get_drafter(self) -> None: ...
-    def propose_draft_token_ids(self, scheduler_output: Any) -> None: ...
+    def _get_drafter(self): ...
+    def propose_draft_token_ids(self, scheduler_output): ...
 
 
 class RunnerThatAsksForADevice:
-    def _get_drafter(self, device: Any) -> None: ...
-    def propose_draft_token_ids(self, valid_sampled_token_ids: Any) -> None: ...
+    def _get_drafter(self, device): ...
+    def propose_draft_token_ids(self, valid_sampled_token_ids): ...
 
 
 @pytest.mark.parametrize(
@@ -189,9 +183,7 @@ class RunnerThatAsksForADevice:
         (RunnerThatAsksForADevice, r"_get_drafter takes self, device"),
     ],
 )
-def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(
-    runner: type, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_has_changed_is_named_and_one_with_the_method_left_alone(runner, message, monkeypatch):
     module, before = SimpleNamespace(NPUModelRunner=runner), dict(vars(runner))
     with pytest.raises(PatchError, match=message):
         ascend.give_runner_drafter(module)
@@ -209,7 +201,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("mode", GRAPHS)
-def test_which_steps_have_a_graph_by_their_dispatcher(mode: str, coarse_model: str) -> None:
+def test_which_steps_have_a_graph_by_their_dispatcher(mode, coarse_model):
     """As the docs have it; where a step has none for want of drafts, ours are filled up."""
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
     config = configured(coarse_model, {"num_speculative_tokens": K}, **graphs)
@@ -231,11 +223,7 @@ def test_which_steps_have_a_graph_by_their_dispatcher(mode: str, coarse_model: s
     assert fills_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
 
 
-def test_drafts_are_filled_up_where_others_have_no_graph(
-    plain: Any,
-    coarse_model: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drafts_are_filled_up_where_others_have_no_graph(plain, coarse_model, monkeypatch):
     """The stub has no graphs: what is seen above is said here."""
     monkeypatch.setattr("rollout_spec.vllm.proposer.fills_drafts", lambda _: True)
     with engine(coarse_model, {"history": 0}) as llm:

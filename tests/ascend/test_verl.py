@@ -1,7 +1,5 @@
 """verl 0.9.1 on the published vllm-ascend, as far as that goes with a stub of torch_npu."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +41,7 @@ QUICK_START = [
 ]  # fmt: skip
 
 
-def test_verls_quick_start_composes_with_our_option() -> None:
+def test_verls_quick_start_composes_with_our_option():
     ours = ["+rollout.spec=sam"]
     long = [*ours, "rollout.spec.num_speculative_tokens=16"]
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -56,7 +54,7 @@ def test_verls_quick_start_composes_with_our_option() -> None:
 
 
 @pytest.mark.parametrize("size", ["qwen3_32b", "qwen3_235b"])
-def test_the_published_rule_composes_and_drafts(size: str, coarse_model: str) -> None:
+def test_the_published_rule_composes_and_drafts(size, coarse_model):
     """K = 3 while at most 8 requests decode: from the recipe's command line to the engine's drafts."""
     rule = ["rollout.spec.batch_threshold=8", "rollout.spec.num_speculative_tokens=3"]
     config = composed("grpo", size, "rollout_spec_device=npu", *rule)
@@ -74,9 +72,7 @@ def test_the_published_rule_composes_and_drafts(size: str, coarse_model: str) ->
             assert max(lengths) == longest
 
 
-def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(
-    coarse_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(coarse_model, monkeypatch):
     """By the calls of verl's server and the worker's own methods; only its allocator is not there."""
     names = {name for name in dir(SpecWorkerExtension) if not name.startswith("__")}
     assert not names & set(dir(NPUWorker)), "vLLM puts both into one class"

@@ -1,14 +1,10 @@
 """Real vLLM engines in the test's own process: two small models, and one way to make an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
-import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -35,7 +31,7 @@ OFF: dict[str, Any] = {"additional_config": {"rollout_spec": {"method": "off"}}}
 
 
 @contextlib.contextmanager
-def own_environment() -> Iterator[None]:
+def own_environment():
     """What is set here, and what vLLM adds (LD_PRELOAD), is not for the processes of other tests."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
@@ -52,19 +48,19 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def environment_of_engines() -> Iterator[None]:
+def environment_of_engines():
     with own_environment():
         yield
 
 
-def with_named_dtype(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_named_dtype(create):
     """Let every engine of this process say what it computes in.
 
     vLLM's `auto` takes bfloat16 for a float32 model. Then the log-probabilities of one row and of several
     rows differ by 0.05 on some processors and by nothing on others.
     """
 
-    def create_with_named_dtype(arguments: Any) -> Any:
+    def create_with_named_dtype(arguments):
         if arguments.dtype == "auto":
             raise ValueError("dtype=auto: an engine of a test must name its dtype, for example float32")
         return create(arguments)
@@ -72,13 +68,13 @@ def with_named_dtype(create: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return create_with_named_dtype
 
 
-def collect_unless_vllm_asks(generation: int = 2, *, collect: Callable[[int], int] = gc.collect) -> int:
+def collect_unless_vllm_asks(generation=2, *, collect=gc.collect):
     """vLLM collects seven times an engine, each a fifth of a second or more in a process as large as this."""
     asks = sys._getframe(1).f_globals["__name__"]
     return 0 if asks.split(".")[0] == "vllm" else collect(generation)
 
 
-def make_tiny(name: str, folder: pathlib.Path, peak: int = 12, **more: Any) -> str:
+def make_tiny(name, folder, peak=12, **more):
     """A small model with random weights: for what an engine does, not for what a model says."""
     import torch
     import transformers
@@ -98,12 +94,12 @@ def make_tiny(name: str, folder: pathlib.Path, peak: int = 12, **more: Any) -> s
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_model(tmp_path_factory):
     return make_tiny("Llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def chat_model(tiny_model, tmp_path_factory):
     """The tiny model with a tokenizer, a token a character, so that a command can run it."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -118,7 +114,7 @@ def chat_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(path)
 
 
-def engine_settings(model: str, spec: dict[str, Any] | None = None) -> dict[str, Any]:
+def engine_settings(model, spec=None):
     """vLLM's arguments, with a drafter where `spec` holds options."""
     settings: dict[str, Any] = {
         "model": model,
@@ -139,7 +135,7 @@ def engine_settings(model: str, spec: dict[str, Any] | None = None) -> dict[str,
     return settings
 
 
-def configured(model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+def configured(model, spec=None, **arguments):
     """The configuration of an engine, which is not started."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -147,7 +143,7 @@ def configured(model: str, spec: dict[str, Any] | None = None, **arguments: Any)
     return EngineArgs(**engine_settings(model, spec) | arguments).create_engine_config()
 
 
-def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Any:
+def new_engine(tiny_model, spec=None, **arguments):
     """An LLM, drafting where `spec` holds options; of another model it has the tokenizer."""
     from vllm import LLM
 
@@ -157,7 +153,7 @@ def new_engine(tiny_model: str, spec: dict[str, Any] | None = None, **arguments:
 
 
 @pytest.fixture(scope="module")
-def shared_engines() -> Iterator[dict[str, Any]]:
+def shared_engines():
     """Engines of the tiny model, by their arguments; no test leaves anything in them."""
     engines: dict[str, Any] = {}
     yield engines
@@ -167,14 +163,14 @@ def shared_engines() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def make_engine(tiny_model: str, shared_engines: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+def make_engine(tiny_model, shared_engines):
     """`make_engine(spec=None, **engine_arguments)`: `new_engine` of the tiny model, or of another one.
 
     It may be one that earlier tests have used, whose drafter has forgotten them. A test that changes its
     engine, needs two alike, or has requests without names (vLLM numbers those) asks for a `fresh` one.
     """
 
-    def make(spec: dict[str, Any] | None = None, *, fresh: bool = False, **arguments: Any) -> Any:
+    def make(spec=None, *, fresh=False, **arguments):
         if fresh or "tensor_parallel_size" in arguments:
             engines.append(new_engine(tiny_model, spec, **arguments))
             return engines[-1]
@@ -188,7 +184,7 @@ def make_engine(tiny_model: str, shared_engines: dict[str, Any]) -> Iterator[Cal
     close(engines)
 
 
-def as_new(llm: Any) -> Any:
+def as_new(llm):
     """An engine that has served, with nothing left of it."""
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
@@ -199,7 +195,7 @@ def as_new(llm: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def own_process_groups() -> Iterator[None]:
+def own_process_groups():
     """Engines of one process share their groups, and those that a dense model made have none for experts."""
     from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -208,7 +204,7 @@ def own_process_groups() -> Iterator[None]:
     destroy_model_parallel()
 
 
-def close(engines: Iterable[Any]) -> None:
+def close(engines):
     """Shut them down, but for the process groups, which engines in one process share.
 
     Their memory, which is part of reference cycles, goes when some have piled up. An engine also makes vLLM
@@ -234,19 +230,19 @@ def close(engines: Iterable[Any]) -> None:
 num_closed = 0
 
 
-def core_of(llm: Any) -> Any:
+def core_of(llm):
     return llm.llm_engine.engine_core.engine_core
 
 
-def runner_of(llm: Any) -> Any:
+def runner_of(llm):
     return core_of(llm).model_executor.driver_worker.worker.model_runner
 
 
-def proposer_of(llm: Any) -> Any:
+def proposer_of(llm):
     from rollout_spec.vllm import proposer
 
     return proposer.proposer_of(runner_of(llm))
 
 
-def token_ids(outputs: list[Any]) -> list[list[int]]:
+def token_ids(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]

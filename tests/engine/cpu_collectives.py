@@ -4,8 +4,6 @@ It gathers and scatters rows, which vLLM 0.24 cannot do on the CPU. Nor can vLLM
 experts where it has no kernel for them.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -13,12 +11,7 @@ import torch.distributed as dist
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
 
-def all_gatherv(
-    self: CpuCommunicator,
-    input_: torch.Tensor | list[torch.Tensor],
-    dim: int = 0,
-    sizes: list[int] | None = None,
-) -> torch.Tensor | list[torch.Tensor]:
+def all_gatherv(self, input_, dim=0, sizes=None):
     assert dim == 0
     if isinstance(input_, list):
         return [all_gatherv(self, each, dim, sizes) for each in input_]
@@ -30,9 +23,7 @@ def all_gatherv(
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
-def reduce_scatterv(
-    self: CpuCommunicator, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
-) -> torch.Tensor:
+def reduce_scatterv(self, input_, dim=-1, sizes=None):
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size
     total = input_.clone()

@@ -3,15 +3,13 @@
 Workers import this module, and with it what experts need that vLLM's CPU engine lacks.
 """
 
-from __future__ import annotations
-
 import tests.engine.cpu_collectives  # noqa: F401
 from rollout_spec.verl.server import SpecWorkerExtension
 
 
 class Extension(SpecWorkerExtension):
-    def last_step_of_the_ranks(self) -> tuple[int, int]:
+    def last_step_of_the_ranks(self):
         return tuple(self.model_runner.drafter.other_ranks.ranks)
 
-    def pass_the_drafter_by(self) -> None:
+    def pass_the_drafter_by(self):
         self.model_runner.effective_drafter_max_model_len = 0

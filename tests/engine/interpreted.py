@@ -4,8 +4,6 @@ python -m tests.engine.interpreted FILE MODULE ARGUMENT ...
 """
 
 # ruff: noqa: I001 (what is imported depends on what comes before)
-from __future__ import annotations
-
 import tests.engine.interpreted_triton  # noqa: F401
 
 import importlib

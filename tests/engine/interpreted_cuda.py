@@ -5,13 +5,11 @@ capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to t
 """
 
 # ruff: noqa: I001 (what is imported depends on what comes before)
-from __future__ import annotations
-
 import tests.engine.interpreted_triton  # noqa: F401
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,12 +22,12 @@ replays: Counter[str] = Counter()  # by the graph's manager, and whether it is f
 faults: Counter[str] = Counter()  # what a GPU would compute wrongly
 
 
-def with_graphs(mode: str) -> dict[str, Any]:
+def with_graphs(mode):
     compilation = {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     return {"enforce_eager": False, "compilation_config": compilation}
 
 
-def take_notes() -> dict[str, dict[str, int]]:
+def take_notes():
     counted = {"replays": replays, "faults": faults, "waits": recorded_graphs.waits}
     notes = {name: dict(counter) for name, counter in counted.items()}
     for counter in counted.values():
@@ -37,12 +35,12 @@ def take_notes() -> dict[str, dict[str, int]]:
     return notes
 
 
-def allow_graphs(cpu: Any) -> None:
+def allow_graphs(cpu):
     """Of the platform: its check of a configuration would turn graphs off."""
     platform = cpu.CpuPlatform
     check = platform.check_and_update_config.__func__
 
-    def check_and_keep(cls: Any, vllm_config: Any) -> None:
+    def check_and_keep(cls, vllm_config):
         compilation = vllm_config.compilation_config
         names = "mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"
         kept = {name: getattr(compilation, name) for name in names}
@@ -56,22 +54,22 @@ def allow_graphs(cpu: Any) -> None:
     platform.opaque_attention_op = classmethod(lambda cls: False)
 
 
-def allow_piecewise(compilation: Any) -> None:
+def allow_piecewise(compilation):
     """Piecewise graphs without torch.compile: such a step has the padded batch, and no graph."""
     compilation.CUDAGraphMode.requires_piecewise_compilation = lambda self: False
 
 
-def seem_compiled(module: Any) -> None:
+def seem_compiled(module):
     if hasattr(module, "has_compiled_submodule"):
         module.has_compiled_submodule = lambda model: True
 
 
-def count_replays(cudagraph_utils: Any) -> None:
+def count_replays(cudagraph_utils):
     seem_compiled(cudagraph_utils)
     manager = cudagraph_utils.CudaGraphManager
     run = manager.run_fullgraph
 
-    def run_and_count(self: Any, desc: Any) -> Any:
+    def run_and_count(self, desc):
         kind = "plain" if getattr(desc, "max_query_len", None) is None else "drafts"
         replays[f"{type(self).__name__} {kind}"] += 1
         return run(self, desc)
@@ -86,13 +84,13 @@ class Plan:
     the number of rows, and by whether they have several tokens.
     """
 
-    def __init__(self, builder: Any, metadata: Any, batch: Any) -> None:
+    def __init__(self, builder, metadata, batch):
         self.builder, self.metadata = builder, metadata
         self.layout = batch.num_reqs, batch.max_query_len > 1
         self.max_query_len, self.starts = batch.max_query_len, batch.query_start_loc
         self.num_tokens = batch.num_actual_tokens
 
-    def latest(self) -> torch.Tensor:
+    def latest(self):
         """That of the step that runs, where the graph was captured with this one."""
         plan, starts = self.builder.plan, self.starts
         longest, num_tokens = int((starts[1:] - starts[:-1]).max()), int(starts[-1])
@@ -105,13 +103,13 @@ class Plan:
         return plan.metadata
 
 
-def plan_attention(cpu_attn: Any) -> None:
+def plan_attention(cpu_attn):
     from vllm.v1.attention.backend import AttentionCGSupport
 
     builder = cpu_attn.CPUAttentionMetadataBuilder
     build = builder.build
 
-    def build_and_plan(self: Any, common_prefix_len: int, common_attn_metadata: Any, *others: Any) -> Any:
+    def build_and_plan(self, common_prefix_len, common_attn_metadata, *others):
         metadata = build(self, common_prefix_len, common_attn_metadata, *others)
         self.plan = Plan(self, metadata.scheduler_metadata, common_attn_metadata)
         metadata.scheduler_metadata.latest = self.plan.latest
@@ -121,11 +119,11 @@ def plan_attention(cpu_attn: Any) -> None:
     builder._cudagraph_support = AttentionCGSupport.ALWAYS  # as FlashAttention 3 and Triton
 
 
-def start_as_on_gpus(cpu_worker: Any) -> None:
+def start_as_on_gpus(cpu_worker):
     worker = cpu_worker.CPUWorker
     determine, warm_up = worker.determine_available_memory, worker.compile_or_warm_up_model
 
-    def profile_and_determine(self: Any) -> int:
+    def profile_and_determine(self):
         from vllm.config import CUDAGraphMode, set_current_vllm_config
         from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
@@ -137,7 +135,7 @@ def start_as_on_gpus(cpu_worker: Any) -> None:
             self.model_runner.profile_cudagraph_memory()
         return determine(self)
 
-    def warm_up_and_capture(self: Any) -> Any:
+    def warm_up_and_capture(self):
         found = warm_up(self)  # with requests: `interpreted_triton`
         if not self.model_config.enforce_eager:
             self.model_runner.capture_model()
@@ -152,33 +150,33 @@ class Event:
 
     begun: ClassVar[list[Callable[[], None]]] = []
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__):
         self._copies: list[Callable[[], None]] = []
 
-    def record(self, *_: Any) -> None:
+    def record(self, *_):
         self._copies, Event.begun = Event.begun, []
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         copies, self._copies = self._copies, []
         for copy in copies:
             copy()
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_):
         """A stream waits, and not the host."""
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def elapsed_time(self, *_: Any) -> float:
+    def elapsed_time(self, *_):
         return 0.0
 
 
-def copy_late(x: torch.Tensor) -> np.ndarray:
+def copy_late(x):
     """In place of vLLM's `async_copy_to_np`."""
     copied, at_first = np.full(tuple(x.shape), 77, x.numpy().dtype), x.numpy().copy()
     where = place()
 
-    def copy() -> None:
+    def copy():
         copied[...] = x.numpy()
         if not np.array_equal(copied, at_first, equal_nan=True):
             faults[f"{x.dtype} {[*x.shape]} of {where} was overwritten before it had been copied"] += 1
@@ -187,7 +185,7 @@ def copy_late(x: torch.Tensor) -> np.ndarray:
     return copied
 
 
-def arrive_late(module: Any) -> None:
+def arrive_late(module):
     torch.cuda.Event = Event  # type: ignore[misc]
     if hasattr(module, "async_copy_to_np"):
         module.async_copy_to_np = copy_late

@@ -1,13 +1,10 @@
 """Engines that go the ways of CUDA, beside eager ones that serve the same; as `interpreted_runner`."""
 
 # ruff: noqa: I001 (what is imported depends on what comes before)
-from __future__ import annotations
-
 from tests.engine import interpreted_cuda
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 from rollout_spec.vllm.keys import KEY
@@ -23,11 +20,11 @@ AHEAD = {"async_scheduling": True}
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
 
 
-def text(models: dict[str, str], spec: Any, names: Any, **more: Any) -> dict[str, Any]:
+def text(models, spec, names, **more):
     return run(models["target"], spec, names=names, **more)
 
 
-def beside(models: dict[str, str], spec: Any, names: Any, head: str = "eagle", **more: Any) -> dict[str, Any]:
+def beside(models, spec, names, head="eagle", **more):
     """A model drafts too. What it drafts is noted, because verification hides where that is wrong."""
     method = "draft_model" if head == "copy" else "eagle"
     drafter = {"method": method, "model": models[head], "num_speculative_tokens": 8}
@@ -38,13 +35,13 @@ def beside(models: dict[str, str], spec: Any, names: Any, head: str = "eagle", *
 
 
 @contextlib.contextmanager
-def noted_drafts() -> Iterator[dict[str, Any]]:
+def noted_drafts():
     from rollout_spec.vllm.mrv2.host_batch import HostBatch
 
     drafts: dict[str, Any] = {}
     place = HostBatch.place
 
-    def place_and_note(self: Any, request_ids: list[str], nums: Any, tokens: Any, log_odds: Any) -> Any:
+    def place_and_note(self, request_ids, nums, tokens, log_odds):
         rows = self.input_batch.req_ids
         for request_id, num, *draft in zip(request_ids, nums, tokens, log_odds, strict=True):
             if num == 0 or request_id not in rows:
@@ -87,7 +84,7 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-def main(models: str, *names: str) -> dict[str, Any]:
+def main(models, *names):
     folders = {path.name: str(path) for path in pathlib.Path(models).iterdir()}
     results = {}
     for name in names:

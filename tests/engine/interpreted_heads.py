@@ -1,11 +1,8 @@
 """MTP, EAGLE-3 with a vocabulary of its own, and a weight sync of verl's; as `interpreted_model`, on MRV2."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib
-from typing import Any
 
 from rollout_spec.vllm.proposer import proposer_of
 from tests.engine.conftest import close, core_of, engine_settings, runner_of
@@ -17,12 +14,12 @@ NAMES = ("greedy", "sampled", "one")
 MTP = {"method": "mtp", "num_speculative_tokens": 8}
 
 
-def main(models: str) -> dict[str, Any]:
+def main(models):
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM 0.24 has V1 for MiMo
     return served_heads(pathlib.Path(models))
 
 
-def served_heads(models: pathlib.Path) -> dict[str, Any]:
+def served_heads(models):
     folders = {path.name: str(path) for path in models.iterdir()}
     spec = {"model_tokens": NUM_MODEL_TOKENS}
     eagle3 = {"method": "eagle3", "model": folders["eagle3"], "num_speculative_tokens": 8}
@@ -36,7 +33,7 @@ def served_heads(models: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
+def synced(folders, spec):
     """The requests with a wrong head, with the right one, and with that of another model, which stays."""
     from vllm import LLM
 
@@ -46,7 +43,7 @@ def synced(folders: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**settings, **({"worker_extension_cls": EXTENSION} if has_verl else {}))
     worker, runner = core_of(llm).model_executor.driver_worker.worker, runner_of(llm)
 
-    def served() -> dict[str, Any]:
+    def served():
         return {
             "requests": serve_named(llm, NAMES),
             "counters": proposer_of(runner).take_counters().to_dict(),

@@ -1,13 +1,9 @@
 """A model drafts, alone and beside the suffix drafts; as `interpreted_runner`, on MRV2."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import pathlib
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -28,7 +24,7 @@ REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long bef
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 
 
-def main(models: str, in_brief: str = "") -> dict[str, Any]:
+def main(models, in_brief=""):
     if in_brief:
         return served_in_brief(pathlib.Path(models), async_scheduling=True)
     with virtual_time():
@@ -36,7 +32,7 @@ def main(models: str, in_brief: str = "") -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def virtual_time() -> Iterator[list[int]]:
+def virtual_time():
     """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often.
 
     It gives the passes of each step, and of those with which vLLM warms up.
@@ -44,13 +40,13 @@ def virtual_time() -> Iterator[list[int]]:
     nums: list[int] = []
     now, note_passes = 0.0, SuffixProposer.note_passes
 
-    def note_and_go_on(self: SuffixProposer, num: int, num_left_out: int) -> None:
+    def note_and_go_on(self, num, num_left_out):
         nonlocal now
         now += 10.0 + num
         nums.append(num)
         note_passes(self, num, num_left_out)
 
-    def clock() -> float:
+    def clock():
         return now
 
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +58,7 @@ def virtual_time() -> Iterator[list[int]]:
         yield nums
 
 
-def served(models: pathlib.Path, **ahead: Any) -> dict[str, Any]:
+def served(models, **ahead):
     folders = {path.name: str(path) for path in models.iterdir()}
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
@@ -101,6 +97,6 @@ def served_in_brief(models, **ahead):
     return {"plain": run(target, None, names=BRIEF), "preempted": preempted(target, eagle, **ahead)}
 
 
-def both(model: str, drafter: dict[str, Any], spec: dict[str, Any], *others: Any, **more: Any) -> Any:
+def both(model, drafter, spec, *others, **more):
     spec = {"model_tokens": NUM_MODEL_TOKENS} | spec
     return run(model, spec, *others, speculative_config=drafter | {"num_speculative_tokens": 8}, **more)

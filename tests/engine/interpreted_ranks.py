@@ -1,9 +1,6 @@
 """Two ranks on vLLM's MRV2, on the CPU: data-parallel ones with experts, or tensor-parallel ones."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 from rollout_spec.patches import when_imported
 from tests.engine.conftest import OFF, close, engine_settings
@@ -31,17 +28,17 @@ class Extension:
     def noted_drafts(self):
         return self.drafts
 
-    def noted_passes(self) -> str:
+    def noted_passes(self):
         return "".join(self.passes)
 
-    def last_step_of_the_ranks(self) -> tuple[int, int]:
+    def last_step_of_the_ranks(self):
         return self.model_runner.drafter.other_ranks.ranks
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self):
         return self.model_runner.drafter.take_counters().to_dict()
 
 
-def note_passes(cpu_worker: Any) -> None:
+def note_passes(cpu_worker):
     """Let a worker note its passes: s for a step with requests, d for a dummy batch."""
     import tests.engine.cpu_collectives  # noqa: F401
 
@@ -53,8 +50,8 @@ def note_passes(cpu_worker: Any) -> None:
         setattr(worker, name, noting(getattr(worker, name), letter))
 
 
-def noting(method: Any, letter: str) -> Any:
-    def note(self: Any, *args: Any) -> Any:
+def noting(method, letter):
+    def note(self, *args):
         if not args or args[0].total_num_scheduled_tokens:
             self.passes = (*self.passes, letter)
         return method(self, *args)
@@ -65,11 +62,11 @@ def noting(method: Any, letter: str) -> Any:
 when_imported("vllm.v1.worker.cpu_worker", note_passes)  # in the processes of the ranks, which import this
 
 
-def params(i: int) -> Any:
+def params(i):
     return sampling({"max_tokens": REQUESTS[i][1], "detokenize": False}, key=["V2", i])
 
 
-def plain(model: str) -> list[list[int]]:
+def plain(model):
     from vllm import LLM
 
     llm = LLM(**engine_settings(model) | OFF)
@@ -78,7 +75,7 @@ def plain(model: str) -> list[list[int]]:
     return [one["tokens"] for one in found]
 
 
-async def ranks(model: str) -> dict[str, Any]:
+async def ranks(model):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -91,7 +88,7 @@ async def ranks(model: str) -> dict[str, Any]:
     assert config.use_v2_model_runner
     engine = AsyncLLM.from_vllm_config(config)
 
-    async def respond(i: int) -> list[int]:
+    async def respond(i):
         prompt, rank = {"prompt_token_ids": PROMPT}, REQUESTS[i][0]
         async for output in engine.generate(prompt, params(i), f"{i}", data_parallel_rank=rank):
             [sample] = output.outputs
@@ -101,7 +98,7 @@ async def ranks(model: str) -> dict[str, Any]:
         responses = await asyncio.gather(*map(respond, range(len(REQUESTS))))
         cores = EngineCores(engine)
 
-        async def ask(method: str) -> list[Any]:
+        async def ask(method):
             return [(await cores.call_workers(core, method))[0] for core in range(2)]
 
         passes, before = await ask("noted_passes"), [""]
@@ -131,7 +128,7 @@ def tensor_parallel(model, spec):
     return found
 
 
-def main(model: str, kind: str) -> dict[str, Any]:
+def main(model, kind):
     if kind == "tensor-parallel":
         return {name: tensor_parallel(model, spec) for name, spec in (("plain", None), ("drafted", {}))}
     return {"plain": plain(model), "ranks": asyncio.run(ranks(model))}

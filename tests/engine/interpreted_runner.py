@@ -1,7 +1,5 @@
 """What engines give on vLLM's own MRV2 on the CPU, with our drafter and without."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import pathlib
@@ -59,7 +57,7 @@ DETAILED = {} if version() in ("0.23.0", "0.24.0") else {"per_request_spec_decod
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
-def main(model: str) -> dict[str, Any]:
+def main(model):
     plain = run(model, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64)
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
@@ -78,7 +76,7 @@ def main(model: str) -> dict[str, Any]:
     return result
 
 
-def images() -> dict[str, Any]:
+def images():
     """Prompts with one image, another one, both, and none."""
     prompts = [
         {
@@ -102,19 +100,12 @@ def images() -> dict[str, Any]:
         }
 
 
-def late(text: str) -> str:
+def late(text):
     """Two characters that a text does not have before its middle."""
     return next(text[i : i + 2] for i in range(len(text) // 2, len(text)) if text.find(text[i : i + 2]) == i)
 
 
-def run(
-    model: str,
-    spec: dict[str, Any] | None,
-    stop: str | None = None,
-    names: tuple[str, ...] = NAMES,
-    prompts: list[Any] | None = None,
-    **arguments: Any,
-) -> dict[str, Any]:
+def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
     """What an engine gives, what its drafter counted, and how its steps were scheduled.
 
     Args:
@@ -170,7 +161,7 @@ def run(
     return found
 
 
-def request(name: str, prompt: Any = TEXT, num_tokens: int = 0, **more: Any) -> Request:
+def request(name, prompt=TEXT, num_tokens=0, **more):
     """The request of that name, one that has as many tokens already."""
     if name in MIXED:
         return MIXED[name]
@@ -181,14 +172,14 @@ def request(name: str, prompt: Any = TEXT, num_tokens: int = 0, **more: Any) -> 
     return Request(prompt, sampling(asked, key=["V2", name]))
 
 
-def serve_named(llm: Any, names: tuple[str, ...], prompts: Any = None) -> dict[str, Any]:
+def serve_named(llm, names, prompts=None):
     asked = [
         request(name, prompt) for name, prompt in zip(names, prompts or [TEXT] * len(names), strict=True)
     ]
     return dict(zip(names, serve(llm, asked), strict=True))
 
 
-def refusal(llm: Any) -> str:
+def refusal(llm):
     try:
         serve(llm, [request("sampled", logprob_token_ids=[65])])
     except ValueError as error:
@@ -196,7 +187,7 @@ def refusal(llm: Any) -> str:
     return "none"
 
 
-def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
+def interrupted(llm, name, runner):
     """A request's tokens where a weight sync aborts it on its way, and it goes on as another request.
 
     And how many steps were in flight to the drafter when the sync came, and after it. Four are aborted, and
@@ -219,7 +210,7 @@ def interrupted(llm: Any, name: str, runner: Any) -> dict[str, Any]:
     return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}
 
 
-def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def reset(llm, names):
     """Requests' tokens where their KV cache is dropped on their way, and the steps in flight then."""
     engine, found, in_flight = llm.llm_engine, {}, []
     for name in names:
@@ -236,14 +227,14 @@ def reset(llm: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {"reset": found, "reset_in_flight": in_flight}
 
 
-def history(proposer: Any) -> list[list[int]]:
+def history(proposer):
     import numpy as np
 
     ProposerControl(proposer).pack_history()  # takes in those that have ended
     return [each.tolist() for each in proposer.drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
 
 
-def graphs(manager: Any, mode: str) -> list[str]:
+def graphs(manager, mode):
     """The graphs of STEPS, where CUDA's settings have `mode`."""
     from vllm.config import CUDAGraphMode
 
@@ -253,7 +244,7 @@ def graphs(manager: Any, mode: str) -> list[str]:
     manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
     manager._init_candidates()
 
-    def graph(rows: list[int]) -> str:
+    def graph(rows):
         uniform = rows[0] if len({*rows}) == 1 else None
         asked = (len(rows), sum(rows), uniform, 0, max(rows))
         num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row
@@ -262,11 +253,11 @@ def graphs(manager: Any, mode: str) -> list[str]:
     return [" ".join({graph(rows) for rows in steps}) for steps in STEPS]
 
 
-def noted_calls(core: Any) -> list[str]:
+def noted_calls(core):
     """Whether each call of an engine core's step from now on has run one."""
     step, calls = core.step_fn, []
 
-    def step_and_note() -> Any:
+    def step_and_note():
         outputs, has_run = step()
         calls.append("ran " if has_run else "idle ")
         return outputs, has_run
@@ -275,14 +266,14 @@ def noted_calls(core: Any) -> list[str]:
     return calls
 
 
-def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
+def noted_steps(scheduler, runner):
     """What the scheduler decides from now on, step by step."""
     from vllm.v1.request import RequestStatus
 
     batch = getattr(getattr(runner, "draft_tokens_handler", None), "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
-    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+    def schedule_and_note(*args, **kwargs):
         num_in_flight = getattr(scheduler, "_num_in_flight", 0)
         waiting = [name for name, one in scheduler.requests.items() if one.status == RequestStatus.PREEMPTED]
         drafted = {request.request_id: len(request.spec_token_ids) for request in scheduler.running}
@@ -300,12 +291,12 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
             })  # fmt: skip
         return output
 
-    def update_and_note(drafts: Any) -> None:
+    def update_and_note(drafts):
         num_drafted = sum(map(len, drafts.draft_token_ids))
         update(drafts)
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
-    def fill_and_note(output: Any) -> None:
+    def fill_and_note(output):
         fill(output)
         if output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)
@@ -316,6 +307,6 @@ def noted_steps(scheduler: Any, runner: Any) -> list[dict[str, int]]:
     return steps
 
 
-def num_drafts(output: Any) -> int:
+def num_drafts(output):
     """Of a step; beside drafts there is room for some, and a padded request's placeholders."""
     return sum(token >= 0 for draft in output.scheduled_spec_decode_tokens.values() for token in draft)

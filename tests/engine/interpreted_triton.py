@@ -4,8 +4,6 @@ What the interpreter lacks is replaced, and what takes it longest, by what gives
 """
 
 # ruff: noqa: F401, I001 (what is imported depends on what comes before)
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
@@ -32,7 +30,7 @@ gc.collect = collect_unless_vllm_asks
 _patch_lang, _patched = interpreter._patch_lang, set[bool]()
 
 
-def patch_lang_once(function: Any) -> Any:
+def patch_lang_once(function):
     """Triton's language is the interpreter's for good; by itself it is so for each call of each function."""
     has_all = tl in function.__globals__.values()  # else the core of the language only
     if has_all not in _patched:
@@ -41,7 +39,7 @@ def patch_lang_once(function: Any) -> Any:
     return SimpleNamespace(restore=lambda: None)
 
 
-def numpy_type(of: Any) -> np.dtype[Any]:
+def numpy_type(of):
     """Triton's own makes a table in each call."""
     scalar = of.scalar
     return np.dtype(np.uint64) if scalar.is_ptr() else _numpy_type(scalar)
@@ -50,33 +48,33 @@ def numpy_type(of: Any) -> np.dtype[Any]:
 class LazyType:
     """The type of Triton's tuples. Every tensor has one, its shape, and hardly any is asked for its type."""
 
-    def __get__(self, values: Any, owner: Any = None) -> Any:
+    def __get__(self, values, owner=None):
         return values.__dict__.get("type") or tl.core._type_for_tuple_values(values.values)
 
-    def __set__(self, values: Any, given: Any) -> None:
+    def __set__(self, values, given):
         values.__dict__["type"] = given
 
 
-def make_tuple(self: Any, args: Any, type: Any = None) -> None:
+def make_tuple(self, args, type=None):
     self.values = [*args]
     self.type = type if type is None or isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
 
 
-def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+def unpinned(*args, pin_memory=False, **kwargs):
     """`torch.tensor`: vLLM 0.24 pins the rows of a grammar also where there is no GPU."""
     return _tensor(*args, **kwargs)
 
 
-def tensor(data: Any, like: Any) -> Any:
+def tensor(data, like):
     return tl.tensor(interpreter.TensorHandle(data, like.handle.dtype), like.type)
 
 
-def log1p(x: Any) -> Any:
+def log1p(x):
     """Triton's interpreter has none."""
     return tensor(np.log1p(x.handle.data), x)
 
 
-def philox(*given: Any) -> tuple[Any, ...]:
+def philox(*given):
     """`philox_impl` of 32 bits."""
     *state, num_rounds = given
     c0, c1, c2, c3, k0, k1 = (each.handle.data.astype(np.uint64) for each in state)
@@ -88,7 +86,7 @@ def philox(*given: Any) -> tuple[Any, ...]:
     return tuple(tensor(each.astype(np.uint32), state[0]) for each in (c0, c1, c2, c3))
 
 
-def murmur3(seed: Any, pos: Any, offset: Any, domain: Any = 0) -> Any:
+def murmur3(seed, pos, offset, domain=0):
     """`murmur3_hash32` of vLLM 0.32."""
     seed, pos = (np.atleast_1d(each.handle.data).astype(np.int64) for each in (seed, pos))
     offset, thirty_two = offset.to(tl.uint32), np.int64(32)
@@ -102,7 +100,7 @@ def murmur3(seed: Any, pos: Any, offset: Any, domain: Any = 0) -> Any:
     return tensor(h ^ h >> np.uint32(16), offset)
 
 
-def _rotated(words: Any, shift: int) -> Any:
+def _rotated(words, shift):
     return words << np.uint32(shift) | words >> np.uint32(32 - shift)
 
 
@@ -118,16 +116,16 @@ libdevice.log1p = log1p
 random.philox_impl = philox
 
 
-def hash_by_numpy(gumbel: Any) -> None:
+def hash_by_numpy(gumbel):
     if hasattr(gumbel, "murmur3_hash32"):
         gumbel.murmur3_hash32 = murmur3
 
 
-def warm_up_as_on_gpus(cpu_worker: Any) -> None:
+def warm_up_as_on_gpus(cpu_worker):
     """With requests that vLLM makes up, as its worker for GPUs does."""
     warm_up = cpu_worker.CPUWorker.compile_or_warm_up_model
 
-    def warm_up_with_requests(self: Any) -> Any:
+    def warm_up_with_requests(self):
         if self.vllm_config.use_v2_model_runner:
             from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -140,16 +138,16 @@ def warm_up_as_on_gpus(cpu_worker: Any) -> None:
 class Language:
     """Triton's, for a kernel that loops over rows. A number of the interpreter's own loop has no `to`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(tl, name)
 
     @staticmethod
-    def range(*limits: Any) -> Any:
+    def range(*limits):
         for number in range(*(int(each.handle.data.item()) for each in limits)):
             yield interpreter._implicit_cvt(number)
 
 
-def make_anew(module: Any, name: str, edits: dict[str, str]) -> None:
+def make_anew(module, name, edits):
     """A function, with edits of its source."""
     source = inspect.getsource(getattr(module, name))
     for before, after in edits.items():
@@ -157,7 +155,7 @@ def make_anew(module: Any, name: str, edits: dict[str, str]) -> None:
     exec(source, vars(module))
 
 
-def interpret_kernels(topk_topp_triton: Any) -> None:
+def interpret_kernels(topk_topp_triton):
     """Of top-k and top-p, chosen by the number of rows as on CUDA."""
     # By the processors of the device vLLM 0.32 decides in how many parts a row is searched.
     topk_topp_triton.num_compute_units = lambda *_: 16

@@ -37,11 +37,11 @@ class Graph:
             is read that the replay has not written.
     """
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__):
         self.steps: list[Callable[[], Any]] = []
         self.made: list[torch.Tensor] = []
 
-    def replay(self) -> None:
+    def replay(self):
         assert Capture.running is None, "a replay in a capture"
         with torch.inference_mode():
             for tensor in self.made:
@@ -49,10 +49,10 @@ class Graph:
             for step in self.steps:
                 step()
 
-    def reset(self) -> None:
+    def reset(self):
         self.steps, self.made = [], []
 
-    def pool(self) -> None:
+    def pool(self):
         """All graphs share the memory of the process."""
 
 
@@ -61,27 +61,27 @@ class Capture(TorchDispatchMode):
 
     running: Capture | None = None
 
-    def __init__(self, graph: Graph, *_: Any, **__: Any) -> None:
+    def __init__(self, graph, *_, **__):
         super().__init__()
         self._graph, self._is_noting = graph, True
 
-    def __enter__(self) -> Capture:
+    def __enter__(self):
         assert Capture.running is None, "a capture in a capture"
         Capture.running = self
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         Capture.running = None
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         if self._is_noting:
             self._note(func, args, kwargs, found)
         return found
 
-    def _note(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+    def _note(self, func, args, kwargs, found):
         by_mask = func in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
         if func in _WAITS or by_mask:
             waits[f"{func} in {place()}"] += 1
@@ -93,7 +93,7 @@ class Capture(TorchDispatchMode):
         if is_view or "empty" in func.name():
             return
 
-        def again() -> None:
+        def again():
             results = _tensors(func(*map(_now, args), **kwargs))
             for output, result in zip(outputs, results, strict=True):
                 if _memory(output) != _memory(result):
@@ -101,7 +101,7 @@ class Capture(TorchDispatchMode):
 
         self._graph.steps.append(again)
 
-    def launch(self, kernel: Callable[[], Any]) -> Any:
+    def launch(self, kernel):
         """Run a kernel, and note it instead of the operations in it."""
         self._is_noting = False
         try:
@@ -111,20 +111,20 @@ class Capture(TorchDispatchMode):
             self._graph.steps.append(kernel)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values):
     return [x for x in tree_leaves(values) if torch.is_tensor(x)]
 
 
-def _now(argument: Any) -> Any:
+def _now(argument):
     """A tensor that something outside the graph writes before each replay says itself what it holds."""
     return argument.latest() if hasattr(argument, "latest") else argument
 
 
-def _memory(x: torch.Tensor) -> int:
+def _memory(x):
     return x.untyped_storage().data_ptr()
 
 
-def _spoil(x: torch.Tensor) -> None:
+def _spoil(x):
     if x.is_floating_point():
         x.fill_(float("nan"))
     elif x.dtype != torch.bool:
@@ -134,14 +134,14 @@ def _spoil(x: torch.Tensor) -> None:
 _run = InterpretedFunction.run
 
 
-def run_or_note(self: Any, *args: Any, **kwargs: Any) -> Any:
-    def kernel() -> Any:
+def run_or_note(self, *args, **kwargs):
+    def kernel():
         return _run(self, *args, **kwargs)
 
     return kernel() if Capture.running is None else Capture.running.launch(kernel)
 
 
-def install(setattr: Callable[[Any, str, Any], Any] = setattr) -> None:
+def install(setattr=setattr):
     """Let torch and Triton's interpreter capture such graphs."""
     setattr(InterpretedFunction, "run", run_or_note)
     setattr(torch.cuda, "CUDAGraph", Graph)

@@ -7,10 +7,7 @@ is tested. What torch computes with other last bits in larger tensors is compute
 has the same bits alone and in a draft.
 """
 
-from __future__ import annotations
-
 import typing
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -18,7 +15,7 @@ from torch.nn import functional
 Tensor = torch.Tensor
 
 
-def replace_layers() -> None:
+def replace_layers():
     """Let engines of this process that are made from now on have these layers."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers.mamba import mamba_mixer2
@@ -35,7 +32,7 @@ def replace_layers() -> None:
     mamba_mixer2.selective_state_update = scan_rows
 
 
-def convolved(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, activation: Any) -> Tensor:
+def convolved(x, before, weight, bias, activation):
     """Of tokens [q, dim], with [dim, width - 1] before them: [q, dim]."""
     width = weight.shape[1]
     whole = torch.cat([before.float(), x.T.float()], 1)
@@ -49,9 +46,7 @@ def convolved(x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, ac
     return out.T
 
 
-def convolve_speculative(
-    x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, slot: int, accepted: int
-) -> Tensor:
+def convolve_speculative(x, states, weight, bias, activation, slot, accepted):
     """Of a speculative row: its one slot holds what came before, after it the tokens of its last draft."""
     state, width = states[slot], weight.shape[1]
     before = state[:, accepted - 1 : accepted + width - 2].clone()
@@ -61,15 +56,7 @@ def convolve_speculative(
     return out
 
 
-def convolve_plain(
-    x: Tensor,
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: Any,
-    slot: int,
-    has_state: bool,
-) -> Tensor:
+def convolve_plain(x, states, weight, bias, activation, slot, has_state):
     state, most = states[slot], weight.shape[1] - 1
     before = state[:, :most].clone() if has_state else torch.zeros_like(state[:, :most])
     out = convolved(x, before, weight, bias, activation)
@@ -78,16 +65,16 @@ def convolve_plain(
 
 
 def convolve_rows(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: Any = None,
-    conv_state_indices: Any = None,
-    num_accepted_tokens: Any = None,
-    query_start_loc: Any = None,
-    **_: Any,
-) -> Tensor:
+    x,
+    conv_state,
+    weight,
+    bias=None,
+    activation=None,
+    conv_state_indices=None,
+    num_accepted_tokens=None,
+    query_start_loc=None,
+    **_,
+):
     """vLLM's `causal_conv1d_update`."""
     out = torch.empty_like(x)
     slots = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -105,16 +92,16 @@ def convolve_rows(
 
 
 def convolve_prompts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Any = None,
-    query_start_loc: Any = None,
-    cache_indices: Any = None,
-    has_initial_state: Any = None,
-    activation: Any = "silu",
-    **_: Any,
-) -> Tensor:
+    x,
+    weight,
+    bias,
+    conv_states=None,
+    query_start_loc=None,
+    cache_indices=None,
+    has_initial_state=None,
+    activation="silu",
+    **_,
+):
     """vLLM's `causal_conv1d_fn`; x is [dim, tokens]."""
     out = torch.empty_like(x)
     for i, slot in enumerate(cache_indices.flatten().tolist()):
@@ -129,23 +116,23 @@ def convolve_prompts(
 
 
 def scan_rows(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803
-    dt_bias: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Any = None,
-    dst_state_batch_indices: Any = None,
-    out: Any = None,
-    num_accepted_tokens: Any = None,
-    cu_seqlens: Any = None,
-    **_: Any,
-) -> None:
+    state,
+    x,
+    dt,
+    A,  # noqa: N803
+    B,  # noqa: N803
+    C,  # noqa: N803
+    D=None,  # noqa: N803
+    dt_bias=None,
+    z=None,
+    dt_softplus=False,
+    state_batch_indices=None,
+    dst_state_batch_indices=None,
+    out=None,
+    num_accepted_tokens=None,
+    cu_seqlens=None,
+    **_,
+):
     """vLLM's `selective_state_update` of Mamba 2; x is [tokens, heads, dim]."""
     assert z is None
     reads = state_batch_indices.reshape(len(state_batch_indices), -1)
@@ -170,9 +157,7 @@ def scan_rows(
             state[int(writes[i, 0])] = s.to(state.dtype)
 
 
-def delta_rule(
-    layer: Any, conv: Tensor, b: Tensor, a: Tensor, states: Tensor, read: int | None, writes: list[Any]
-) -> Tensor:
+def delta_rule(layer, conv, b, a, states, read, writes):
     """The gated delta rule over a row's tokens [q, dim]; the state after token t goes to slot writes[t]."""
     q, k, v = (each[0].float() for each in layer.rearrange_mixed_qkv(conv.contiguous()))
     repeats = v.shape[1] // k.shape[1]
@@ -196,7 +181,7 @@ def delta_rule(
     return out
 
 
-def gated_delta(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any) -> None:
+def gated_delta(mixed_qkv, b, a, core_attn_out, layer_name):
     """vLLM's `cpu_gdn_attention_core`: writes into core_attn_out [tokens, heads, dim]."""
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
@@ -215,7 +200,7 @@ def gated_delta(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, 
         conv_states = conv_states.transpose(-1, -2)
     kernel = conv_states, weight, layer.conv1d.bias, layer.activation
 
-    def put(tokens: Tensor, conv: Tensor, read: int | None, writes: list[Any]) -> None:
+    def put(tokens, conv, read, writes):
         given = delta_rule(layer, conv, b[tokens], a[tokens], states, read, writes)
         core_attn_out[tokens] = given.to(core_attn_out.dtype)
 
@@ -233,7 +218,7 @@ def gated_delta(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, 
             put(tokens, conv, slot if has_state else None, [None] * (len(tokens) - 1) + [slot])
 
 
-def tokens_of(metadata: Any) -> tuple[list[Tensor], list[Tensor]]:
+def tokens_of(metadata):
     """The places of the tokens of each speculative row, and of each other row."""
     every = torch.arange(metadata.num_actual_tokens)
     num_plain = metadata.num_decodes + metadata.num_prefills
@@ -248,6 +233,6 @@ def tokens_of(metadata: Any) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-def rows_of(tokens: Tensor, starts: Tensor, num_rows: int) -> list[Tensor]:
+def rows_of(tokens, starts, num_rows):
     ends = starts.tolist()
     return [tokens[ends[i] : ends[i + 1]] for i in range(num_rows)]

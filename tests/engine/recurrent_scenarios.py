@@ -1,14 +1,12 @@
 """What an engine of a recurrent policy serves, with drafts and without; run as a program, on MRV2."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -37,13 +35,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def asked(i: int, max_tokens: int = 40, **more: Any) -> Any:
+def asked(i, max_tokens=40, **more):
     """Parameters of a request with a name: greedy and sampled ones in turn, of different lengths."""
     kinds: dict[str, Any] = {"temperature": [0.0, 1.0, 0.7][i % 3], "max_tokens": max_tokens - 9 * (i % 4)}
     return sampling(kinds | more, key=[3, i])
 
 
-def seen(engine: Any, prompt: list[int], params: Any) -> dict[str, Any]:
+def seen(engine, prompt, params):
     sees = engine.model_config.is_multimodal_model
     seeds = IMAGES[params.extra_args[KEY][1] % len(IMAGES)] if sees else ()
     if not seeds:
@@ -55,7 +53,7 @@ def seen(engine: Any, prompt: list[int], params: Any) -> dict[str, Any]:
     }
 
 
-def generate(llm: Any, prompts: Iterable[list[int]], params: Iterable[Any]) -> Tokens:
+def generate(llm, prompts, params):
     params = list(params)
     for each in params:
         each.detokenize = False
@@ -64,46 +62,46 @@ def generate(llm: Any, prompts: Iterable[list[int]], params: Iterable[Any]) -> T
     return [list(sample.token_ids) for output in outputs for sample in output.outputs]
 
 
-def batch(llm: Any) -> Tokens:
+def batch(llm):
     return generate(llm, PROMPTS, map(asked, range(len(PROMPTS))))
 
 
-def crowded(llm: Any) -> Tokens:
+def crowded(llm):
     """Twice, so drafts have up to K tokens: in short steps they leave none for the last of four rows."""
     twice = (generate(llm, PROMPTS[:4], (asked(i, 50 + 9 * (i % 4)) for i in range(4))) for _ in range(2))
     return [tokens for each in twice for tokens in each]
 
 
-def many_lengths(llm: Any) -> Tokens:
+def many_lengths(llm):
     """A row's last draft is cut, down to none."""
     return generate(llm, PROMPTS, (asked(i, 14 + i + 9 * (i % 4)) for i in range(len(PROMPTS))))
 
 
-def options(llm: Any) -> Tokens:
+def options(llm):
     n = len(OPTIONS)
     return generate(llm, PROMPTS[:n], (asked(i, **OPTIONS[i]) for i in range(n)))
 
 
-def siblings(llm: Any) -> Tokens:
+def siblings(llm):
     return generate(llm, PROMPTS[::3], (asked(i, 40, n=4, temperature=1.0) for i in range(4)))
 
 
-def long_prompts(llm: Any) -> Tokens:
+def long_prompts(llm):
     """They are prefilled in chunks where the engine's steps are short."""
     return generate(llm, LONG_PROMPTS, map(asked, range(8)))
 
 
-def single_tokens(llm: Any) -> Tokens:
+def single_tokens(llm):
     """Prompts of one token, in blocks of the cache that earlier requests have used."""
     return generate(llm, [[5 + i] for i in range(4)], map(asked, range(4)))
 
 
-def fresh_single_tokens(llm: Any) -> Tokens:
+def fresh_single_tokens(llm):
     """The same in blocks that no request has used."""
     return single_tokens(llm)
 
 
-def gate(llm: Any) -> Tokens:
+def gate(llm):
     """Three requests, then six more, then few again: a gate of 4 rows is open, closes and opens."""
     engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
     while step == 0 or step <= 6 or engine.has_unfinished_requests():
@@ -115,7 +113,7 @@ def gate(llm: Any) -> Tokens:
     return [found[f"gate {i}"] for i in range(9)]
 
 
-def preempted(llm: Any) -> Tokens:
+def preempted(llm):
     """All running requests lose their states every five steps."""
     engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
     for i in range(6):
@@ -128,7 +126,7 @@ def preempted(llm: Any) -> Tokens:
     return [found[f"preempted {i}"] for i in range(6)]
 
 
-def resumed(llm: Any) -> Tokens:
+def resumed(llm):
     """Aborted after some tokens; a request of prompt and tokens goes on. Without drafts none is aborted."""
     lengths = [50 - 9 * (i % 4) for i in range(6)]
     if proposer_of(llm) is None:
@@ -154,7 +152,7 @@ def resumed(llm: Any) -> Tokens:
 LAST_NORMS = ("model.norm.weight", "model.norm_f.weight")
 
 
-def synced(llm: Any) -> Tokens:
+def synced(llm):
     """The weights change, as in a weight sync. (`reload_weights` of 0.24 fails for a convolution.)"""
     first = batch(llm)
     model = runner_of(llm).get_model()
@@ -167,12 +165,12 @@ def synced(llm: Any) -> Tokens:
     return first + second
 
 
-def add(engine: Any, name: str, prompt: list[int], params: Any) -> None:
+def add(engine, name, prompt, params):
     params.detokenize = False
     engine.add_request(name, seen(engine, prompt, params), params)
 
 
-def take(engine: Any, found: dict[str, list[int]]) -> None:
+def take(engine, found):
     for output in engine.step():
         found[output.request_id] = list(output.outputs[0].token_ids)
 
@@ -183,7 +181,7 @@ SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
 )  # fmt: skip
 
 
-def new_recurrent_engine(model: str, spec: dict[str, Any] | None, **arguments: Any) -> Any:
+def new_recurrent_engine(model, spec, **arguments):
     from vllm import LLM
 
     settings = engine_settings(model, None if spec is None else {"history": 8} | spec)
@@ -198,14 +196,12 @@ FAST = ("fresh_single_tokens", "batch", "crowded", "gate", "long_prompts", "sing
 SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
 
-def with_mtp(k: int) -> dict[str, Any]:
+def with_mtp(k):
     """Arguments of an engine in which the policy's own head drafts beside the text."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k}}
 
 
-def served(
-    model: str, spec: dict[str, Any] | None, names: Iterable[str] | None = None, **arguments: Any
-) -> dict[str, Any]:
+def served(model, spec, names=None, **arguments):
     scenarios = {each.__name__: each for each in SCENARIOS}
     llm = new_recurrent_engine(model, spec, **arguments)
     try:
@@ -221,12 +217,12 @@ def served(
         close([llm])
 
 
-def note_rows(scheduler: Any) -> dict[str, int]:
+def note_rows(scheduler):
     """Count the rows that vLLM gets wrong: without a draft after a step with one, and those left out."""
     schedule, drafted, rows = scheduler.schedule, set[str](), {"alone": 0, "beside drafts": 0, "left out": 0}
 
     @functools.wraps(schedule)
-    def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+    def schedule_and_note(*args, **kwargs):
         nonlocal drafted
         output = schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
@@ -241,14 +237,14 @@ def note_rows(scheduler: Any) -> dict[str, int]:
     return rows
 
 
-def note_graphs(runner: Any) -> set[tuple[bool, bool, bool]]:
+def note_graphs(runner):
     """Of MRV1's steps: is a row in its prompt, has every row one token, may the step have a full graph."""
     steps = set[tuple[bool, bool, bool]]()
     if not hasattr(runner, "_is_uniform_decode"):
         return steps
     is_uniform = runner._is_uniform_decode
 
-    def note(*args: Any, **kwargs: Any) -> bool:
+    def note(*args, **kwargs):
         found, batch = is_uniform(*args, **kwargs), runner.input_batch
         n = batch.num_reqs
         in_prompt = bool((batch.num_computed_tokens_cpu[:n] < batch.num_prompt_tokens[:n]).any())
@@ -259,7 +255,7 @@ def note_graphs(runner: Any) -> set[tuple[bool, bool, bool]]:
     return steps
 
 
-def state_bytes(runner: Any) -> int:
+def state_bytes(runner):
     """Of a request, by vLLM's own specification of its cache."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -271,7 +267,7 @@ def state_bytes(runner: Any) -> int:
     )
 
 
-def main(name: str, head: str, path: str) -> None:
+def main(name, head, path):
     """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON.
 
     Args:

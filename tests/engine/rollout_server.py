@@ -1,9 +1,6 @@
 """verl's rollout server around an engine of the test's own process."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +12,13 @@ EXTENSION = "rollout_spec.verl.server.SpecWorkerExtension"
 
 
 @pytest.fixture
-def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def server_of(monkeypatch):
     """`server_of(engine, spec)`: the server as it is; what upstream's does with Ray and HTTP is cut short."""
     from omegaconf import OmegaConf
 
     from rollout_spec.verl import server as verl_server
 
-    def init(self: Any, engine: Any, spec: dict[str, Any], full_determinism: bool = False) -> None:
+    def init(self, engine, spec, full_determinism=False):
         options = {"vllm": {"scheduler_cls": SCHEDULER, "additional_config": {"rollout_spec": spec}}}
         # Where MTP drafts, verl logs the drafts' metrics.
         mtp = {"enable": True, "enable_rollout": True}
@@ -38,7 +35,7 @@ def server_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make_server(make_engine, server_of, monkeypatch):
     from verl.workers.rollout.vllm_rollout import utils
 
     class Engine:
@@ -47,16 +44,14 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
         Whoever waits for an output lets it step.
         """
 
-        def __init__(self, llm: Any) -> None:
+        def __init__(self, llm):
             self.llm = llm
             self.output_processor = SimpleNamespace(request_states={})
             self.last: dict[str, Any] = {}
             self.is_paused = False
             self.seeds: set[int | None] = set()
 
-        async def generate(
-            self, prompt: Any, sampling_params: Any, request_id: str, **_: Any
-        ) -> AsyncIterator[Any]:
+        async def generate(self, prompt, sampling_params, request_id, **_):
             self.seeds.add(sampling_params.seed)
             sampling_params.detokenize = False
             outputs = self.output_processor.request_states[request_id] = asyncio.Queue()
@@ -71,13 +66,13 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
                 yield output
             del self.output_processor.request_states[request_id], self.last[request_id]
 
-        def step(self) -> None:
+        def step(self):
             if not self.is_paused:
                 for output in self.llm.llm_engine.step():
                     self.last[output.request_id] = output
                     self.output_processor.request_states[output.request_id].put_nowait(output)
 
-        async def pause_generation(self, **_: Any) -> None:
+        async def pause_generation(self, **_):
             from vllm.outputs import RequestOutput
 
             self.is_paused = True
@@ -92,20 +87,20 @@ def make_server(make_engine: Any, server_of: Any, monkeypatch: pytest.MonkeyPatc
                     last.outputs[0].finish_reason, last.finished = "abort", True
                     outputs.put_nowait(last)
 
-        async def resume_generation(self) -> None:
+        async def resume_generation(self):
             self.is_paused = False
 
-        async def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+        async def collective_rpc(self, method, args=()):
             return self.llm.collective_rpc(method, args=args)
 
         @property
-        def engine_core(self) -> Any:
+        def engine_core(self):
             return self
 
-        async def call_utility_async(self, method: str) -> Any:
+        async def call_utility_async(self, method):
             return getattr(self.llm.llm_engine.engine_core.engine_core, method)()
 
-    def make(spec: dict[str, Any] | None, full_determinism: bool = False, **arguments: Any) -> Any:
+    def make(spec, full_determinism=False, **arguments):
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION, **arguments)
         return server_of(Engine(llm), {"method": "sam", **(spec or {})}, full_determinism)
 

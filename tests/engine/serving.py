@@ -5,16 +5,14 @@ all (`test_requests.py`), engines on MRV2, which are slow, one of each that the 
 (`interpreted_runner.py`).
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK, Option
+from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK
 from rollout_spec.vllm.keys import KEY
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import proposer_of
@@ -33,7 +31,7 @@ class Request(NamedTuple):
     others: Mapping[str, Any] = MappingProxyType({})
 
 
-def examples(*verdicts: str) -> dict[str, tuple[Option, dict[str, Any]]]:
+def examples(*verdicts):
     """Of the options with these verdicts that the installed vLLM has, by a name for each."""
     return {
         f"{option.name}-{i}": (option, example)
@@ -52,7 +50,7 @@ IDLE = {
 }  # fmt: skip
 
 
-def example(name: str, prompt: str, text: str) -> Request:
+def example(name, prompt, text):
     option, asked = SERVED[name] if name in SERVED else examples("refused")[name]
     if option in SAMPLING:
         return Request(prompt, sampling(asked, text))
@@ -60,7 +58,7 @@ def example(name: str, prompt: str, text: str) -> Request:
     return Request({"prompt": prompt} | asked.get("prompt", {}), sampling({}), others)
 
 
-def assert_none_is_idle(found: Mapping[str, dict[str, Any]]) -> None:
+def assert_none_is_idle(found):
     """An example that changes nothing of what a request gets would prove nothing."""
     options = {name: SERVED[name][0] for name in found if name in SERVED}
     same = {option.name for name, option in options.items() if found[name] == found[FREE]}
@@ -69,7 +67,7 @@ def assert_none_is_idle(found: Mapping[str, dict[str, Any]]) -> None:
     assert same - without_effect == idle, same - without_effect
 
 
-def sampling(asked: Mapping[str, Any] = MappingProxyType({}), text: str = "", key: Any = "one") -> Any:
+def sampling(asked=MappingProxyType({}), text="", key="one"):
     """The parameters of a request with a name, unless `asked` has other `extra_args`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -90,7 +88,7 @@ def sampling(asked: Mapping[str, Any] = MappingProxyType({}), text: str = "", ke
     return params
 
 
-def serve(llm: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
+def serve(llm, requests):
     """What each request gets, its streamed parts put together: its first sample, and under `others` the rest.
 
     Engines may have no tokenizer: where a prompt is a list of tokens, nothing is made a text.
@@ -107,7 +105,7 @@ def serve(llm: Any, requests: Sequence[Request]) -> list[dict[str, Any]]:
     return [joined(*each) for each in zip(parts.values(), requests, strict=True)]
 
 
-def joined(parts: list[Any], request: Request) -> dict[str, Any]:
+def joined(parts, request):
     samples = []
     for index in range(request.params.n):
         own = [sample for part in parts for sample in part.outputs if sample.index == index]
@@ -128,7 +126,7 @@ def joined(parts: list[Any], request: Request) -> dict[str, Any]:
     return samples[0] | {"others": samples[1:], "prompt": prompt}
 
 
-def possible(logprobs: Any) -> list[dict[int, Any]]:
+def possible(logprobs):
     """Without forbidden tokens: which of them fills a place is anybody's choice.
 
     Beside a token that a reasoning budget forces, vLLM gives the others -1e9 over the temperature, or -inf
@@ -138,7 +136,7 @@ def possible(logprobs: Any) -> list[dict[int, Any]]:
     return [{token: one for token, one in row if one.logprob > -1e8} for row in rows]
 
 
-def assert_same(one: Any, other: Any, where: str = "") -> None:
+def assert_same(one, other, where=""):
     """Equal, but for the last digits of log-probabilities."""
     if isinstance(one, float):
         np.testing.assert_allclose(one, other, atol=2e-4, err_msg=where)
@@ -154,13 +152,13 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-def assert_each_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def assert_each_same(found, expected):
     """What an engine gave is what another one gave, which may have served more."""
     for name, one in found.items():
         assert_same(one, expected[name], name)
 
 
-def num_accepted(llm: Any) -> int:
+def num_accepted(llm):
     """How many draft tokens were accepted since the last call; no step has failed."""
     counters = proposer_of(llm).take_counters()
     assert counters.num_failed_steps == counters.num_untracked_rows == 0

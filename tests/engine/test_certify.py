@@ -1,15 +1,9 @@
 """The certificate: the same tokens with drafts and without, and what would not be certified."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
-import pathlib
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
 
 from tests.engine.conftest import VOCAB_SIZE
@@ -18,7 +12,7 @@ TINY = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_toke
 SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 
-def tiny_plan(model: str, **changes: Any) -> Any:
+def tiny_plan(model, **changes):
     from rollout_spec.certify.certify import Plan
 
     prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
@@ -30,7 +24,7 @@ def tiny_plan(model: str, **changes: Any) -> Any:
     return Plan(model, prompts, **settings | changes)
 
 
-def certified(model: str, folder: pathlib.Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+def certified(model, folder, *arguments):
     from rollout_spec.cli import main
 
     arguments = ("--model", model, "--num-prompts", "3", "--output", str(folder), *arguments)
@@ -40,9 +34,7 @@ def certified(model: str, folder: pathlib.Path, *arguments: str) -> tuple[int, d
     return code, json.loads((folder / "certificate.json").read_text())
 
 
-def test_several_configurations_top_k_top_p_and_the_distribution_test(
-    chat_model: str, tmp_path: pathlib.Path
-) -> None:
+def test_several_configurations_top_k_top_p_and_the_distribution_test(chat_model, tmp_path):
     code, record = certified(
         chat_model, tmp_path, "--num-speculative-tokens", "5", "--batch-thresholds", "0", "64",
         "--group-sizes", "2", "4", "--temperatures", "0.8", "0", "0.8", "--top-k", "30", "--top-p", "0.9",
@@ -78,9 +70,7 @@ BFLOAT16 = (
 )  # fmt: skip
 
 
-def test_bfloat16_is_certified_within_its_own_tolerance(
-    chat_model: str, tmp_path: pathlib.Path, capfd: Any
-) -> None:
+def test_bfloat16_is_certified_within_its_own_tolerance(chat_model, tmp_path, capfd):
     code, record = certified(chat_model, tmp_path, *BFLOAT16, "--json")
     assert json.loads(capfd.readouterr().out) == record
     assert (code, record["unexplained_differences"], record["tolerance"]) == (0, 0, None)
@@ -88,16 +78,14 @@ def test_bfloat16_is_certified_within_its_own_tolerance(
     assert all(difference["tolerance"] > 1e-3 for difference in record["differences"])
 
 
-def test_a_wrong_sampler_is_not_certified(
-    chat_model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_wrong_sampler_is_not_certified(chat_model, tmp_path, monkeypatch, capfd):
     """Noise of the next row at verified tokens: right in distribution, but other tokens than without.
 
     Not even within bfloat16's tolerance, the larger one.
     """
     from rollout_spec.verification import coupled
 
-    def with_the_next_rows_noise(step: coupled.CoupledStep, logits: torch.Tensor) -> torch.Tensor:
+    def with_the_next_rows_noise(step, logits):
         return coupled.race(logits, step._noise(logits)[1 : len(step.draft_requests) + 1])
 
     monkeypatch.setattr(coupled.CoupledStep, "sample", with_the_next_rows_noise)
@@ -110,9 +98,7 @@ def test_a_wrong_sampler_is_not_certified(
     assert "not certified" in shown and "First differences" in shown
 
 
-def test_near_ties_are_explained_and_log_probabilities_compared(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_near_ties_are_explained_and_log_probabilities_compared(tiny_model, monkeypatch):
     """With drafts every logit is wrong by 0.003 at most, as numerics may have it, only more so."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -122,7 +108,7 @@ def test_near_ties_are_explained_and_log_probabilities_compared(
     error = 0.003 * torch.sin(torch.arange(VOCAB_SIZE) * 1.7)
 
     @contextlib.contextmanager
-    def engine_with_errors(plan: Any, options: Any, *args: Any, **more: Any) -> Iterator[Any]:
+    def engine_with_errors(plan, options, *args, **more):
         with monkeypatch.context() as patch, engine(plan, options, *args, **more) as llm:
             if options is not None:
                 patch.setattr(LlamaForCausalLM, "compute_logits", lambda *values: compute(*values) + error)
@@ -138,7 +124,7 @@ def test_near_ties_are_explained_and_log_probabilities_compared(
     assert 1e-4 < record["mean_logprob_difference"] < record["max_logprob_difference"] < 0.0061
 
 
-def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_distribution_is_not_certified(tiny_model, monkeypatch):
     """Standard verification that accepts draft tokens too often: right tokens, wrong frequencies."""
     from vllm.v1.sample import rejection_sampler
 
@@ -153,7 +139,7 @@ def test_a_wrong_distribution_is_not_certified(tiny_model: str, monkeypatch: pyt
     assert not passed(record)
 
 
-def test_a_distribution_test_without_a_test_is_exit_code_2(chat_model: str, capfd: Any) -> None:
+def test_a_distribution_test_without_a_test_is_exit_code_2(chat_model, capfd):
     from rollout_spec.cli import main
 
     arguments = ["--num-prompts", "1", "--distribution-samples", "12"]

@@ -1,7 +1,5 @@
 """The functions of vLLM's that ours take the place of, or wrap."""
 
-from __future__ import annotations
-
 import inspect
 import types
 
@@ -17,7 +15,7 @@ from rollout_spec.vllm.upstream import cpu_expand
 NAME = "expand_batch_to_tokens"
 
 
-def test_one_that_takes_other_arguments_is_not_replaced() -> None:
+def test_one_that_takes_other_arguments_is_not_replaced():
     other, function = types.ModuleType("other"), lambda draft_token_ids, more: None
     setattr(other, NAME, function)
     with pytest.raises(patches.PatchError, match=f"other.{NAME} takes draft_token_ids, more"):
@@ -30,14 +28,14 @@ def test_one_that_takes_other_arguments_is_not_replaced() -> None:
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
     dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
 )
-def test_expand_equals_the_loop(counts: list[int], dtype: torch.dtype) -> None:
+def test_expand_equals_the_loop(counts, dtype):
     values = torch.arange(len(counts)).to(dtype)
     expanded = cpu_expand.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
     assert expanded.dtype == dtype
     assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
 
 
-def test_what_coupled_verification_does_not_know_is_refused() -> None:
+def test_what_coupled_verification_does_not_know_is_refused():
     """vllm-ascend's logits with the token ids that were kept, and a form not yet seen."""
     from vllm.v1.sample import rejection_sampler
 
@@ -48,7 +46,7 @@ def test_what_coupled_verification_does_not_know_is_refused() -> None:
     bonus = torch.tensor([[0], [1]], dtype=torch.int32)
     names = list(inspect.signature(rejection_sampler.rejection_sample).parameters)[:8]
 
-    def module_with(sixth: str) -> types.ModuleType:
+    def module_with(sixth):
         module, scope = types.ModuleType("other"), {}
         arguments = ", ".join([*names[:5], sixth, *names[6:]])
         exec(f"def rejection_sample({arguments}): return None", scope)

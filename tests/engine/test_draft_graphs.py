@@ -1,7 +1,5 @@
 """Which CUDA graph MRV2 takes for a step with drafts, asked of vLLM's own dispatcher with CUDA's settings."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -44,32 +42,32 @@ MIXED = {
 class SomeRunner(model_runner.GPUModelRunner):
     """vLLM's, of which only what chooses graphs is made."""
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes):
         vars(self).update(attributes)
 
-    def initialize_kv_cache(self, mode: CUDAGraphMode) -> None:
+    def initialize_kv_cache(self, mode):
         self.cudagraph_manager = cudagraph_utils.CudaGraphManager(
             self.vllm_config, torch.device("cpu"), mode, self.decode_query_len
         )
         self.cudagraph_manager._graphs_captured = True
 
-    def prepare_inputs(self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any) -> Any:
+    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
         return SimpleNamespace(max_query_len=None)
 
 
 def runner_with(
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str = "FULL_AND_PIECEWISE",
-    support: str = "ALWAYS",
-    more: str = "ALWAYS",
-    sizes: list[int] = SIZES,
-    max_num_seqs: int = ROWS,
-    speculator: Any = None,
-    architecture: str | None = None,
-    num_ranks: int = 1,
-    kind: type[SomeRunner] = SomeRunner,
-    **parallel: int,
-) -> Any:
+    monkeypatch,
+    mode="FULL_AND_PIECEWISE",
+    support="ALWAYS",
+    more="ALWAYS",
+    sizes=SIZES,
+    max_num_seqs=ROWS,
+    speculator=None,
+    architecture=None,
+    num_ranks=1,
+    kind=SomeRunner,
+    **parallel,
+):
     """What our engine's runner has once its KV cache is made: a manager of vLLM's, and what was said."""
     monkeypatch.setattr(
         cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
@@ -120,7 +118,7 @@ def runner_with(
     return runner
 
 
-def graph_of(runner: Any, rows: list[int], num_prompts: int = 0, rank: int = 0) -> Any:
+def graph_of(runner, rows, num_prompts=0, rank=0):
     """The graph of a step whose rows have so many tokens, the last of them chunks of prompts."""
     is_prompt = np.arange(len(rows)) >= len(rows) - num_prompts
     names = [str(row) for row in range(len(rows))]
@@ -141,15 +139,15 @@ def graph_of(runner: Any, rows: list[int], num_prompts: int = 0, rank: int = 0) 
     )[0]
 
 
-def table(runner: Any) -> list[str]:
+def table(runner):
     return [" ".join({graph_of(runner, rows).cg_mode.name for rows in steps}) for steps in STEPS]
 
 
-def test_steps_with_drafts_have_full_graphs_where_vllm_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_drafts_have_full_graphs_where_vllm_has_some(monkeypatch):
     assert {mode: table(runner_with(monkeypatch, mode)) for mode in GRAPHS} == MIXED
 
 
-def test_plain_steps_keep_the_graphs_of_one_token_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_steps_keep_the_graphs_of_one_token_a_row(monkeypatch):
     """They are as large as those of an engine without a drafter, and captured for one token a row."""
     runner = runner_with(monkeypatch)
     for num_rows in range(1, ROWS + 1):
@@ -158,7 +156,7 @@ def test_plain_steps_keep_the_graphs_of_one_token_a_row(monkeypatch: pytest.Monk
         assert graph.num_tokens == min(size for size in SIZES if size >= num_rows)
 
 
-def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch):
     runner = runner_with(monkeypatch)
     for rows in ([1 + K, 1, 4], [2, 2], [1] * (ROWS - 1) + [2], [1 + K] * 3):
         graph = graph_of(runner, rows)
@@ -169,16 +167,14 @@ def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("mode", "other"), [("FULL_AND_PIECEWISE", "PIECEWISE"), ("FULL_DECODE_ONLY", "NONE")]
 )
-def test_a_step_with_a_prompt_replays_no_graph_of_decodes(
-    mode: str, other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_a_prompt_replays_no_graph_of_decodes(mode, other, monkeypatch):
     runner = runner_with(monkeypatch, mode)
     for rows, num_prompts in (([1, 4, 3], 1), ([3, 3], 2), ([1, 1 + K], 1)):
         assert graph_of(runner, rows, num_prompts).cg_mode.name == other
         assert graph_of(runner, rows).cg_mode.name == "FULL"
 
 
-def test_a_step_larger_than_all_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_larger_than_all_graphs_has_none(monkeypatch):
     runner = runner_with(monkeypatch)
     assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
 
@@ -194,9 +190,7 @@ def test_a_step_larger_than_all_graphs_has_none(monkeypatch: pytest.MonkeyPatch)
         ({"speculator": NonCallableMock(spec=DraftModelSpeculator)}, "the model that drafts"),
     ],
 )
-def test_where_they_cannot_be_it_is_said(
-    changed: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_they_cannot_be_it_is_said(changed, reason, monkeypatch):
     for mode, num_said in (("FULL_AND_PIECEWISE", 1), ("FULL_DECODE_ONLY", 2), ("PIECEWISE", 0)):
         runner = runner_with(monkeypatch, mode, **changed)
         assert table(runner) == GRAPHS[mode]
@@ -206,22 +200,22 @@ def test_where_they_cannot_be_it_is_said(
         )
 
 
-def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch):
     runner = runner_with(monkeypatch, architecture="NemotronHForCausalLM")
     assert table(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
     assert runner.said == []
 
 
-def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch):
     class Changed(SomeRunner):
-        def prepare_inputs(self, batch: Any) -> None: ...
+        def prepare_inputs(self, batch): ...
 
     runner = runner_with(monkeypatch, kind=Changed)
     assert table(runner) == GRAPHS["FULL_AND_PIECEWISE"]
     assert "Changed.prepare_inputs takes self, batch" in runner.said[0]
 
 
-def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch):
     runner = runner_with(monkeypatch)
     planned = [
         runner.prepare_inputs(None, None, graph_of(runner, rows, num_prompts)).max_query_len
@@ -230,7 +224,7 @@ def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch: pytest.Monkey
     assert planned == [1 + K, None, None]
 
 
-def test_how_many_graphs_come_and_in_which_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_graphs_come_and_in_which_order(monkeypatch):
     """With the sizes of an engine of 256 rows. The largest come first, since later ones use their memory."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     runner = runner_with(monkeypatch, sizes=sizes, max_num_seqs=256)
@@ -250,12 +244,10 @@ def test_how_many_graphs_come_and_in_which_order(monkeypatch: pytest.MonkeyPatch
         (([1 + K] * 4, [1, 2]), 0, "NONE"),  # the first rank's is larger than all graphs
     ],
 )
-def test_data_parallel_ranks_take_the_same_graph(
-    rows: tuple[list[int], ...], num_prompts: int, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkeypatch):
     meeting, given = threading.Barrier(2), {}
 
-    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+    def all_reduce(tensor, group):
         given[threading.get_ident()] = tensor.clone()
         meeting.wait()
         tensor.copy_(sum(given.values()))
@@ -265,7 +257,7 @@ def test_data_parallel_ranks_take_the_same_graph(
     runners = [runner_with(monkeypatch, num_ranks=2) for _ in rows]
     found: list[Any] = [None] * len(rows)
 
-    def run(rank: int) -> None:
+    def run(rank):
         found[rank] = graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(rows))]

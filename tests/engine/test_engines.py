@@ -1,10 +1,7 @@
 """Drafts change nothing of what requests get, however an engine schedules them and whatever they bring."""
 
-from __future__ import annotations
-
 import importlib
 import json
-import pathlib
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ FEW_BLOCKS = {
 }  # fmt: skip
 
 
-def requests(**others: Any) -> list[Request]:
+def requests(**others):
     """Named, greedy, seeded and unnamed ones, siblings beside others; `others` by number."""
     settings = {"temperature": 1.0, "logprobs": 1}
     return [
@@ -38,7 +35,7 @@ def requests(**others: Any) -> list[Request]:
     ]
 
 
-def test_what_is_mended_was_read_in_this_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_mended_was_read_in_this_vllm(monkeypatch):
     """A function that a fix stands on is one of those beside which the fix was written."""
     unread = list[str]()
     monkeypatch.setattr(patches.logger, "warning", lambda *args: unread.append(args[2]))
@@ -50,7 +47,7 @@ def test_what_is_mended_was_read_in_this_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: str) -> list[dict[str, Any]]:
+def expected(tiny_model):
     llm = new_engine(tiny_model, **OFF)
     found = serve(llm, requests())
     close([llm])
@@ -74,7 +71,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], make_engine: Any) -> None:
+def test_scheduling_does_not_matter(name, expected, make_engine):
     spec, arguments, others = SCENARIOS[name]
     llm = make_engine(spec, fresh=True, **arguments)
     scheduler, preempted = core_of(llm).scheduler, []
@@ -97,7 +94,7 @@ def test_scheduling_does_not_matter(name: str, expected: list[dict[str, Any]], m
         assert (counters.num_steps_on < counters.num_steps) == ("batch_threshold" in spec)
 
 
-def test_a_key_names_its_tokens(make_engine: Any) -> None:
+def test_a_key_names_its_tokens(make_engine):
     """Neither the place in the batch nor the engine's seed matters; siblings with one seed differ."""
     asked = [Request(PROMPTS[0], sampling({"seed": 1}, key=[3, i])) for i in range(6)]
     first = serve(make_engine({}), asked)
@@ -106,9 +103,7 @@ def test_a_key_names_its_tokens(make_engine: Any) -> None:
     assert [one["tokens"] for one in again] == [one["tokens"] for one in [*first[::-1], first[0]]]
 
 
-def same_with_drafts(
-    model: str, asked: list[Request], num_times: int = 2, **arguments: Any
-) -> list[dict[str, Any]]:
+def same_with_drafts(model, asked, num_times=2, **arguments):
     """What the requests get; the second time drafts come from what the first gave."""
     found, accepted = [], 0
     for spec, off in ((None, OFF), ({"history": 8}, {})):
@@ -122,11 +117,11 @@ def same_with_drafts(
     return found[0]
 
 
-def named(prompt: Any, i: int, **others: Any) -> Request:
+def named(prompt, i, **others):
     return Request(prompt, sampling({"max_tokens": 40, "logprobs": 1}, key=i), others)
 
 
-def make_adapter(folder: pathlib.Path, seed: int) -> str:
+def make_adapter(folder, seed):
     import torch
     from safetensors.torch import save_file
 
@@ -143,7 +138,7 @@ def make_adapter(folder: pathlib.Path, seed: int) -> str:
     return str(folder)
 
 
-def test_two_adapters_and_none_in_one_batch(chat_model: str, tmp_path_factory: Any) -> None:
+def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
     from vllm.lora.request import LoRARequest
 
     adapters = [
@@ -155,7 +150,7 @@ def test_two_adapters_and_none_in_one_batch(chat_model: str, tmp_path_factory: A
     assert len({tuple(one["tokens"]) for one in found}) >= 6
 
 
-def test_prompts_of_embeddings(chat_model: str) -> None:
+def test_prompts_of_embeddings(chat_model):
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -167,7 +162,7 @@ def test_prompts_of_embeddings(chat_model: str) -> None:
     same_with_drafts(chat_model, [*asked, *asked[::-1]], enable_prompt_embeds=True, max_num_seqs=4)
 
 
-def test_images(tmp_path: pathlib.Path) -> None:
+def test_images(tmp_path):
     prompts = [
         (tokens("Look. ", 1, "What is it?"), [0]),
         (tokens("Look. ", 1, "What is it?"), [1]),

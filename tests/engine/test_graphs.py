@@ -1,10 +1,5 @@
 """Which CUDA graph vLLM's runner takes for a step, asked of its own dispatcher with CUDA's settings."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from tests.engine.conftest import runner_of
@@ -22,11 +17,11 @@ GRAPHS = {
 
 
 @pytest.fixture
-def runner(make_engine: Callable) -> Any:
+def runner(make_engine):
     return runner_of(make_engine({"num_speculative_tokens": K}, fresh=True))
 
 
-def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
+def graphs(runner, mode="FULL_AND_PIECEWISE"):
     from vllm.config import CUDAGraphMode
 
     settings, dispatcher = runner.vllm_config.compilation_config, runner.cudagraph_dispatcher
@@ -38,14 +33,14 @@ def graphs(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> list[str]:
     settings.max_cudagraph_capture_size = 36
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode[mode], query_len)
 
-    def graph(rows: list[int]) -> str:
+    def graph(rows):
         is_uniform = runner._is_uniform_decode(max(rows), query_len, sum(rows), len(rows))
         return dispatcher.dispatch(sum(rows), is_uniform)[0].name
 
     return [" ".join({graph(rows) for rows in steps}) for steps in STEPS]
 
 
-def test_full_graphs_are_for_plain_steps(runner: Any) -> None:
+def test_full_graphs_are_for_plain_steps(runner):
     assert {mode: graphs(runner, mode) for mode in GRAPHS} == GRAPHS
     # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
     runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K

@@ -1,8 +1,5 @@
 """What can happen to a request while it runs, and what is counted and remembered of it."""
 
-from __future__ import annotations
-
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -17,18 +14,18 @@ LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
 
 
-def greedy(max_tokens: int = LENGTH, **settings: Any) -> Any:
+def greedy(max_tokens=LENGTH, **settings):
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
 
 
-def generate(llm: Any, prompts: list[list[int]] = PROMPTS, params: Any = None) -> list[list[int]]:
+def generate(llm, prompts=PROMPTS, params=None):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
 
 
-def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathlib.Path) -> None:
+def test_a_corpus_drafts_and_changes_no_token(make_engine, tmp_path):
     plain = generate(make_engine())
     num_steps = []
     for corpus in ("", str(save_corpus(tmp_path / "corpus.sam", plain))):
@@ -38,7 +35,7 @@ def test_a_corpus_drafts_and_changes_no_token(make_engine: Any, tmp_path: pathli
     assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
 
 
-def test_turns_go_on_where_their_sample_stands(make_engine: Any) -> None:
+def test_turns_go_on_where_their_sample_stands(make_engine):
     """A tool speaks between them. With a name of the sample, and without."""
     plain, drafted = make_engine(), make_engine({})
     for names in ({SAMPLE_KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: len(PROMPTS[0])}, {}):
@@ -52,7 +49,7 @@ def test_turns_go_on_where_their_sample_stands(make_engine: Any) -> None:
         assert proposer_of(drafted).take_counters().num_resumed == 2
 
 
-def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine: Any) -> None:
+def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine):
     """vLLM would not call the drafter, and verify K zeros a row, while one row is within K of the end."""
     llm = make_engine({}, fresh=True, max_model_len=64)
     scheduler, scheduled = core_of(llm).scheduler, []
@@ -77,7 +74,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
 ]
 
 
-def processed(raw: np.ndarray, setting: dict[str, Any], prompt: list[int], before: list[int]) -> np.ndarray:
+def processed(raw, setting, prompt, before):
     """The definition of a setting: the logits that follow from the model's, after some output tokens."""
     logits, counts = raw.copy(), np.bincount(before, minlength=VOCAB_SIZE)
     allowed = setting.get("allowed_token_ids", range(VOCAB_SIZE))
@@ -109,7 +106,7 @@ BOTH = [(verify, mode) for mode in MODES for verify in ("standard", "coupled")]
     # Each value once in `make test`; both with processed log-probabilities, which tell what else was allowed.
     [pytest.param(*each, marks=[pytest.mark.long] * (i in (1, 4, 7))) for i, each in enumerate(BOTH)],
 )
-def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str, mode: str) -> None:
+def test_constraints_and_logprobs(make_engine, tiny_model, verify, mode):
     """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
     import torch
     from transformers import LlamaForCausalLM
@@ -136,7 +133,7 @@ def test_constraints_and_logprobs(make_engine: Any, tiny_model: str, verify: str
 
 
 @pytest.mark.parametrize("what", ["a weight sync", "a sleep of level 0", "a sleep of level 1"])
-def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
+def test_requests_in_flight_go_on(make_engine, what):
     """The index drops nothing; a CPU engine keeps its memory, so it pauses only, and at level 1
     recomputes. Both go on from what requests have written."""
     plain, level = generate(make_engine()), int(what[-1]) if "sleep" in what else None
@@ -168,7 +165,7 @@ def test_requests_in_flight_go_on(make_engine: Any, what: str) -> None:
     proposer.drafter.index.validate()
 
 
-def test_a_step_without_drafts_is_a_plain_step(make_engine: Any) -> None:
+def test_a_step_without_drafts_is_a_plain_step(make_engine):
     """vLLM 0.32 verifies it too, and fails with top_k."""
     from vllm import SamplingParams
 

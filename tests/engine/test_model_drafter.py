@@ -1,12 +1,8 @@
 """A model drafts on both model runners: vLLM's own drafters on the CPU, on MRV2 with interpreted Triton."""
 
-from __future__ import annotations
-
 import functools
 import json
-import pathlib
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +28,7 @@ NUM_MODEL_TOKENS = 3
 
 
 @pytest.fixture(scope="module")
-def heads(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def heads(chat_model, tmp_path_factory):
     models = tmp_path_factory.mktemp("heads")
     for name in ("target", "copy", "bigrams"):
         shutil.copytree(chat_model, models / name)
@@ -52,27 +48,27 @@ V2 = pytest.param("V2", marks=pytest.mark.long)  # "V2 in brief" is what `make t
 
 
 @pytest.fixture(scope="module")
-def engines_on(heads: pathlib.Path) -> Callable[[str], dict[str, Any]]:
+def engines_on(heads):
     served_on = {"V1": served, "V2": served, "V2 in brief": served_in_brief}
     return functools.cache(lambda runner: on_runner(runner[:2], served_on[runner], heads))
 
 
 @pytest.fixture(params=["V1", V2])
-def results(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) -> dict[str, Any]:
+def results(request, engines_on):
     return engines_on(request.param)
 
 
 @pytest.fixture(params=["V1", "V2 in brief", V2])
-def preempting(request: pytest.FixtureRequest, engines_on: Callable[[str], Any]) -> dict[str, Any]:
+def preempting(request, engines_on):
     return engines_on(request.param)
 
 
 @pytest.fixture(scope="module", params=["V1", V2])
-def results_of_heads(request: pytest.FixtureRequest, heads: pathlib.Path) -> dict[str, Any]:
+def results_of_heads(request, heads):
     return on_runner(request.param, served_heads, heads)
 
 
-def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.Path) -> dict[str, Any]:
+def on_runner(runner, serve, heads):
     if runner == "V1":
         found = json.loads(json.dumps(serve(heads)))
     else:
@@ -84,20 +80,20 @@ def on_runner(runner: str, serve: Callable[..., dict[str, Any]], heads: pathlib.
 
 
 @pytest.mark.parametrize("engine", ["model", "both", "wrong"])
-def test_a_models_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
+def test_a_models_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-def test_a_model_alone_saves_steps(results: dict[str, Any]) -> None:
+def test_a_model_alone_saves_steps(results):
     num_tokens = sum(len(one["tokens"]) for one in results["model"]["requests"].values())
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
 
 
-def test_both_sources_draft(results: dict[str, Any]) -> None:
+def test_both_sources_draft(results):
     assert_both_draft(results["both"])
 
 
-def assert_both_draft(found: dict[str, Any]) -> None:
+def assert_both_draft(found):
     counters = found["counters"]
     of_model, of_text = (
         [counters[f"num_{which}{kind}_tokens"] for kind in ("draft", "accepted")] for which in ("model_", "")
@@ -109,7 +105,7 @@ def assert_both_draft(found: dict[str, Any]) -> None:
     assert num_passes == NUM_MODEL_TOKENS * len(found["steps"])
 
 
-def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempting: dict[str, Any]) -> None:
+def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempting):
     """And then taken again; what was left out does no harm."""
     found = preempting["preempted"]
     assert_each_same(found["requests"], preempting["plain"]["requests"])
@@ -119,14 +115,14 @@ def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempt
     assert 4 < num_closed < len(found["steps"]) - 4
 
 
-def test_the_target_as_its_own_drafter_is_always_right(results: dict[str, Any]) -> None:
+def test_the_target_as_its_own_drafter_is_always_right(results):
     """They share noise, at temperatures of 0, 0.7 and 1; nothing is lost by passes that were left out."""
     counters = results["same"]["counters"]
     assert counters["num_model_passes_left_out"] > 8 * (NUM_MODEL_TOKENS - 1)
     assert counters["num_model_accepted_tokens"] == counters["num_model_draft_tokens"] > 10
 
 
-def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> None:
+def test_passes_are_left_out_where_they_do_not_pay(results):
     """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
     num_late = len(results["wrong"]["steps"]) // 3  # after the learning
     num_passes = sum(results["wrong"]["passes"][-num_late:])
@@ -134,7 +130,7 @@ def test_passes_are_left_out_where_they_do_not_pay(results: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("engine", ["model", "both"])
-def test_a_row_ends_where_it_must(results: dict[str, Any], engine: str) -> None:
+def test_a_row_ends_where_it_must(results, engine):
     """With drafts it comes to its most tokens, a stop string, and a weight sync that interrupts it."""
     found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"]
@@ -147,7 +143,7 @@ def test_a_row_ends_where_it_must(results: dict[str, Any], engine: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "plain"), [("mtp", "plain mtp"), ("eagle3", "plain")])
-def test_other_heads_change_nothing(results_of_heads: dict[str, Any], engine: str, plain: str) -> None:
+def test_other_heads_change_nothing(results_of_heads, engine, plain):
     results = results_of_heads
     for found in results[engine].get("heads", {"": results[engine]}).values():
         assert_each_same(found["requests"], results[plain]["requests"])
@@ -155,7 +151,7 @@ def test_other_heads_change_nothing(results_of_heads: dict[str, Any], engine: st
         assert found["counters"]["num_failed_steps"] == 0
 
 
-def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_heads: dict[str, Any]) -> None:
+def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_heads):
     """The right head is the target, so it is accepted whole, at temperatures of 0, 0.7 and 1."""
     heads = results_of_heads["mtp"]["heads"]
     if "right" not in heads:
@@ -172,9 +168,7 @@ def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_head
         assert accepted[name] == drafted[name] > 20, name
 
 
-def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
-    results_of_heads: dict[str, Any],
-) -> None:
+def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(results_of_heads):
     """All tokens are equally likely: the head draws the target's wherever it has it."""
     even, num_steps = results_of_heads["even"], 1
     tokens = even["requests"]["one"]["tokens"]
@@ -190,14 +184,14 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
 
 
 @pytest.fixture(scope="module")
-def graph_engines(heads: pathlib.Path) -> Callable[..., dict[str, Any]]:
+def graph_engines(heads):
     return functools.cache(lambda *engines: on_cuda(heads, *engines))
 
 
 @WITH_GRAPHS
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", ["eagle", "eagle gate"])
-def test_graphs_change_nothing_beside_a_model(graph_engines: Callable[..., Any], engine: str) -> None:
+def test_graphs_change_nothing_beside_a_model(graph_engines, engine):
     found = graph_engines("plain", "eager eagle", "eagle", "eagle gate")
     assert_graphs_change_no_drafts(found[engine], found["eager eagle"], found["plain"])
 
@@ -206,18 +200,14 @@ def test_graphs_change_nothing_beside_a_model(graph_engines: Callable[..., Any],
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("engine", "eager"), [("eagle preempted", "eager eagle"), ("copy", "eager copy")])
-def test_neither_where_rows_are_preempted_or_the_model_is_the_target(
-    graph_engines: Callable[..., Any], engine: str, eager: str
-) -> None:
+def test_neither_where_rows_are_preempted_or_the_model_is_the_target(graph_engines, engine, eager):
     if engine == "copy" and version() != "0.32.0":
         pytest.skip("0.32 is the first vLLM whose MRV2 has draft models")
     found = graph_engines("plain", eager, engine)
     assert_graphs_change_no_drafts(found[engine], found[eager], found["plain"])
 
 
-def assert_graphs_change_no_drafts(
-    found: dict[str, Any], eager: dict[str, Any], plain: dict[str, Any]
-) -> None:
+def assert_graphs_change_no_drafts(found, eager, plain):
     """Verification would hide what a model drafts wrongly."""
     assert_each_same(found["requests"], plain["requests"])
     assert found["faults"] == found["waits"] == {}
@@ -233,9 +223,7 @@ def assert_graphs_change_no_drafts(
         np.testing.assert_allclose(log_odds[:num], expected_odds[:num], rtol=1e-3, atol=1e-3, err_msg=place)
 
 
-def test_requests_are_guarded_where_a_model_drafts_alone(
-    heads: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_guarded_where_a_model_drafts_alone(heads, monkeypatch):
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -246,7 +234,7 @@ def test_requests_are_guarded_where_a_model_drafts_alone(
     config.scheduler_config.async_scheduling = True
     processor = InputProcessor(config)
 
-    def process(resumable: bool = False, **asked: Any) -> Any:
+    def process(resumable=False, **asked):
         prompt = {"type": "token", "prompt_token_ids": [65]}
         params = SamplingParams(**asked)
         return processor.process_inputs("1", prompt, params, ("generate",), resumable=resumable)
@@ -263,23 +251,21 @@ def test_requests_are_guarded_where_a_model_drafts_alone(
     assert process(**grammar).sampling_params.structured_outputs
 
 
-def with_eagle(heads: pathlib.Path, spec: dict[str, Any], **arguments: Any) -> Any:
+def with_eagle(heads, spec, **arguments):
     eagle = {"method": "eagle", "model": str(heads / "eagle"), "num_speculative_tokens": 3}
     options = {"additional_config": {"rollout_spec": spec}, "speculative_config": eagle}
     return configured(str(heads / "target"), **options | arguments)
 
 
 @pytest.fixture(params=["V1", "V2"])
-def with_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def with_runner(request, monkeypatch):
     """Where vLLM has Triton, it takes MRV2 for the target."""
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", request.param == "V2")
     return request.param
 
 
-def test_what_vllm_takes_and_a_model_here_does_not_is_refused(
-    heads: pathlib.Path, with_runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner, monkeypatch):
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     config = with_eagle(heads, {})

@@ -1,11 +1,8 @@
 """Engines of several workers: data-parallel ranks behind one client, tensor-parallel ranks in one core."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ NUMBERS = itertools.count()  # of requests
 
 
 @pytest.fixture(scope="module")
-def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_experts(tmp_path_factory):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
 
@@ -38,9 +35,7 @@ def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     reason="on CPUs vLLM 0.29 returns no experts, and 0.32 only with MRV2",
 )
 @pytest.mark.parametrize("spec", [None, {"history": 8}], ids=["off", "sam"])
-def test_the_experts_that_are_returned_are_each_tokens_own(
-    tiny_experts: str, chat_model: str, spec: dict[str, Any] | None
-) -> None:
+def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_model, spec):
     """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
     the token and its position."""
     from vllm import SamplingParams
@@ -51,7 +46,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
     runner = runner_of(llm)
     capturer = runner.routed_experts_capturer
 
-    def note() -> Any:
+    def note():
         rows = len(capturer.device_buffer)
         capturer.device_buffer[:, :, 0] = runner.input_ids.gpu[:rows, None]
         capturer.device_buffer[:, :, 1] = runner.positions[:rows, None]
@@ -78,9 +73,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(
     close([llm])
 
 
-def test_every_data_parallel_rank_is_counted_shared_and_checked(
-    tiny_experts: str, make_engine: Any, server_of: Any
-) -> None:
+def test_every_data_parallel_rank_is_counted_shared_and_checked(tiny_experts, make_engine, server_of):
     import tests.engine.cpu_experts  # noqa: F401 (the activation)
 
     prompts = list(GROUPS.values())
@@ -88,7 +81,7 @@ def test_every_data_parallel_rank_is_counted_shared_and_checked(
     asyncio.run(check_ranks(tiny_experts, server_of, plain))
 
 
-async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> None:
+async def check_ranks(model, server_of, plain):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -157,25 +150,25 @@ async def check_ranks(model: str, server_of: Any, plain: list[list[int]]) -> Non
         engine.shutdown()
 
 
-def check_counts(report: Any) -> None:
+def check_counts(report):
     assert len(report.requests) == 8
     assert report.engine.num_draft_tokens > 0
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(report.engine, name) == sum(getattr(r, name) for r in report.requests), name
 
 
-def nums_kept(content: bytes) -> list[int]:
+def nums_kept(content):
     history = merged(content)
     return [len(history.get(group_key(group))) for group in GROUPS]
 
 
-async def respond(server: Any, group: str, prompt: list[int], **params: Any) -> list[int]:
+async def respond(server, group, prompt, **params):
     params = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True} | params
     params["extra_args"] = {"rollout_spec_group": group}
     return list((await server.generate(prompt, params, f"{next(NUMBERS)}")).token_ids)
 
 
-async def serve(server: Any, num_samples: int) -> list[list[int]]:
+async def serve(server, num_samples):
     """The response to each of PROMPTS' groups, which must be the same for all its samples."""
     requests = [request for request in GROUPS.items() for _ in range(num_samples)]
     outputs = await asyncio.gather(*(respond(server, *request) for request in requests))
@@ -184,7 +177,7 @@ async def serve(server: Any, num_samples: int) -> list[list[int]]:
     return [responses[0] for responses in samples]
 
 
-def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch):
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     from rollout_spec.vllm.engine_cores import check_client
@@ -196,7 +189,7 @@ def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch:
 
 
 @pytest.mark.long
-def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
+def test_of_tensor_parallel_ranks_one_drafts(make_engine):
     plain = generate(make_engine())
     llm = make_engine(
         {}, tensor_parallel_size=2, distributed_executor_backend="mp", worker_extension_cls=EXTENSION
@@ -208,7 +201,7 @@ def test_of_tensor_parallel_ranks_one_drafts(make_engine: Any) -> None:
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make_engine: Any) -> None:
+def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model, make_engine):
     """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
     asked = [
         Request(PROMPTS[i], sampling({"temperature": temperature, "max_tokens": length}, key=i))
@@ -233,11 +226,11 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model: str, make
     assert nothing is None
 
 
-def note_drawn(worker: Any) -> None:
+def note_drawn(worker):
     runner = worker.model_runner
     draw, runner.drawn = runner.drafter._sample_draft_tokens, []
 
-    def draw_and_keep(*args: Any) -> Any:
+    def draw_and_keep(*args):
         tokens, probabilities = draw(*args)
         runner.drawn.append(tokens.tolist())
         return tokens, probabilities
@@ -245,5 +238,5 @@ def note_drawn(worker: Any) -> None:
     runner.drafter._sample_draft_tokens = draw_and_keep
 
 
-def drawn(worker: Any) -> list[list[int]]:
+def drawn(worker):
     return worker.model_runner.drawn

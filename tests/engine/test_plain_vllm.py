@@ -1,7 +1,5 @@
 """The two examples for vLLM alone, run as they stand, and what vLLM cannot do refused in time."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from typing import Any
 
 import pytest
 
@@ -30,20 +27,18 @@ DRAFTING = {"rollout_spec": {"batch_threshold": 64}}
 PAGE = pathlib.Path(__file__).parents[2] / "docs/getting-started/vllm.md"
 
 
-def example(language: str, model: str) -> str:
+def example(language, model):
     [block] = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return block.replace("path/to/model", model)
 
 
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
+def environment():
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     return env | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def test_the_python_example_runs_as_a_script(
-    chat_model: str, environment: dict[str, str], tmp_path: pathlib.Path
-) -> None:
+def test_the_python_example_runs_as_a_script(chat_model, environment, tmp_path):
     small = "max_num_batched_tokens=512, enforce_eager=True, disable_log_stats=False"
     small += f", dtype='float32', additional_config={DRAFTING}"
     counted = "[one.value for one in llm.get_metrics() if one.name == 'vllm:spec_decode_num_accepted_tokens']"
@@ -64,7 +59,7 @@ def test_the_python_example_runs_as_a_script(
 
 
 @pytest.mark.long
-def test_the_server_example(chat_model: str, environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+def test_the_server_example(chat_model, environment, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -91,14 +86,14 @@ def test_the_server_example(chat_model: str, environment: dict[str, str], tmp_pa
     assert accepted is not None and float(accepted[1]) > 0
 
 
-def ask(port: int, path: str, body: bytes | None = None) -> str:
+def ask(port, path, body=None):
     call = urllib.request.Request(
         f"http://127.0.0.1:{port}/{path}", body, {"Content-Type": "application/json"}
     )
     return urllib.request.urlopen(call, timeout=300).read().decode()
 
 
-def wait_until_ready(server: subprocess.Popen, port: int, log: pathlib.Path) -> None:
+def wait_until_ready(server, port, log):
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()[-3000:]
@@ -142,16 +137,12 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ),
     ],
 )
-def test_refused_before_an_engine_process_is_launched(
-    tiny_model: str, arguments: dict, options: dict, message: str
-) -> None:
+def test_refused_before_an_engine_process_is_launched(tiny_model, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         configured(tiny_model, options, **arguments)
 
 
-def test_a_vllm_that_is_too_old_is_refused_in_one_line(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
     from rollout_spec.vllm import plugin, versions
 
     monkeypatch.setattr(plugin, "failure", None)
@@ -161,9 +152,7 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(
         configured(tiny_model, {})
 
 
-def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tiny_model, monkeypatch):
     from vllm.config import VllmConfig
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -176,13 +165,13 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(
         configured(tiny_model, **OFF)
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tiny_model: str, tmp_path: pathlib.Path) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(tiny_model, tmp_path):
     corpus = save_corpus(tmp_path / "other.sam", [[1, 2, 10**6]])
     with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
         configured(tiny_model, {"corpus": str(corpus)})
 
 
-def test_without_the_plugin_the_engine_does_not_start(tiny_model: str, environment: dict[str, str]) -> None:
+def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
     code = (
         "from vllm import LLM\n"
         f"LLM(model={tiny_model!r}, skip_tokenizer_init=True, dtype='float32', max_model_len=128,\n"
@@ -205,12 +194,8 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model: str, environme
     ],
 )
 def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
-    tiny_model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    where: str,
-    patch: str,
-) -> None:
+    tiny_model, monkeypatch, capsys, where, patch
+):
     from rollout_spec.cli import main
     from rollout_spec.doctor import diagnosis
     from rollout_spec.vllm import plugin
@@ -230,7 +215,7 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
         configured(tiny_model, {})
 
 
-def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine: Any) -> None:
+def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine):
     """A platform's own class instead of vLLM's, as vllm-ascend has them."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 

@@ -1,9 +1,5 @@
 """Two ranks on MRV2, data-parallel or tensor-parallel, its Triton kernels interpreted."""
 
-from __future__ import annotations
-
-import pathlib
-
 import pytest
 
 from tests.engine.conftest import make_tiny
@@ -12,7 +8,7 @@ from tests.engine.test_runner_v2 import interpreted
 
 
 @pytest.mark.long
-def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_path: pathlib.Path) -> None:
+def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     more = {"shared_expert_intermediate_size": 128, "pad_token_id": 0}
     model = make_tiny("Qwen2Moe", tmp_path / "model", **experts, **more)
@@ -32,7 +28,7 @@ def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_pa
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_verify_the_same_drafts(chat_model: str, tmp_path: pathlib.Path) -> None:
+def test_tensor_parallel_ranks_verify_the_same_drafts(chat_model, tmp_path):
     """The step is on its way to both when the first one drafts."""
     path, module = tmp_path / "results.json", "tests.engine.interpreted_ranks"
     found = interpreted(module, path, chat_model, "tensor-parallel")

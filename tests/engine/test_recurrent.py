@@ -3,8 +3,6 @@
 The layers are in plain torch (`recurrent_layers.py`): where states are kept and read is vLLM's own doing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -13,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,7 +33,7 @@ from tests.engine.recurrent_scenarios import (
     served,
     with_mtp,
 )
-from tests.engine.serving import Request, assert_same, num_accepted, serve
+from tests.engine.serving import assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 from tests.tiny_vl import make_image
@@ -60,7 +57,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """The folder of the tiny model; engines from here on have the layers in torch."""
     plugin.register()
     replace_layers()
@@ -68,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_it_is(monkeypatch):
     """vLLM's own treatment of recurrent layers."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -78,7 +75,7 @@ def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
 
 
-def undo_mends(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> None:
+def undo_mends(monkeypatch, owner, *names):
     for name in names:
         current = getattr(owner, name)
         while hasattr(current, "__rollout_spec_patch__"):
@@ -86,7 +83,7 @@ def undo_mends(monkeypatch: pytest.MonkeyPatch, owner: type, *names: str) -> Non
         monkeypatch.setattr(owner, name, current)
 
 
-def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
+def wrong(drafted, plain):
     """The scenarios with other tokens."""
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
@@ -95,28 +92,26 @@ def wrong(drafted: dict[str, Any], plain: dict[str, Any]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def results(model: str) -> dict[str, dict[str, Any]]:
+def results(model):
     return {
         name: served(model, spec, FAST, **SHORT_STEPS)
         for name, spec in {"drafted": GATED, "plain": None}.items()
     }
 
 
-def test_drafts_change_nothing(results: dict[str, dict[str, Any]]) -> None:
+def test_drafts_change_nothing(results):
     rows = results["drafted"]["rows"]
     assert rows["beside drafts"] > 0 and rows["left out"] > 0
     assert wrong(results["drafted"], results["plain"]) == set()
 
 
-def test_before_0_32_a_prompt_of_one_token_reads_an_old_state_without_drafts_too(
-    results: dict[str, dict[str, Any]],
-) -> None:
+def test_before_0_32_a_prompt_of_one_token_reads_an_old_state_without_drafts_too(results):
     """Linear attention takes it for a decoding row, which reads what an earlier request left in its block."""
     plain = results["plain"]
     assert (plain["single_tokens"] == plain["fresh_single_tokens"]) == (MINOR >= 32)
 
 
-def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results: dict[str, dict[str, Any]]) -> None:
+def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results):
     """On MRV1, which takes it by a step's shape."""
     steps = results["drafted"]["graphs"]
     assert (False, True, True) in steps
@@ -125,9 +120,7 @@ def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results: dict[str, dic
 
 @pytest.mark.skipif(MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24; run with 0.29 and 0.32")
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
-def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
-    name: str, results: dict[str, Any], tmp_path: pathlib.Path
-) -> None:
+def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, results, tmp_path):
     """`results` has made the groups of processes that a dispatcher asks for."""
     import torch
     from vllm.config import CUDAGraphMode
@@ -155,7 +148,7 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(
         ]
 
 
-def graphs_of_mrv2(vllm_config: Any) -> Any:
+def graphs_of_mrv2(vllm_config):
     """vLLM's own manager of graphs, as our runner has it."""
     import torch
     from vllm.config import CUDAGraphMode
@@ -170,7 +163,7 @@ def graphs_of_mrv2(vllm_config: Any) -> Any:
     return manager
 
 
-def builder_of(name: str, vllm_config: Any) -> Any:
+def builder_of(name, vllm_config):
     """vLLM's own, of the metadata of a policy's recurrent layers."""
     import torch
     from vllm.config import CUDAGraphMode
@@ -185,7 +178,7 @@ def builder_of(name: str, vllm_config: Any) -> Any:
     return kind(spec, ["layer"], vllm_config, torch.device("cpu"))
 
 
-def dummy_rows(num_reqs: int, num_tokens: int) -> Any:
+def dummy_rows(num_reqs, num_tokens):
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -202,11 +195,11 @@ def dummy_rows(num_reqs: int, num_tokens: int) -> Any:
     )  # fmt: skip
 
 
-def test_the_states_are_as_large_as_the_driver_says(results: dict[str, dict[str, Any]], model: str) -> None:
+def test_the_states_are_as_large_as_the_driver_says(results, model):
     assert results["drafted"]["state_bytes"] == said_bytes(model, 7)
 
 
-def said_bytes(model: str, k: int) -> int:
+def said_bytes(model, k):
     fields = json.loads((pathlib.Path(model) / "config.json").read_text())
     states = recurrent.states_of(fields.get("text_config", fields), dtype_bytes=4)
     assert states is not None
@@ -214,7 +207,7 @@ def said_bytes(model: str, k: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def mamba_2(model, tmp_path_factory):
     """A tiny Nemotron-H, and what it gives without drafts."""
     folder = make_recurrent("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
     return folder, served(folder, None, SOME, **SHORT_STEPS)
@@ -222,7 +215,7 @@ def mamba_2(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 @pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
 @pytest.mark.parametrize("k", [7, pytest.param(3, marks=pytest.mark.long)])
-def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[str, Any]], k: int) -> None:
+def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2, k):
     assert_right_with_mamba_2(*mamba_2, k)
 
 
@@ -231,14 +224,12 @@ def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2: tuple[str, dict[s
     MINOR < 32, reason="we refuse these before vLLM 0.32: it keeps no convolution states for drafts"
 )
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
-def test_drafts_change_nothing_with_other_policies_of_mamba_2(
-    name: str, model: str, tmp_path: pathlib.Path
-) -> None:
+def test_drafts_change_nothing_with_other_policies_of_mamba_2(name, model, tmp_path):
     folder = make_recurrent(name, tmp_path)
     assert_right_with_mamba_2(folder, served(folder, None, SOME, **SHORT_STEPS))
 
 
-def assert_right_with_mamba_2(folder: str, plain: dict[str, Any], k: int = 7) -> None:
+def assert_right_with_mamba_2(folder, plain, k=7):
     """vLLM has full graphs of K + 1 tokens in every row for them: no prompt is in such a step."""
     drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
     assert wrong(drafted, plain) == set()
@@ -248,9 +239,7 @@ def assert_right_with_mamba_2(folder: str, plain: dict[str, Any], k: int = 7) ->
 
 @pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
-def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
-    mamba_2: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(mamba_2, monkeypatch):
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     folder, plain = mamba_2
@@ -265,16 +254,14 @@ def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(
     [({"num_speculative_tokens": 3}, {}), (GATED, SHORT_STEPS)],
     ids=["K=3", "K=7, gate and chunks"],
 )
-def test_drafts_change_nothing_in_any_scenario(
-    model: str, spec: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_drafts_change_nothing_in_any_scenario(model, spec, arguments):
     drafted = served(model, spec, **arguments)
     assert wrong(drafted, served(model, None, **arguments)) == set()
     assert drafted["state_bytes"] == said_bytes(model, spec["num_speculative_tokens"])
 
 
 @pytest.mark.long
-def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> None:
+def test_the_mend_is_needed_until_vllm_is_right(model, as_it_is):
     assert bool(wrong(served(model, GATED), served(model, None))) == (MINOR < 32)
 
 
@@ -285,9 +272,7 @@ def test_the_mend_is_needed_until_vllm_is_right(model: str, as_it_is: None) -> N
     ("name", "sees"),
     [("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)],
 )
-def test_drafts_change_nothing_with_experts_or_images(
-    name: str, sees: bool, k: int, model: str, tmp_path: pathlib.Path
-) -> None:
+def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_path):
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     destroy_model_parallel()  # the groups of engines of a dense model have none for experts
@@ -301,7 +286,7 @@ def test_drafts_change_nothing_with_experts_or_images(
 @pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="before vLLM 0.29 there is no Qwen3.5 of text alone")
 @pytest.mark.parametrize("k", [3, 7])
-def test_drafts_change_nothing_beside_an_mtp_head(k: int, model: str, tmp_path: pathlib.Path) -> None:
+def test_drafts_change_nothing_beside_an_mtp_head(k, model, tmp_path):
     """Rows then have drafts of any length."""
     folder, spec = make_mtp(MODEL, tmp_path), GATED | {"num_speculative_tokens": k}
     drafted = served(folder, spec, SOME, **SHORT_STEPS | with_mtp(k))
@@ -313,9 +298,7 @@ def test_drafts_change_nothing_beside_an_mtp_head(k: int, model: str, tmp_path: 
 @pytest.mark.parametrize(
     "sees", [False, pytest.param(True, marks=pytest.mark.skipif(MINOR < 29, reason="there is no Qwen3.5"))]
 )
-def test_drafts_change_nothing_in_random_mixtures(
-    sees: bool, model: str, chat_model: str, tmp_path: pathlib.Path
-) -> None:
+def test_drafts_change_nothing_in_random_mixtures(sees, model, chat_model, tmp_path):
     """Of request options; grammars among them cut drafts down to none."""
     draw = random.Random(47)
     requests = [random_request(draw) for _ in range(NUM_MIXED)]
@@ -339,13 +322,13 @@ def test_drafts_change_nothing_in_random_mixtures(
     close([plain, drafted])
 
 
-def with_images(request: Request, seeds: tuple[int, ...]) -> Request:
+def with_images(request, seeds):
     images = {"image": [*map(make_image, seeds)]}
     text = "".join(IMAGE) * len(seeds) + request.prompt
     return request._replace(prompt={"prompt": text, "multi_modal_data": images}) if seeds else request
 
 
-def with_embeddings(request: Request, seed: int) -> Request:
+def with_embeddings(request, seed):
     """vLLM refuses log-probabilities of such a prompt."""
     import torch
 
@@ -363,9 +346,7 @@ def with_embeddings(request: Request, seed: int) -> Request:
 @pytest.mark.parametrize(
     ("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp"), ("V1", "images"), ("V2", "images")]
 )
-def test_drafts_change_nothing_where_prefixes_are_cached(
-    runner: str, head: str, tmp_path: pathlib.Path
-) -> None:
+def test_drafts_change_nothing_where_prefixes_are_cached(runner, head, tmp_path):
     path = tmp_path / "results.json"
     command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", head, str(path)]
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}

@@ -1,13 +1,10 @@
 """Whatever a request asks for, it gets what it would get without drafts, or is refused alone."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ MARK, END = 28, 29  # of reasoning: two control characters
 Engines = tuple[Any, Any]  # without drafts and with
 
 
-def both_engines(model: str, spec: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engines]:
+def both_engines(model, spec=None, **arguments):
     spec = {"num_speculative_tokens": 8, "history": 8} | (spec or {})
     plain = new_engine(model, None, model=model, **OFF, **arguments)
     drafted = new_engine(model, spec, model=model, **arguments)
@@ -44,12 +41,12 @@ def both_engines(model: str, spec: dict[str, Any] | None = None, **arguments: An
 
 
 @pytest.fixture(scope="module")
-def engines(chat_model: str) -> Iterator[Engines]:
+def engines(chat_model):
     yield from both_engines(chat_model, max_num_seqs=64, max_logprobs=-1, reasoning_config=REASONING)
 
 
 @pytest.fixture(scope="module")
-def text(engines: Engines) -> str:
+def text(engines):
     """What the requests say where nothing is asked for; the drafts of the others come from it."""
     plain, drafted = [serve(llm, [asking({"max_tokens": 60})])[0]["text"] for llm in engines]
     assert plain == drafted
@@ -57,19 +54,19 @@ def text(engines: Engines) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(engines: Engines, text: str) -> dict[str, Any]:
+def expected(engines, text):
     return table(engines[0], text)
 
 
-def table(llm: Any, text: str) -> dict[str, Any]:
+def table(llm, text):
     return dict(zip(SERVED, serve(llm, [example(name, PROMPT, text) for name in SERVED]), strict=True))
 
 
-def asking(asked: dict[str, Any], prompt: Any = PROMPT, key: Any = "one") -> Request:
+def asking(asked, prompt=PROMPT, key="one"):
     return Request(prompt, sampling(asked, key=key))
 
 
-def same_in_both(engines: Engines, *asked: dict[str, Any], prompt: Any = PROMPT) -> list[dict[str, Any]]:
+def same_in_both(engines, *asked, prompt=PROMPT):
     """What the engine with drafts gives, after it is seen to be what the one without gives."""
     plain, drafted = (serve(llm, [asking(each, prompt) for each in asked]) for llm in engines)
     for one, other, each in zip(drafted, plain, asked, strict=True):
@@ -77,7 +74,7 @@ def same_in_both(engines: Engines, *asked: dict[str, Any], prompt: Any = PROMPT)
     return drafted
 
 
-def test_every_field_has_a_verdict() -> None:
+def test_every_field_has_a_verdict():
     """A field that a new vLLM brings fails here until somebody decides."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -88,7 +85,7 @@ def test_every_field_has_a_verdict() -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_alone(engines: Engines, text: str, expected: dict[str, Any], name: str) -> None:
+def test_alone(engines, text, expected, name):
     """The first time drafts come from what was said where nothing is asked for, also beyond the end."""
     asked = example(name, PROMPT, text)
     num_accepted(engines[1])
@@ -100,18 +97,18 @@ def test_alone(engines: Engines, text: str, expected: dict[str, Any], name: str)
     pytest.fail("no draft was accepted")
 
 
-def test_all_together(engines: Engines, text: str, expected: dict[str, Any]) -> None:
+def test_all_together(engines, text, expected):
     num_accepted(engines[1])
     assert_each_same(table(engines[1], text), expected)
     assert num_accepted(engines[1]) > 10 * len(SERVED)
 
 
-def test_an_option_does_what_it_is_for(expected: dict[str, Any]) -> None:
+def test_an_option_does_what_it_is_for(expected):
     assert_none_is_idle(expected)
 
 
 @pytest.mark.parametrize("name", examples(REFUSED))
-def test_refused(engines: Engines, text: str, name: str) -> None:
+def test_refused(engines, text, name):
     drafting = engines[1].llm_engine
     drafting.add_request("other", PROMPT, sampling({}))
     with pytest.raises(Exception, match=examples(REFUSED)[name][0].error) as error:
@@ -121,7 +118,7 @@ def test_refused(engines: Engines, text: str, name: str) -> None:
     assert text.startswith(outputs[-1].outputs[0].text)
 
 
-def test_a_stop_string_ends_tokens_and_text(engines: Engines, text: str) -> None:
+def test_a_stop_string_ends_tokens_and_text(engines, text):
     """At five places inside drafts, beside what else a request can ask for; the first of several ends it."""
     settings: list[dict[str, Any]] = [
         {}, {"include_stop_str_in_output": True}, {"logprobs": 2}, {"n": 3}, {"min_tokens": 21},
@@ -140,7 +137,7 @@ def test_a_stop_string_ends_tokens_and_text(engines: Engines, text: str) -> None
             assert (one["text"], one["end"]) == (text[: text.find(first)], ["stop", first])
 
 
-def test_the_samples_of_one_request_have_keys_of_their_own(engines: Engines) -> None:
+def test_the_samples_of_one_request_have_keys_of_their_own(engines):
     """Sample i is that of a request with the key [key, i]."""
     for llm in engines:
         [together] = serve(llm, [asking({"n": 4})])
@@ -158,7 +155,7 @@ BYTES += [
 
 
 @pytest.fixture(scope="module")
-def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def byte_engines(tiny_model, tmp_path_factory):
     """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -177,9 +174,7 @@ def byte_engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_characters_of_several_tokens(
-    byte_engines: Engines, is_fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_of_several_tokens(byte_engines, is_fast, monkeypatch):
     """Responses end, are stopped and are streamed in the middle of characters."""
     from vllm.v1.engine import detokenizer
 
@@ -199,21 +194,19 @@ def test_characters_of_several_tokens(
     assert num_accepted(byte_engines[1]) > 10 * len(ends)
 
 
-def processed(llm: Any, params: Any, **more: Any) -> Any:
+def processed(llm, params, **more):
     prompt = {"type": "token", "prompt_token_ids": [1]}
     return llm.llm_engine.input_processor.process_inputs("one", prompt, params, ("generate",), **more)
 
 
-def test_streaming_input_is_refused(engines: Engines) -> None:
+def test_streaming_input_is_refused(engines):
     """With drafts, vLLM would take the tokens that a stop cut off for a part of the next turn."""
     assert processed(engines[0], sampling(), resumable=True).resumable
     with pytest.raises(ValueError, match=r"^rollout_spec: [^\n]* streaming input[^\n]*$"):
         processed(engines[1], sampling(), resumable=True)
 
 
-def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(engines, monkeypatch):
     from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
     for llm, has_drafts in zip(engines, (False, True), strict=True):
@@ -227,7 +220,7 @@ def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(
                 assert processed(llm, params).sampling_params.structured_outputs._backend == backend
 
 
-def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> None:
+def test_a_budget_ends_the_reasoning_of_its_own_request(engines):
     """In steps without drafts: each is the first step after a prompt of new characters."""
     start, end = map(ord, (REASONING["reasoning_start_str"], REASONING["reasoning_end_str"]))
     for number in range(3):
@@ -242,7 +235,7 @@ def test_a_budget_ends_the_reasoning_of_its_own_request(engines: Engines) -> Non
 
 
 @pytest.fixture(scope="module")
-def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def reasoning_model(chat_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "reasoning"
     shutil.copytree(chat_model, path)
     text = (path / "tokenizer.json").read_text()
@@ -259,7 +252,7 @@ def reasoning_model(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -
     return str(path)
 
 
-def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
+def test_a_grammar_begins_where_reasoning_ends(reasoning_model):
     """The mark is inside drafts: they come from what the same keys give without a grammar.
 
     Also where the caller says that the reasoning has ended, or that it has not.
@@ -279,7 +272,7 @@ def test_a_grammar_begins_where_reasoning_ends(reasoning_model: str) -> None:
                 assert re.fullmatch(f"[0-9]{{0,30}}{chr(EOS_TOKEN_ID)}?", answer)
 
 
-def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, Any]]:
+def answers(llm, num, reasoning_ended):
     """Of requests with a grammar after the reasoning, and what their caller says of it."""
     process = llm.llm_engine.input_processor.process_inputs
     asked = {
@@ -287,7 +280,7 @@ def answers(llm: Any, num: int, reasoning_ended: bool | None) -> list[dict[str, 
         "structured_outputs": {"regex": "[0-9]{5,30}"},
     }  # fmt: skip
 
-    def process_and_say(*args: Any, **kwargs: Any) -> Any:
+    def process_and_say(*args, **kwargs):
         request = process(*args, **kwargs)
         request.reasoning_ended = reasoning_ended
         return request
@@ -307,7 +300,7 @@ MIXING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def random_request(draw: random.Random) -> Request:
+def random_request(draw):
     """A request with up to six options, each an example of the table or with values of its own.
 
     There are few prompts and keys: texts begin alike, and drafts come from them.
@@ -346,14 +339,14 @@ def random_request(draw: random.Random) -> Request:
 
 
 @pytest.fixture(scope="module")
-def mixing_engines(chat_model: str) -> Iterator[Engines]:
+def mixing_engines(chat_model):
     """Prompts come in chunks, the gate opens and closes."""
     spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
     yield from both_engines(chat_model, spec, **MIXING)
 
 
 @pytest.mark.parametrize("seed", [31, *(pytest.param(seed, marks=pytest.mark.long) for seed in (32, 33))])
-def test_random_mixtures(mixing_engines: Engines, seed: int) -> None:
+def test_random_mixtures(mixing_engines, seed):
     """Requests of all kinds beside each other, and then some alone."""
     draw = random.Random(seed)
     requests = [random_request(draw) for _ in range(NUM_MIXED)]

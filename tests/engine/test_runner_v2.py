@@ -1,18 +1,13 @@
 """MRV2 with our drafter: vLLM's own runner on the CPU, its Triton kernels interpreted."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -38,7 +33,7 @@ AHEAD = ("ahead", "open", "preempted", "mixed")
 ENGINES = ("drafted", *AHEAD)
 
 
-def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch):
     plugin.register()
     mrv2_misfit.cache_clear()
     assert mrv2_misfit() is None
@@ -59,7 +54,7 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch: pytest.M
     mrv2_misfit.cache_clear()
 
 
-def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch):
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     name = "_verify" if hasattr(RejectionSampler, "_verify") else "__call__"
@@ -78,13 +73,7 @@ def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch: pytest.Monke
         ("Qwen2", {}, None),
     ],
 )
-def test_an_engine_has_v2_where_plain_vllm_takes_it(
-    name: str,
-    arguments: dict[str, Any],
-    refusal: str | None,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tmp_path, monkeypatch):
     """But for LoRA."""
     import transformers
 
@@ -99,7 +88,7 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(
     assert [refusal in reason for reason in reasons if refusal] == [True] * (refusal is not None)
 
 
-def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     """One that was preempted is added again; so is a new one under the name of one that has ended."""
     from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -110,10 +99,10 @@ def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch: pytest.
     seeds = list[int]()
 
     class SomeSampler(Sampler):
-        def __init__(self) -> None:
+        def __init__(self):
             self.req_states = SimpleNamespace(index_to_req_id={5: "a", 6: "b"})
 
-        def add_request(self, req_idx: int, *others: Any) -> None:
+        def add_request(self, req_idx, *others):
             seeds.append(others[-1].seed)
 
     monkeypatch.setattr(patches, "_applied", {})
@@ -130,7 +119,7 @@ def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch: pytest.
     assert params.seed is None, "it is the scheduler's"
 
 
-def test_which_models_have_v2() -> None:
+def test_which_models_have_v2():
     with_v2 = v2_architectures()
     if version() == "0.24.0":
         assert with_v2 is not None
@@ -140,7 +129,7 @@ def test_which_models_have_v2() -> None:
         assert with_v2 is None
 
 
-def interpreted(module: str, path: pathlib.Path, *given: str, **environment: str) -> dict[str, Any]:
+def interpreted(module, path, *given, **environment):
     """What `main` of a module gives, in a process whose Triton is interpreted from the start."""
     command = [sys.executable, "-m", "tests.engine.interpreted", str(path), module, *given]
     env = {**os.environ, **environment}
@@ -149,24 +138,24 @@ def interpreted(module: str, path: pathlib.Path, *given: str, **environment: str
     return json.loads(path.read_text())
 
 
-def samples(found: dict[str, Any]) -> list[dict[str, Any]]:
+def samples(found):
     return [sample for one in found["requests"].values() for sample in (one, *one["others"])]
 
 
 @pytest.fixture(scope="module")
-def results(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(chat_model, tmp_path_factory):
     path = tmp_path_factory.mktemp("runner_v2") / "results.json"
     return interpreted("tests.engine.interpreted_runner", path, chat_model)
 
 
-def test_all_engines_have_v2(results: dict[str, Any]) -> None:
+def test_all_engines_have_v2(results):
     images = results.get("images", {})
     engines = {name: found for name, found in results.items() if name != "images"}
     for found in (*engines.values(), *images.values()):
         assert found["model_runner"].endswith(".cpu.model_runner"), "V1 is in cpu_model_runner"
 
 
-def test_a_request_gets_what_it_asks_for(results: dict[str, Any]) -> None:
+def test_a_request_gets_what_it_asks_for(results):
     found = results["plain"]["requests"]
     assert_none_is_idle(found)
     assert {*BAD_WORDS}.isdisjoint(found["bad_words"]["tokens"])
@@ -175,7 +164,7 @@ def test_a_request_gets_what_it_asks_for(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
+def test_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
@@ -183,21 +172,21 @@ def test_drafts_change_nothing(results: dict[str, Any], engine: str) -> None:
     v2_architectures() is not None,
     reason="vLLM 0.24 takes MRV1 for models with images; the test runs with 0.29 and 0.32",
 )
-def test_neither_where_prompts_have_images(results: dict[str, Any]) -> None:
+def test_neither_where_prompts_have_images(results):
     plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
     assert drafted["counters"]["num_accepted_tokens"] > 10
     assert {*map(str, plain["requests"].values())}.isdisjoint(map(str, results["plain"]["requests"].values()))
     assert drafted["requests"] == plain["requests"]
 
 
-def test_greedy_tokens_are_those_without_drafts_in_standard_verification(results: dict[str, Any]) -> None:
+def test_greedy_tokens_are_those_without_drafts_in_standard_verification(results):
     standard = results["standard"]
     assert standard["requests"]["greedy"] == results["plain"]["requests"]["greedy"]
     assert standard["counters"]["num_accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_are_accepted(results: dict[str, Any], engine: str) -> None:
+def test_drafts_are_accepted(results, engine):
     counters, steps = results[engine]["counters"], results[engine]["steps"]
     assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 40)
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
@@ -206,7 +195,7 @@ def test_drafts_are_accepted(results: dict[str, Any], engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", AHEAD)
-def test_steps_are_scheduled_ahead_with_drafts_and_without(results: dict[str, Any], engine: str) -> None:
+def test_steps_are_scheduled_ahead_with_drafts_and_without(results, engine):
     steps = results[engine]["steps"]
     for is_drafted in (True, False):
         in_flight = [step["in_flight"] for step in steps if (step["drafts"] > 0) == is_drafted]
@@ -216,13 +205,13 @@ def test_steps_are_scheduled_ahead_with_drafts_and_without(results: dict[str, An
 
 
 @pytest.mark.parametrize("engine", ["ahead", "open"])
-def test_an_engine_core_schedules_in_every_call(results: dict[str, Any], engine: str) -> None:
+def test_an_engine_core_schedules_in_every_call(results, engine):
     """After a call that runs nothing it sleeps, and a rank of experts runs a dummy batch."""
     assert re.fullmatch("(ran )+(idle )*", results[engine]["calls"])
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_every_token_is_indexed_once(results: dict[str, Any], engine: str) -> None:
+def test_every_token_is_indexed_once(results, engine):
     """Those that a step gave after a stop string too."""
     counters = results[engine]["counters"]
     served = samples(results[engine])
@@ -231,14 +220,14 @@ def test_every_token_is_indexed_once(results: dict[str, Any], engine: str) -> No
     assert 0 <= num_more <= 8 * sum(isinstance(one["end"][1], str) for one in served)
 
 
-def test_vllm_counts_no_step_whose_room_stayed_empty(results: dict[str, Any]) -> None:
+def test_vllm_counts_no_step_whose_room_stayed_empty(results):
     """But vLLM 0.24 counts none."""
     drafted = results["open"].get("drafted", [1])
     assert drafted and min(drafted) > 0
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_requests_go_on_where_their_cache_is_dropped(results: dict[str, Any], engine: str) -> None:
+def test_requests_go_on_where_their_cache_is_dropped(results, engine):
     """Nothing is lost or there twice of a step that was in flight, for the drafter neither."""
     found = results[engine]
     assert len(found["reset_in_flight"]) > 3 and any(found["reset_in_flight"]) == (engine != "drafted")
@@ -248,14 +237,14 @@ def test_requests_go_on_where_their_cache_is_dropped(results: dict[str, Any], en
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_where_drafting_fails_generation_goes_on(results: dict[str, Any], engine: str) -> None:
+def test_where_drafting_fails_generation_goes_on(results, engine):
     found = results[engine]
     assert found["failing"]["sampled"] == results["plain"]["requests"]["sampled"]
     assert found["num_failed_steps"] > 8
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_draft_is_verified(results: dict[str, Any], engine: str) -> None:
+def test_every_draft_is_verified(results, engine):
     """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
     steps, num_drafted = results[engine]["steps"], results[engine]["counters"]["num_draft_tokens"]
     num_verified = sum(step["drafts"] for step in steps)
@@ -264,9 +253,7 @@ def test_every_draft_is_verified(results: dict[str, Any], engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(
-    results: dict[str, Any], engine: str
-) -> None:
+def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engine):
     found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"], "aborted, it goes on as another request"
     before, after = found["sync_in_flight"]
@@ -287,14 +274,14 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_log_probabilities_of_chosen_tokens_are_refused(results: dict[str, Any], engine: str) -> None:
+def test_log_probabilities_of_chosen_tokens_are_refused(results, engine):
     refusal = (
         "not supported together with drafts: logprob_token_ids: vLLM cannot compute them for draft tokens"
     )
     assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
 
 
-def test_full_graphs_are_for_plain_steps(results: dict[str, Any]) -> None:
+def test_full_graphs_are_for_plain_steps(results):
     assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
     assert results["drafted"]["graphs"] == GRAPHS
 
@@ -311,19 +298,19 @@ MORE = {
 
 
 @pytest.fixture(scope="module")
-def graph_engines(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def graph_engines(chat_model, tmp_path_factory):
     models = tmp_path_factory.mktemp("graphs") / "models"
     shutil.copytree(chat_model, models / "target")
     return functools.cache(lambda *engines: on_cuda(models, *engines))
 
 
-def on_cuda(models: pathlib.Path, *engines: str) -> dict[str, Any]:
+def on_cuda(models, *engines):
     return interpreted("tests.engine.interpreted_graphs", models.with_suffix(".json"), str(models), *engines)
 
 
 @WITH_GRAPHS
 @pytest.mark.parametrize("engine", ["open", "gate"])
-def test_graphs_change_nothing(graph_engines: Callable[..., Any], engine: str) -> None:
+def test_graphs_change_nothing(graph_engines, engine):
     found = graph_engines("plain", "open", "gate")
     assert_graphs_change_nothing(found[engine], found["plain"])
 
@@ -331,9 +318,7 @@ def test_graphs_change_nothing(graph_engines: Callable[..., Any], engine: str) -
 @WITH_GRAPHS
 @pytest.mark.long
 @pytest.mark.parametrize("plain", MORE)
-def test_graphs_change_nothing_of_all_that_a_step_can_be(
-    graph_engines: Callable[..., Any], plain: str
-) -> None:
+def test_graphs_change_nothing_of_all_that_a_step_can_be(graph_engines, plain):
     """Preempted rows, chunks of prompts, prompts of one token, aborts, a sync, a reset, drafts that fail."""
     found = graph_engines(plain, *MORE[plain])
     for engine in MORE[plain]:
@@ -347,7 +332,7 @@ def test_graphs_change_nothing_of_all_that_a_step_can_be(
         assert any(step["preempted"] for step in found["preempted"]["steps"])
 
 
-def assert_graphs_change_nothing(found: dict[str, Any], plain: dict[str, Any]) -> None:
+def assert_graphs_change_nothing(found, plain):
     """Beside eager vLLM; and there was nothing that a GPU would not forgive."""
     assert_each_same(found["requests"], plain["requests"])
     assert found["faults"] == found["waits"] == {}

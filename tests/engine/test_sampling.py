@@ -1,7 +1,5 @@
 """Sampled output with drafts follows plain vLLM's distribution, and what is fixed for that on CPUs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
+def sample(llm, seed, **settings):
     import torch
 
     torch.manual_seed(seed)
@@ -32,7 +30,7 @@ def sample(llm: Any, seed: int, **settings: Any) -> list[list[int]]:
     return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, params, use_tqdm=False))
 
 
-def test_drafts_leave_the_distribution(make_engine: Any) -> None:
+def test_drafts_leave_the_distribution(make_engine):
     """Also by vLLM's own way of verification, where 0.24's CPU engine needs the fix of a kernel."""
     plain = make_engine(max_num_seqs=64)
     spec = {"num_speculative_tokens": 3}
@@ -58,22 +56,20 @@ def test_drafts_leave_the_distribution(make_engine: Any) -> None:
     "not __import__('vllm').platforms.current_platform.is_cpu()",
     reason="only vLLM's CPU engine has these defects: elsewhere nothing is fixed and nothing can fail",
 )
-def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch):
     """By what its probe says; that the installed ones are fixed shows in the distribution above."""
     from vllm.utils import cpu_triton_utils
 
     from rollout_spec.vllm.upstream import cpu_expand, cpu_rejection
 
-    def expand(output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, **_: Any) -> None:
+    def expand(output, values, ends, replace_from, replace_to, **_):
         counts = ends.diff(prepend=ends.new_zeros(1))
         output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
 
-    def recovery(
-        output: Any, ends: Any, draft: Any, draft_probs: Any, probs: Any, inv_q: Any, *_: Any, **__: Any
-    ) -> None:
+    def recovery(output, ends, draft, draft_probs, probs, inv_q, *_, **__):
         output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
 
-    def recovery_of_fewer_arguments(*_: Any, NO_DRAFT_PROBS: bool) -> None: ...  # noqa: N803
+    def recovery_of_fewer_arguments(*_, NO_DRAFT_PROBS): ...  # noqa: N803
 
     for probe, name, right, wrong in (
         (cpu_expand, "_expand_kernel_impl", expand, lambda *_, **__: None),
@@ -84,25 +80,25 @@ def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch: pytest.MonkeyPat
             assert probe.applies(None) == (kernel is wrong)
 
 
-def test_seeded_requests_repeat_in_standard_verification(make_engine: Any) -> None:
+def test_seeded_requests_repeat_in_standard_verification(make_engine):
     asked = [Request(PROMPT, sampling({"temperature": 1.0, "seed": i, "extra_args": None})) for i in range(8)]
     first, second = (serve(make_engine({"verify": "standard"}, seed=seed), asked) for seed in (0, 1))
     assert first == second
 
 
 @pytest.mark.parametrize("spec", [None, {}], ids=["plain", "drafting"])
-def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[str, Any] | None) -> None:
+def test_allowed_tokens_leave_with_their_request(make_engine, spec):
     """A request in a row that held another's, which has moved to a lower row and still runs."""
     import torch
 
     llm = make_engine(spec, fresh=True)
     engine = llm.llm_engine
 
-    def add(name: str, max_tokens: int, **asked: Any) -> None:
+    def add(name, max_tokens, **asked):
         asked = {"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | asked
         engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling(asked))
 
-    def finish(name: str) -> list[int]:
+    def finish(name):
         while True:
             for output in engine.step():
                 if output.finished and output.request_id == name:
@@ -122,7 +118,7 @@ def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[st
     add("other", 20)
     engine.step()
 
-    def masked() -> list[bool]:
+    def masked():
         return batch.allowed_token_ids_mask_cpu_tensor.any(dim=1).tolist()[:3]
 
     assert masked() == [True, False, False]
@@ -134,7 +130,7 @@ def test_allowed_tokens_leave_with_their_request(make_engine: Any, spec: dict[st
 
 
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
-def test_a_thinking_budget_follows_its_request(budgets: dict[int, int]) -> None:
+def test_a_thinking_budget_follows_its_request(budgets):
     """Where two rows are swapped, and then one takes the place of a request with a budget that has ended."""
     from vllm.v1.sample import thinking_budget_state
     from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality

@@ -1,11 +1,7 @@
 """Which engines with our drafter schedule ahead, and what the others say."""
 
-from __future__ import annotations
-
 import logging
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -18,19 +14,13 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
 @pytest.fixture
-def decided(tiny_model: str) -> Callable[..., Any]:
+def decided(tiny_model):
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
-    def decide(
-        asked: bool | None,
-        is_cpu: bool = False,
-        has_v2: bool = True,
-        returns_experts: bool = False,
-        **arguments: Any,
-    ) -> Any:
+    def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, **arguments):
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
@@ -46,9 +36,7 @@ def decided(tiny_model: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("is_cpu", [False, True])
 @pytest.mark.parametrize("asked", [None, False, True])
-def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
-    decided: Callable[..., Any], asked: bool | None, is_cpu: bool
-) -> None:
+def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_cpu):
     from rollout_spec.vllm.mrv2.ahead import AHEAD_SCHEDULER
 
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
@@ -65,13 +53,7 @@ def test_an_engine_with_v2_schedules_ahead_where_vllm_would(
         ({"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )
-def test_an_engine_that_cannot_says_why(
-    decided: Callable[..., Any],
-    arguments: dict[str, Any],
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with pytest.raises(ConfigError, match=f"^async_scheduling: {reason}"):
         decided(True, **arguments)

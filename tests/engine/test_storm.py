@@ -1,15 +1,12 @@
 """Two rollout servers whose requests are aborted and go on, again and again."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -28,7 +25,7 @@ class Part(NamedTuple):
     is_validation: bool
 
 
-def is_validation(number: int) -> bool:
+def is_validation(number):
     return number % 5 == 0
 
 
@@ -41,7 +38,7 @@ class Storm:
 
     NUM_AT_A_TIME = 14
 
-    def __init__(self, servers: list[Any], num_interruptions: int) -> None:
+    def __init__(self, servers, num_interruptions):
         self.servers, self.num_interruptions = servers, num_interruptions
         self.rng = random.Random(7)
         self.is_over = False
@@ -52,10 +49,10 @@ class Storm:
         self.memory: list[int] = []  # bytes in use, of C and Python, every 250 interruptions
 
     @property
-    def num_aborted(self) -> int:
+    def num_aborted(self):
         return sum(part.is_aborted and part.num_tokens > 0 for part in self.parts)
 
-    async def run(self) -> None:
+    async def run(self):
         numbers = itertools.count()
         await asyncio.gather(*(server.set_global_steps(0) for server in self.servers))
         await self.share()
@@ -68,12 +65,12 @@ class Storm:
             await server.end_validation()
         await self.share()
 
-    async def clients(self, numbers: Iterator[int]) -> None:
+    async def clients(self, numbers):
         while self.num_aborted < self.num_interruptions:
             number = next(numbers)
             self.texts[number] = await self.finish(number)
 
-    async def finish(self, number: int) -> list[int]:
+    async def finish(self, number):
         asked, prompt = storm_sampling(number)
         tokens, is_aborted = list[int](), True
         while is_aborted:
@@ -88,7 +85,7 @@ class Storm:
             await asyncio.sleep(self.rng.random() * 0.01)
         return tokens
 
-    async def interrupt(self, server: Any) -> None:
+    async def interrupt(self, server):
         version = 0
         while not self.is_over:
             version += 1
@@ -100,7 +97,7 @@ class Storm:
                 await self.share()
             await server.resume_generation()
 
-    async def sync(self, server: Any, version: int) -> None:
+    async def sync(self, server, version):
         of = self.servers.index(server), server.global_steps
         await server.set_global_steps(version)
         self.reports[of].add(await server.take_rollout_report())
@@ -108,7 +105,7 @@ class Storm:
             gc.collect()
             self.memory.append(allocated_bytes())
 
-    async def share(self) -> None:
+    async def share(self):
         """What `verl.history.share_history` has the servers do, whatever they are doing."""
         taken = [await server.take_history() for server in self.servers]
         for server, others in zip(self.servers, taken[::-1], strict=True):
@@ -122,7 +119,7 @@ class MallInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names]
 
 
-def allocated_bytes() -> int:
+def allocated_bytes():
     """What is in use of malloc's memory, mapped too; resident memory also has what was in use at a time."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = MallInfo
@@ -130,7 +127,7 @@ def allocated_bytes() -> int:
     return found.uordblks + found.hblkhd
 
 
-def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:
+def storm_sampling(number):
     prompt = PROMPTS[number % 4]
     extra_args = {
         "rollout_spec_key": [0, 1, "val" if is_validation(number) else "train", number],
@@ -142,7 +139,7 @@ def storm_sampling(number: int) -> tuple[dict[str, Any], list[int]]:
     return asked, prompt
 
 
-def check_versions(storm: Storm) -> RequestCounters:
+def check_versions(storm):
     """Both sides: what clients got of each server and version, and what the server and its engine counted."""
     total = RequestCounters()
     for of, report in storm.reports.items():
@@ -158,9 +155,7 @@ def check_versions(storm: Storm) -> RequestCounters:
 
 
 @pytest.mark.parametrize("num_interruptions", [100, pytest.param(3000, marks=pytest.mark.long)])
-def test_a_storm_of_interruptions_loses_and_repeats_nothing(
-    num_interruptions: int, make_server: Any, make_engine: Any
-) -> None:
+def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, make_server, make_engine):
     """The longer one also sees that memory stays as it is, after 2000 interruptions to warm up."""
     spec = {"history": 32, "max_index_mb": 16}
     servers = [make_server(spec, fresh=True) for _ in range(2)]

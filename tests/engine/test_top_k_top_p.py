@@ -1,9 +1,6 @@
 """On a GPU every row of logits is cut in one way, however many rows there are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ NUMS_ROWS = (1, 7, 8, 64, 65)
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ways(monkeypatch):
     """The ways that logits are cut in from now on, in a process of an engine on a GPU."""
     found: list[str] = []
     monkeypatch.setattr(patches, "_applied", {})
@@ -26,7 +23,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
     for name in ("apply_top_k_top_p_pytorch", "apply_top_k_top_p_triton"):
 
-        def cut(logits: Any, k: Any, p: Any, allow_cpu_sync: bool = False, way: str = name) -> Any:
+        def cut(logits, k, p, allow_cpu_sync=False, way=name):
             found.append(way.rpartition("_")[2])
             return logits
 
@@ -37,7 +34,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(("device", "expected"), [(DEVICE, "triton"), (HOST, "pytorch")])
-def test_rows_are_cut_by_one_kernel(ways: list[str], device: torch.device, expected: str) -> None:
+def test_rows_are_cut_by_one_kernel(ways, device, expected):
     for _ in range(2):  # once
         cut_rows_alike()
     with Accelerator() as accelerator:
@@ -52,7 +49,7 @@ def test_rows_are_cut_by_one_kernel(ways: list[str], device: torch.device, expec
 @pytest.mark.skipif(
     not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="vLLM before 0.32 splits no row"
 )
-def test_no_row_is_split(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_split(ways, monkeypatch):
     """By vLLM's own choice of kernels."""
     cut_rows_alike()
     for name in ("_topk_topp", "_apply_topp_split"):

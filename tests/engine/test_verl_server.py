@@ -1,12 +1,9 @@
 """What verl's server counts and checks, on a real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import multiprocessing
 import os
-import pathlib
 import signal
 import time
 from types import SimpleNamespace
@@ -29,14 +26,14 @@ from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl, toke
 GREEDY = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
-def serve_a_step(server: Any) -> RolloutReport:
+def serve_a_step(server):
     for prompt in PROMPTS[:2] * 2:
         asyncio.run(server.generate(prompt, dict(GREEDY), "id"))
     asyncio.run(server.set_global_steps(1))
     return asyncio.run(server.take_rollout_report())
 
 
-def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_server: Any) -> None:
+def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_server):
     server = make_server({})
     index = proposer_of(server.engine.llm).drafter.index
     asyncio.run(server.generate(PROMPTS[0], {"max_tokens": 1}, "id"))
@@ -55,9 +52,7 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
     assert asyncio.run(server.take_rollout_report()) == RolloutReport()
 
 
-def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(
-    make_server: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, caplog):
     """It would take them from a field that no vLLM has."""
     from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
@@ -69,16 +64,14 @@ def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(
     assert "request_spec_decode_stats" not in caplog.text
 
 
-def test_siblings_differ_though_full_determinism_gives_them_one_seed(
-    make_server: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server, caplog):
     """Requests as verl's agent loops send them, with names, and others without."""
     from rollout_spec.verl.agent_loop import sample_name
 
     server = make_server({}, full_determinism=True)
     logging.getLogger("vllm.rollout_spec.verl.server").addHandler(caplog.handler)
 
-    def respond(number: int | None) -> tuple[int, ...]:
+    def respond(number):
         params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
         if number is not None:
             sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "?"}], "session_id": number}
@@ -96,13 +89,13 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
 
 
-def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
+def test_no_engine_step_waits_for_what_servers_share(make_server):
     server = make_server({"history": 100})
 
-    def respond(number: int, max_tokens: int) -> Any:
+    def respond(number, max_tokens):
         return server.generate(PROMPTS[number], GREEDY | {"max_tokens": max_tokens}, str(number))
 
-    async def serve_and_share() -> None:
+    async def serve_and_share():
         await server.set_global_steps(0)
         await server.take_history()  # it begins to share
         await respond(0, 20)
@@ -121,15 +114,13 @@ def test_no_engine_step_waits_for_what_servers_share(make_server: Any) -> None:
     asyncio.run(serve_and_share())
 
 
-def test_an_engine_without_the_drafter_fails_the_run(make_server: Any) -> None:
+def test_an_engine_without_the_drafter_fails_the_run(make_server):
     with pytest.raises(RuntimeError, match=r"engine core 0 of replica 3 has no drafter of rollout_spec"):
         serve_a_step(make_server(None))
 
 
 @pytest.mark.usefixtures("own_process_groups")
-def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
-    tmp_path: pathlib.Path, make_server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_server, monkeypatch):
     """States and texts of the first round are of older weights."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -160,7 +151,7 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(
     assert min(accepted) > 20
 
 
-async def one_round(server: Any) -> list[list[int]]:
+async def one_round(server):
     params = [{"temperature": 0.0 if j == 2 else 0.8, "max_tokens": 40, "ignore_eos": True} for j in range(3)]
     outputs = [
         server.generate(prompt, params[j] | {"extra_args": {KEY: [i, j]}}, f"{i}-{j}")
@@ -170,7 +161,7 @@ async def one_round(server: Any) -> list[list[int]]:
     return [list(output.token_ids) for output in await asyncio.gather(*outputs)]
 
 
-def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
+def test_turns_with_images(tmp_path, make_server):
     """Siblings of three turns, with images in the first, the second and the third turn."""
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
@@ -190,7 +181,7 @@ def test_turns_with_images(tmp_path: pathlib.Path, make_server: Any) -> None:
     assert results[0] == results[2] != results[1]
 
 
-async def trajectory(server: Any, sibling: int) -> list[list[int]]:
+async def trajectory(server, sibling):
     """The responses of three turns; as verl's agent loops, each prompt has an image's four tokens."""
     prompt, images, responses = list[int](), list[int](), list[list[int]]()
     in_group = len(tokens("Turn ", 1, "?")) + 3
@@ -208,9 +199,7 @@ async def trajectory(server: Any, sibling: int) -> list[list[int]]:
     return responses
 
 
-def test_a_validation_is_not_recorded_whoever_names_its_requests(
-    make_server: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tmp_path, monkeypatch):
     monkeypatch.setenv(DIR_VARIABLE, str(tmp_path))
     server = make_server({})
     for name in (["any", 0, "val"], ["any", 0, "train"]):
@@ -225,9 +214,7 @@ def test_a_validation_is_not_recorded_whoever_names_its_requests(
 
 
 @pytest.mark.timeout(300)
-def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monkeypatch):
     """By verl's own manager, whose sender waits forever: a worker fails, engine and server are killed."""
     import ray
     from ray.exceptions import ActorDiedError
@@ -240,15 +227,15 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(
     from rollout_spec.verl.server import SpecHttpServer
 
     class Server(SpecHttpServer):
-        def __init__(self) -> None:
+        def __init__(self):
             self.node_rank, self._failure = 0, None
 
-        async def start(self, settings: dict[str, Any]) -> list[int]:
+        async def start(self, settings):
             self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
             return [child.pid for child in multiprocessing.active_children()] + [os.getpid()]
 
     class Sender:
-        def update_weights(self) -> None:
+        def update_weights(self):
             time.sleep(600)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

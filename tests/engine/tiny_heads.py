@@ -1,9 +1,6 @@
 """Tiny EAGLE, EAGLE-3 and MTP heads, in the form in which vLLM's loaders take those that are published."""
 
-from __future__ import annotations
-
 import json
-import pathlib
 import shutil
 from typing import Any
 
@@ -14,7 +11,7 @@ DRAFT_TOKENS = range(0, VOCAB_SIZE, 2)  # of a head with a vocabulary of its own
 LAST = "model.layers.1."  # of a tiny model's layers
 
 
-def let_the_last_token_decide(weights: dict[str, Any]) -> None:
+def let_the_last_token_decide(weights):
     """The layers do nothing, and the norm after them, which heads lack, leaves embeddings as they are."""
     weights["model.embed_tokens.weight"].sign_()
     for name, value in weights.items():
@@ -22,40 +19,40 @@ def let_the_last_token_decide(weights: dict[str, Any]) -> None:
             value.zero_()
 
 
-def save_as(folder: pathlib.Path, weights: dict[str, Any]) -> None:
+def save_as(folder, weights):
     from safetensors.torch import save_file
 
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def loaded(folder: pathlib.Path) -> dict[str, Any]:
+def loaded(folder):
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
 
 
-def save_head(target: pathlib.Path, folder: pathlib.Path, weights: dict[str, Any], **own: Any) -> None:
+def save_head(target, folder, weights, **own):
     folder.mkdir()
     config = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1} | own
     (folder / "config.json").write_text(json.dumps(config))
     save_as(folder, weights)
 
 
-def make_bigrams(folder: pathlib.Path) -> None:
+def make_bigrams(folder):
     """Let a model's last token decide: a head can then be the same model."""
     weights = loaded(folder)
     let_the_last_token_decide(weights)
     save_as(folder, weights)
 
 
-def make_even(folder: pathlib.Path) -> None:
+def make_even(folder):
     """Let a model, or a head, take every token that it has for equally likely."""
     weights = loaded(folder)
     weights["lm_head.weight"].zero_()
     save_as(folder, weights)
 
 
-def make_eagle(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
+def make_eagle(target, folder, reads):
     """A target's last layer after what `fc` takes of its input, the token or the state."""
     import torch
 
@@ -71,7 +68,7 @@ def make_eagle(target: pathlib.Path, folder: pathlib.Path, reads: str) -> None:
     save_head(target, folder, head)
 
 
-def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
+def make_mtp(folder, chat_model):
     """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
     import torch
     from safetensors.torch import save_file
@@ -94,7 +91,7 @@ def make_mtp(folder: pathlib.Path, chat_model: str) -> None:
     (folder / "right.safetensors").rename(folder.parent / "right.safetensors")  # vLLM loads all of a folder
 
 
-def make_eagle3(target: pathlib.Path, folder: pathlib.Path) -> None:
+def make_eagle3(target, folder):
     """A head of DRAFT_TOKENS: a target's last layer after what comes out of it."""
     import torch
 

@@ -1,8 +1,5 @@
 """Tiny policies with recurrent layers and random weights."""
 
-from __future__ import annotations
-
-import pathlib
 from typing import Any
 
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
@@ -62,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_recurrent(name: str, folder: pathlib.Path, sees: bool = False) -> str:
+def make_recurrent(name, folder, sees=False):
     """Write one of MODELS to the folder, with a vision tower and a processor if it `sees`.
 
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
@@ -99,7 +96,7 @@ def make_recurrent(name: str, folder: pathlib.Path, sees: bool = False) -> str:
     return str(folder)
 
 
-def make_mtp(name: str, folder: pathlib.Path) -> str:
+def make_mtp(name, folder):
     """One of _DELTA's models with an MTP head, which takes what the last token alone says.
 
     The layers say so little that the head is often right, and so much that a wrong state shows.

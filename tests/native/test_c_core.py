@@ -1,7 +1,5 @@
 """The C tests of native/, plain and under the address and undefined-behaviour sanitizers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

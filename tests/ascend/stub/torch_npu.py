@@ -5,15 +5,12 @@ this module or of Ascend's other libraries is there and does nothing. The functi
 those that samplers call, and a dense model in eager mode.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib
 import importlib.abc
 import importlib.machinery
 import itertools
 import sys
-from typing import Any
 from unittest.mock import MagicMock
 
 import torch
@@ -28,28 +25,26 @@ HOST = torch.device("cpu")
 class _Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of Ascend's libraries that are not there, and makes each of mocks."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname, path=None, target=None):
         top, _, rest = fullname.partition(".")
         if top in LIBRARIES or (top == __name__ and rest):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+    def create_module(self, spec):
         return MagicMock(name=spec.name, __path__=[], __spec__=spec, __name__=spec.name)
 
-    def exec_module(self, module: Any) -> None:
+    def exec_module(self, module):
         pass
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_rest, name)
 
 
-def npu_top_k_top_p(
-    logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None
-) -> torch.Tensor:
+def npu_top_k_top_p(logits, p=None, k=None):
     """By sorting, as the kernel's page describes it: the k largest, then as many as have p together.
 
     Unlike vLLM's function, it drops of equal logits at the edge those with the higher token ids.
@@ -64,29 +59,25 @@ def npu_top_k_top_p(
     return logits.masked_fill(~keep.gather(-1, order.argsort(dim=-1)), -torch.inf)
 
 
-def npu_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(x, weight, eps=1e-6):
     scale = x.float().pow(2).mean(dim=-1, keepdim=True).add(eps).rsqrt()
     return (x.float() * scale).to(x.dtype) * weight, scale
 
 
-def npu_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def npu_add_rms_norm(x, residual, weight, eps=1e-6):
     x = x + residual
     return *npu_rms_norm(x, weight, eps), x
 
 
-def npu_swiglu(x: torch.Tensor) -> torch.Tensor:
+def npu_swiglu(x):
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def _npu_rotary_embedding(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
-    cos_sin_cache: torch.Tensor, is_neox_style: bool,
-) -> None:  # fmt: skip
+    positions, query, key, head_size,
+    cos_sin_cache, is_neox_style,
+):  # fmt: skip
     """Turns both in place, [tokens, heads x head_size]."""
     assert is_neox_style
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -97,9 +88,9 @@ def _npu_rotary_embedding(
 
 
 def _npu_reshape_and_cache(
-    *, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slot_indices: torch.Tensor,
-) -> None:  # fmt: skip
+    *, key, value, key_cache, value_cache,
+    slot_indices,
+):  # fmt: skip
     """Writes both into the caches, [blocks, block_size, heads, head_size], but for slots of padding."""
     kept = slot_indices >= 0
     for cache, new in ((key_cache, key), (value_cache, value)):
@@ -107,10 +98,10 @@ def _npu_reshape_and_cache(
 
 
 def npu_fused_infer_attention_score(
-    *, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_heads: int,
-    num_key_value_heads: int, scale: float, actual_seq_lengths: list[int], actual_seq_lengths_kv: list[int],
-    block_table: torch.Tensor | None, input_layout: str, sparse_mode: int, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    *, query, key, value, num_heads,
+    num_key_value_heads, scale, actual_seq_lengths, actual_seq_lengths_kv,
+    block_table, input_layout, sparse_mode, **_,
+):  # fmt: skip
     """Causal attention of requests that follow each other, [tokens, heads, head_size].
 
     Without a block table keys and values follow each other as well, and the second lengths are ends as the
@@ -137,7 +128,7 @@ def npu_fused_infer_attention_score(
     return torch.cat(outputs), None
 
 
-def stand_in_for_triton() -> None:
+def stand_in_for_triton():
     """vLLM loads this as a plugin: the one kernel of its model runner that has no other path."""
     from vllm.v1.worker import block_table
 
@@ -145,10 +136,10 @@ def stand_in_for_triton() -> None:
 
 
 def _compute_slot_mapping(
-    num_tokens: int, max_num_tokens: int, query_start_loc: torch.Tensor, positions: torch.Tensor,
-    block_table: torch.Tensor, stride: int, block_size: int, slot_mapping: torch.Tensor, *,
-    PAD_ID: int, **_: Any,  # noqa: N803
-) -> None:  # fmt: skip
+    num_tokens, max_num_tokens, query_start_loc, positions,
+    block_table, stride, block_size, slot_mapping, *,
+    PAD_ID, **_,  # noqa: N803
+):  # fmt: skip
     rows = torch.arange(len(query_start_loc) - 1).repeat_interleave(query_start_loc.diff())
     positions = positions[: len(rows)]
     slots = block_table[rows, positions // block_size] * block_size + positions % block_size
@@ -158,7 +149,7 @@ def _compute_slot_mapping(
 class _OnTheHost(TorchFunctionMode):
     """What is to be made on an NPU, or brought to one, stays on the CPU, and pins no memory."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if kwargs.get("pin_memory"):
             del kwargs["pin_memory"]
@@ -171,11 +162,11 @@ class _OnTheHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_npu(device: Any) -> bool:
+def _is_npu(device):
     return isinstance(device, (str, torch.device)) and str(device).startswith("npu")
 
 
-def _autoload() -> None:
+def _autoload():
     """What torch calls when it is imported."""
 
 
