@@ -147,7 +147,8 @@ class Groups:
         places = [
             place
             for place, member in self._unnamed.items()
-            if prompt[max(0, place[0] - _TAIL) : place[0]].tobytes() == place[1]
+            if place[0] <= len(prompt)
+            and prompt[max(0, place[0] - _TAIL) : place[0]].tobytes() == place[1]
             and (member.group.key == key or member.group.key[0] == key[0] == "prompt")
         ]
         for place in sorted(places, reverse=True):

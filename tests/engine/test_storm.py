@@ -157,7 +157,7 @@ def check_versions(storm):
 @pytest.mark.parametrize("num_interruptions", [100, pytest.param(3000, marks=pytest.mark.long)])
 def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, make_server, make_engine):
     """The longer one also sees that memory stays as it is, after 2000 interruptions to warm up."""
-    spec = {"history": 32, "max_index_mb": 16}
+    spec = {"history": 32, "max_index_mb": 4}
     servers = [make_server(spec, fresh=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
@@ -191,8 +191,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, m
         left = (server._windows._requests, *server._drafters.take_ended(), history._shared, history.received)
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
-        assert (stats.num_groups, stats.num_sequences, stats.num_tokens) == (0, 0, 0)
-        assert stats.num_bytes < 4 << 20, "what was learned, an eighth of the budget"
+        assert stats.num_sequences == 0 and stats.num_bytes <= 4 << 20, "the texts stay, within the budget"
     mib = [used >> 20 for used in storm.memory]
     print(f"{storm.num_aborted} interruptions of {len(plain)} responses; memory {mib} MiB")
     assert num_interruptions < 3000 or max(mib[8:]) - max(mib[:8]) < 8
