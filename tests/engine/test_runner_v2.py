@@ -258,12 +258,12 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engin
     assert found["interrupted"] == sampled["tokens"], "aborted, it goes on as another request"
     before, after = found["sync_in_flight"]
     assert (before > 0, after) == (engine != "drafted", 0), "what is in flight is of the old policy"
-    remembered = sorted(found["history"], key=len)
-    for response in sorted((one["tokens"] for one in samples(found)), key=len, reverse=True):
-        is_it = [kept[: len(response)] == response for kept in remembered]
-        kept = remembered.pop(is_it.index(True))
-        assert len(kept) <= len(response) + 8, "what a step gave after a stop"
-    assert remembered == [], "the aborted ones are not among them"
+    responses = [found["interrupted"], *(one["tokens"] for one in samples(found))]
+    for response in responses:  # a longer one may have taken its place
+        assert any(kept[: len(response)] == response for kept in found["history"])
+    for kept in found["history"]:  # but for the aborted ones; a step may give 8 tokens after a stop
+        ends = [len(response) for response in responses if kept[: len(response)] == response]
+        assert len(kept) <= max(ends, default=0) + 8
     stop, stopped = found["stop"], found["stopped"]
     assert stopped["end"] == ["stop", stop]
     assert stopped["text"] == sampled["text"].partition(stop)[0]
