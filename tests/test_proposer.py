@@ -308,6 +308,16 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
     assert "num_failed_steps" in message
 
 
+def test_an_error_while_the_device_works_costs_drafts_only(said):
+    engine = Engine(min_survival=0.0)
+    engine.add("a")
+    engine.step({"a": TEXT[:9]})
+    engine.proposer.drafter.catch_up = lambda has_time: 1 // 0
+    engine.proposer.catch_up(lambda: True)
+    assert engine.step() == {"a": []} and "ZeroDivisionError" in said[0]
+    assert engine.proposer.take_counters().num_failed_steps == 2
+
+
 def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     engine = Engine(min_survival=0.0, history=4)
     engine.add("a")

@@ -186,8 +186,11 @@ class SuffixProposer:
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, while the device works and there is time."""
-        if self.drafter is not None:
-            self.drafter.catch_up(has_time)
+        try:
+            if self.drafter is not None:
+                self.drafter.catch_up(has_time)
+        except Exception as error:
+            self.fail(error)
 
     def take_counters(self, *, waits: bool = True) -> EngineCounters:
         """The counts since the last call; with `waits` also those of steps whose tokens are on their way."""

@@ -61,10 +61,8 @@ class _Arrival:
 
         Until it is there the host does `work`, which asks before each piece of it whether there is time.
         """
-        query = getattr(
-            self._event, "query", None
-        )  # vLLM's stand-in on CPUs has none, and nothing to wait for
-        if query is not None:
+        query = getattr(self._event, "query", None)
+        if query is not None:  # vLLM's stand-in on CPUs has none, and nothing to wait for
             work(lambda: not query())
         self._event.synchronize()
         self.note_end()
