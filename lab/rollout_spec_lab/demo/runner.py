@@ -37,6 +37,7 @@ from rollout_spec_lab.demo.turns import prompts_of
 file, model, train_file, num_steps, *given = sys.argv[1:]
 with hydra.initialize_config_module("verl.trainer.config", version_base=None):
     config = hydra.compose("ppo_trainer", given)
+omegaconf.OmegaConf.resolve(config.rollout.spec)  # by resolvers that are here only
 prompts = prompts_of(config, model, train_file, int(num_steps))
 json.dump([omegaconf.OmegaConf.to_container(config), prompts], open(file, "w"))
 """
