@@ -191,7 +191,9 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     if not on_device:
         room["max_num_batched_tokens"] = max(2048, max(rows) * (1 + max(drafts)))  # all rows in one step
     jobs: dict[str, dict[str, Any]] = {
-        "start": {"folder": str(args.output / "tiny"), "dtype": dtype, "engine": on_device},
+        "start": {
+            "folder": str(args.output / "tiny"), "dtype": dtype, "engine": {**on_device, **args.engine}
+        },
         "verify": {"nums_rows": rows, "nums_drafts": drafts, "vocab_size": size["vocab_size"]},
         "certify": {"plan": certify},
         "steps": {
