@@ -9,7 +9,7 @@ def compute_score(solution_str, **_):
 
 
 @function_tool
-def look_up(name):
+def look_up(name: str) -> str:
     """Look a name up.
 
     Args:
