@@ -101,5 +101,7 @@ def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, model, small_
     assert re.search(ERRORS[fault], end.error), end.log[-20000:]
     assert end.seconds < SYNC_TIMEOUT_S
     assert end.running == []
-    # A process that is killed cannot remove vLLM's queues and OpenMP's registrations. `started` removes them.
-    assert all(name.startswith(("psm_", "sem.mp-", "__KMP_")) for name in end.shared_memory)
+    # A process that is killed cannot remove vLLM's queues, verl's buffer of weights and OpenMP's
+    # registrations. `started` removes them.
+    names = ("psm_", "sem.mp-", "verl_weights_", "__KMP_")
+    assert all(name.startswith(names) for name in end.shared_memory)
