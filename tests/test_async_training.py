@@ -31,7 +31,7 @@ class Run(NamedTuple):
         return [response for response in self.responses if response.kind == kind]
 
     def total(self, metric):
-        return sum(metrics[f"rollout/spec_{metric}"] for metrics in self.metrics.values())
+        return sum(metrics.get(f"rollout/spec_{metric}", 0.0) for metrics in self.metrics.values())
 
 
 def train(folder, mode, *overrides, until=(NUM_STEPS,)):
@@ -87,6 +87,8 @@ def run(request, tmp_path_factory):
 def test_every_step_drafts_and_logs_it(run):
     assert sorted(run.metrics) == list(range(1, NUM_STEPS + 1))
     for metrics in run.metrics.values():
+        if not metrics["rollout/spec_generated_tokens"]:  # all of the step was served before
+            continue
         assert metrics["rollout/spec_num_draft_tokens"] > 0
         assert metrics["rollout/spec_tokens_per_step"] > 1
         assert metrics["rollout/spec_num_failed_steps"] == 0
