@@ -342,10 +342,11 @@ def long_run(seconds):
 
 def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch):
     monkeypatch.setattr(drafter_module, "PIECE_TOKENS", 64)
-    at_once, _ = long_run(100.0)
+    at_once, after_pauses = long_run(100.0)
     in_parts, num_tokens = long_run(0.02)
     assert at_once == in_parts and any(at_once)
     assert max(num_tokens) <= 5 * 64 + 3
+    assert max(after_pauses) <= 101 * 64 + 3, "10 ms at most, however long the engine had no work"
     assert sum(num_tokens) == 6_000 + 60 + 760 + 1_000 + 3
 
 

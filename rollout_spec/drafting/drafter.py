@@ -28,6 +28,7 @@ from rollout_spec.metrics import EngineCounters
 ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
 STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
+MOST_SECONDS = 0.01  # of it at most: an engine without work may have waited long for this step
 PIECE_TOKENS = 1024  # of it that are indexed at a time, in 0.1 ms or less
 
 
@@ -339,7 +340,7 @@ class Drafter:
             model_drafts,
         )
         if self.index.catch_up(0):  # also where nobody waits for a device
-            end = self._clock() + STEP_SHARE * self._last_seconds
+            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_left_out:
             for row in rows.numbers[result.num_draft_tokens < 0].tolist():

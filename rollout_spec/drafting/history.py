@@ -144,12 +144,13 @@ def read_file(path: Path) -> list[bytes]:
         OSError: the file cannot be read.
         HistoryError: it is not one of ours, of another version, or damaged.
     """
-    content, pieces = path.read_bytes(), list[bytes]()
-    while content or not pieces:
-        num = _HEAD_BYTES + int.from_bytes(content[_HEAD_BYTES - _LENGTH_BYTES : _HEAD_BYTES], "little")
-        pieces.append(content[:num])
+    content, pieces, begin = path.read_bytes(), list[bytes](), 0
+    while begin < len(content) or not pieces:
+        head = content[begin : begin + _HEAD_BYTES]
+        end = begin + _HEAD_BYTES + int.from_bytes(head[-_LENGTH_BYTES:], "little")
+        pieces.append(content[begin:end])
         _checked(pieces[-1], str(path))
-        content = content[num:]
+        begin = end
     return pieces
 
 

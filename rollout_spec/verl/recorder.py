@@ -41,7 +41,7 @@ class Recorder:
         folder = os.environ.get(trace.DIR_VARIABLE)
         self._file = trace.trace_file(Path(folder), replica_rank) if folder else None
         # By group and sample: of each call its number, its prompt, its response and its name.
-        self._calls: dict[tuple[str, str], list[_Call]] = defaultdict(list)
+        self._calls: dict[tuple[str, str | int], list[_Call]] = defaultdict(list)
 
     def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
         """A response has ended. What it had said before an interruption is a part of it, and stands in
@@ -54,7 +54,7 @@ class Recorder:
         response = [*map(int, before), *map(int, token_ids)]
         if response:
             group = names.group if names.group is not None else str(hash(prompt))
-            sample = names.sample if names.sample is not None else str(len(self._calls))
+            sample = names.sample if names.sample is not None else len(self._calls)
             call = _Call(names.turn or 0, prompt, response, _plain(named.get(KEY)))
             self._calls[group, sample].append(call)
 
