@@ -91,6 +91,18 @@ static inline bool rs_is_whole(const rs_index *index, const rs_group *group) {
     return prompt->at.level == prompt->level;
 }
 
+/* Have a slot ready, so that rs_sequence_new cannot fail. */
+rs_status rs_sequence_reserve(rs_index *index);
+
+/* A sequence of this kind in a slot that was reserved, at the root. */
+rs_sequence *rs_sequence_new(rs_index *index, rs_kind kind, int32_t group);
+
+/* After any change: whether something of it is not indexed, and may have room. */
+void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence);
+
+/* Whether every sequence that is behind is in the list of these exactly once. */
+bool rs_behind_check(const rs_index *index);
+
 /* Its text ends at this level now, which is not below its start. */
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level);
 

@@ -42,8 +42,8 @@ class Groups:
     """The groups and sequences of an index, and the history they begin with.
 
     When a request has ended, its sequence is parked: the sample's next request goes on there. Which groups
-    and rows leave a full index is decided there (native/index.c): idle groups, with what is parked in them,
-    then text that nobody goes on with, then what does not fit.
+    and rows leave a full index is decided in native/: idle groups, with what is parked in them, then text
+    that nobody goes on with, then what does not fit.
     """
 
     def __init__(self, index: SuffixIndex, history: History) -> None:
