@@ -3,8 +3,6 @@
 vLLM's own samplers, with our hooks, run on `tests.accelerator`; docs/how-it-works/verification.md quotes it.
 """
 
-import contextlib
-import dataclasses
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils import torch_utils
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -26,7 +23,6 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_input_batch
-from vllm.v1.worker.gpu import model_runner as mrv2
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -36,17 +32,14 @@ from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv1.sampler import RowSampling, keep_from_fused_kernel
-from rollout_spec.vllm.mrv2 import host_drafts, speculators
-from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
-from rollout_spec.vllm.mrv2.runner import DraftingRunner
+from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.proposer import BESIDE_MODEL
-from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
-from tests.test_proposer import K, vllm_config
+from tests.test_proposer import vllm_config
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
 GREEDY, SOME_GREEDY, SAMPLED = [0.0] * 3, [1.0, 0.0, 0.7], [1.0] * 3
@@ -329,114 +322,6 @@ def test_allowed_tokens_hold_on_the_device(vllm):
     tokens = engine.output.sampled_token_ids.value.tolist()
     assert tokens[0][0] in (3, 4)
     assert not {token for row in tokens[1:] for token in row} <= {3, 4, -1}
-
-
-@pytest.fixture
-def streams(monkeypatch):
-    nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-
-
-TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
-
-
-class SomeMRV2(mrv2.GPUModelRunner):
-    def execute_model(self, scheduler_output):
-        self.add_requests(scheduler_output)
-        self.update_requests(scheduler_output)
-        self.executed = scheduler_output
-
-    def add_requests(self, scheduler_output): ...
-    def update_requests(self, scheduler_output): ...
-    def postprocess_sampled(self, idx_mapping, sampled_tokens): ...
-    def sample_tokens(self, grammar_output):
-        return ModelRunnerOutput([*self.executed.num_scheduled_tokens], {})
-
-
-def mrv2_host(accelerator, rows):
-    """`HostDrafts` and the runner of MRV2 to which it belongs, with these requests in these rows."""
-    config = vllm_config({"min_survival": 0.0})
-    drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
-    runner = bare(
-        SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
-        parallel_config=config.parallel_config,
-        req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
-    )  # fmt: skip
-    runner.host_drafts = HostDrafts(runner, engine_options(config))
-    patches.put_before(DraftingRunner, runner, SPECULATOR)
-    return runner.host_drafts, runner
-
-
-def scheduled(new=(), drafts=None):
-    """A step of vLLM's scheduler, in which these requests are new."""
-    requests = [
-        SimpleNamespace(req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=None)
-        for name in new
-    ]
-    return SimpleNamespace(
-        finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
-        scheduled_spec_decode_tokens=drafts or {},
-    )  # fmt: skip
-
-
-def after_sampling(host, runner, put, names, sampled):
-    """Each request has got one token; the drafts that the device gets for them, which are none."""
-    runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
-    batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
-    return host.draft(batch, put(torch.ones(len(names)).int()))
-
-
-def test_drafts_of_mrv2_go_to_the_host_and_back(vllm, streams):
-    """A step's tokens come from the device, and what is drafted goes there, without a wait."""
-    with Accelerator() as accelerator:
-        host, runner = mrv2_host(accelerator, {"a": 2, "b": 0})
-        runner.add_requests(scheduled(("a", "b")))
-        accelerator.start()
-        nothing = after_sampling(host, runner, accelerator.put, ["b", "a"], [6, 6])
-        drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
-        runner.update_requests(scheduled(drafts=drafts))
-    assert nothing.value.shape == (2, K)
-    assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
-    placed = runner.req_states.draft_tokens.value.tolist()
-    assert placed == [drafts["b"], [0] * K, drafts["a"], [0] * K]
-    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
-
-
-def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty(
-    vllm, streams, monkeypatch
-):
-    """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
-    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
-    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
-    names = ["b", "a", "new"]
-
-    def step(output, plan):
-        rooms = output.scheduled_spec_decode_tokens
-        output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        attach(output, plan)
-        return output
-
-    with Accelerator() as accelerator:
-        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
-        runner.execute_model(step(scheduled((*names,)), Plan(None, 0, 0)))
-        accelerator.start()
-        after_sampling(host, runner, accelerator.put, names, [6, 6, 40])
-        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
-        given = step(scheduled(drafts=dict(rooms)), Plan(None, 1, K))
-        runner.execute_model(given)
-        report = report_of(runner.sample_tokens(None))
-    drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
-    assert runner.executed.scheduled_spec_decode_tokens == drafts
-    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
-    assert runner.executed.total_num_scheduled_tokens == 9
-    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 13
-    assert report == Report(0, {"b": 2, "a": 4}, True)
-    placed = runner.req_states.draft_tokens.value.tolist()
-    assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
-    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
 
 
 def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(vllm, monkeypatch):

@@ -1,0 +1,128 @@
+"""MRV2's tokens come to the host and drafts go to the device, on a fake accelerator, and nothing waits."""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu import model_runner as mrv2
+
+from rollout_spec import patches
+from rollout_spec.vllm.mrv2 import host_drafts
+from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
+from rollout_spec.vllm.mrv2.runner import DraftingRunner
+from rollout_spec.vllm.options import engine_options
+from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
+from tests.accelerator import DEVICE, Accelerator
+from tests.test_device_waits import bare, vllm  # noqa: F401 (a fixture)
+from tests.test_proposer import K, vllm_config
+
+pytestmark = pytest.mark.usefixtures("vllm", "streams")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+
+TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
+
+
+class SomeMRV2(mrv2.GPUModelRunner):
+    def execute_model(self, scheduler_output):
+        self.add_requests(scheduler_output)
+        self.update_requests(scheduler_output)
+        self.executed = scheduler_output
+
+    def add_requests(self, scheduler_output): ...
+    def update_requests(self, scheduler_output): ...
+    def postprocess_sampled(self, idx_mapping, sampled_tokens): ...
+    def sample_tokens(self, grammar_output):
+        return ModelRunnerOutput([*self.executed.num_scheduled_tokens], {})
+
+
+def mrv2_host(accelerator, rows):
+    """`HostDrafts` and the runner of MRV2 to which it belongs, with these requests in these rows."""
+    config = vllm_config({"min_survival": 0.0})
+    drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
+    runner = bare(
+        SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
+        parallel_config=config.parallel_config,
+        req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
+    )  # fmt: skip
+    runner.host_drafts = HostDrafts(runner, engine_options(config))
+    patches.put_before(DraftingRunner, runner, SPECULATOR)
+    return runner.host_drafts, runner
+
+
+def scheduled(new=(), drafts=None):
+    """A step of vLLM's scheduler, in which these requests are new."""
+    requests = [
+        SimpleNamespace(req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=None)
+        for name in new
+    ]
+    return SimpleNamespace(
+        finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
+        scheduled_spec_decode_tokens=drafts or {},
+    )  # fmt: skip
+
+
+def after_sampling(host, runner, put, names, sampled):
+    """Each request has got one token; the drafts that the device gets for them, which are none."""
+    runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
+    batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
+    return host.draft(batch, put(torch.ones(len(names)).int()))
+
+
+def test_drafts_of_mrv2_go_to_the_host_and_back():
+    """A step's tokens come from the device, and what is drafted goes there, without a wait."""
+    with Accelerator() as accelerator:
+        host, runner = mrv2_host(accelerator, {"a": 2, "b": 0})
+        runner.add_requests(scheduled(("a", "b")))
+        accelerator.start()
+        nothing = after_sampling(host, runner, accelerator.put, ["b", "a"], [6, 6])
+        drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
+        runner.update_requests(scheduled(drafts=drafts))
+    assert nothing.value.shape == (2, K)
+    assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
+    placed = runner.req_states.draft_tokens.value.tolist()
+    assert placed == [drafts["b"], [0] * K, drafts["a"], [0] * K]
+    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+
+
+def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty(monkeypatch):
+    """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
+    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
+    names = ["b", "a", "new"]
+
+    def step(output, plan):
+        rooms = output.scheduled_spec_decode_tokens
+        output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        attach(output, plan)
+        return output
+
+    with Accelerator() as accelerator:
+        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
+        runner.execute_model(step(scheduled((*names,)), Plan(None, 0, 0)))
+        accelerator.start()
+        after_sampling(host, runner, accelerator.put, names, [6, 6, 40])
+        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
+        given = step(scheduled(drafts=dict(rooms)), Plan(None, 1, K))
+        runner.execute_model(given)
+        report = report_of(runner.sample_tokens(None))
+    drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
+    assert runner.executed.scheduled_spec_decode_tokens == drafts
+    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
+    assert runner.executed.total_num_scheduled_tokens == 9
+    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 13
+    assert report == Report(0, {"b": 2, "a": 4}, True)
+    placed = runner.req_states.draft_tokens.value.tolist()
+    assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
+    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
