@@ -86,6 +86,7 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     # is 3 4 7 1: two are right, and the target says 6.
     assert (result.num_tokens, result.num_steps, result.num_decoded_tokens) == (8, 3, 5)
     assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
+    assert outlook([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
 
 
 def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):

@@ -26,7 +26,7 @@ def outlook(
         the engines' steps without drafts; running, the requests in each of these in the longest rollout.
     """
     running = [
-        num_running([len(request.response) for request in requests], max_num_seqs)
+        num_running([sum(len(turn.response) for turn in one.turns) for one in requests], max_num_seqs)
         for rollout in rollouts_of(lines)
         for requests in assign(requests_of(rollout, None), num_replicas)
     ]
