@@ -81,8 +81,10 @@ test-fast: ## run the tests that start no engine and train nothing
 	$(SUFFIX)
 	$(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS)
 
-test-long: ## train in verl's asynchronous modes, resume, and have faults
-	$(PYTEST) -m long $(TEST_ARGS)
+test-long: ## train in verl's asynchronous modes, resume, have faults, and try new examples
+	$(PYTEST) -m long $(TEST_ARGS) $(SOME)
+	@# Examples that no run has had before.
+	$(PYTEST) --hypothesis-profile default tests/test_index_oracle.py $(TEST_ARGS) $(SOME)
 
 test-ascend: dev ## run our drafter in the published vllm-ascend, with a stub of torch_npu
 	$(foreach v,$(ASCENDS),$(IN) ascend-$(v) python -m pytest tests/ascend lab/tests/ascend $(TEST_ARGS) &&) true

@@ -8,6 +8,9 @@ import subprocess
 import pytest
 from hypothesis import Phase, settings
 
+# The same examples in every run; `make test-long` draws others.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 # Of a mutant only matters whether it fails, not the smallest case.
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), report_multiple_bugs=False)
 
