@@ -149,7 +149,7 @@ def read_trace(path: str | Path) -> Iterator[Rollout]:
 def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects in JSON lines, plain or gzipped, each with its place; empty lines are skipped.
 
-    A last line that is cut, as a killed run leaves it, is skipped with a warning in the log.
+    What is cut off at the end, as a killed run leaves it, is skipped with a warning in the log.
 
     Raises:
         OSError: the file cannot be opened.
@@ -167,7 +167,9 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if line.strip() and (fields := _parse_json(line, where)) is not None:
                     yield where, fields
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}:{number + 1}: {error}") from error
+        if number == 0 or not isinstance(error, EOFError):
+            raise TraceError(f"{path}:{number + 1}: {error}") from error
+        logger.warning("%s:%d: the rest of the file is cut off, it is left out", path, number + 1)
 
 
 def _parse_json(line: bytes, where: str) -> dict[str, Any] | None:

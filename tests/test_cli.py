@@ -77,7 +77,7 @@ MISTAKES = [
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
     ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
-    ("replay {TRACE} --spec routing=group", "--spec routing=group: replay drafts in every step"),
+    ("replay {TRACE} --spec routing=group", "--spec routing=group: it makes no difference in replay"),
     ("replay {TRACE} --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
     *(
         (f"replay {{TRACE}} --model-acceptance '{given}'", f"--model-acceptance {given}: must be numbers")
@@ -271,6 +271,11 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert plain < both[0] < 1.5 * plain
 
 
+def test_an_output_that_is_no_folder_is_refused_first(capsys):
+    assert main(["replay", "nowhere.jsonl", "--output", __file__]) == 2
+    assert capsys.readouterr().err == f"rollout-spec replay: --output: {__file__} is no folder\n"
+
+
 FULL = """
 import pathlib, sys
 write = pathlib.Path.write_bytes
@@ -309,6 +314,13 @@ def test_a_reader_that_has_gone_is_exit_code_141(more):
     done = run_python(RUN, "replay", TRACE, "--limit-groups", 2, *more, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_output_is_no_fault():
+    arguments = "replay", str(TRACE), "--limit-groups", "2"
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", RUN, *arguments]
+    done = subprocess.run(command, text=True, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_without_torch_certify_says_what_it_needs(tmp_path):

@@ -201,7 +201,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     assert open_corpus(output).num_tokens == 7
 
 
-def test_a_link_stays_and_what_is_no_plain_file_is_refused(tmp_path, capsys):
+def test_a_link_stays_and_what_is_no_corpus_is_refused(tmp_path, capsys):
     write_trace(tmp_path / "good.jsonl", ([1], [[1, 2]]))
     (tmp_path / "target.sam").touch()
     (tmp_path / "link.sam").symlink_to("target.sam")
@@ -214,6 +214,11 @@ def test_a_link_stays_and_what_is_no_plain_file_is_refused(tmp_path, capsys):
         assert command("corpus", "build", tmp_path / "good.jsonl", "-o", tmp_path / name) == 2
         assert f"{name}: must be a plain file in a folder that exists" in capsys.readouterr().err
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "loop").is_symlink()
+    recorded = (tmp_path / "good.jsonl").read_bytes()
+    assert command("corpus", "build", tmp_path / "good.jsonl", "-o", tmp_path / "good.jsonl") == 2
+    assert "good.jsonl: is there already, and is no corpus: name another file" in capsys.readouterr().err
+    assert (tmp_path / "good.jsonl").read_bytes() == recorded
+    assert command("corpus", "build", tmp_path / "good.jsonl", "-o", tmp_path / "target.sam") == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer
@@ -171,7 +172,7 @@ def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted
     assert [(one.group, one.step, len(one.responses)) for one in rollouts] == expected
 
 
-@pytest.mark.parametrize("step", [3.5, "last", "3.5", float("inf"), [3]])
+@pytest.mark.parametrize("step", [3.5, "last", "3.5", float("inf"), [3], True])
 @pytest.mark.parametrize("columns", [{}, {"step": "step"}])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step, columns):
     (tmp_path / "x.jsonl").write_bytes(lines([{"prompt_ids": [1], "response_ids": [2], "step": step}]))
@@ -217,8 +218,8 @@ def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, f
 
 @pytest.mark.parametrize(
     "damaged",
-    [VERL + b"{\n{}\n", gzip.compress(VERL)[:20] + bytes(50), b"PAR1nothing"],
-    ids=["JSON", "gzip", "parquet"],
+    [VERL + b"{\n{}\n", gzip.compress(VERL)[:20] + bytes(50), b"PAR1nothing", b'{"response_ids": [-1]}'],
+    ids=["JSON", "gzip", "parquet", "token"],
 )
 def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, damaged):
     (tmp_path / "x.jsonl").write_bytes(damaged)
@@ -267,7 +268,7 @@ MISTAKES = [
     (lines([{"response": [[["a"]]]}]), "", "x.jsonl:1: the response is [['a']], and not what the policy"),
     (b'{"response": ' + b"[" * 500 + b"]" * 500 + b"}\n", "", "x.jsonl:1: the response is [[[["),
     (lines([{"response": 5}]), "", "x.jsonl:1: the response is 5, and not what the policy wrote"),
-    (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl[0]: -1 is not a token id"),
+    (b'{"prompt_ids": [-1], "responses": [1]}', "", "x.jsonl:1[0]: -1 is not a token id"),
 ]
 
 
@@ -281,10 +282,15 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, content, options, mes
     assert message in error
 
 
-def test_a_loop_of_links_is_one_line(tmp_path, capsys):
+def test_what_is_no_file_is_one_line(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
-    assert main(["replay", str(tmp_path / "loop")]) == 2
-    assert capsys.readouterr().err.endswith("loop: Too many levels of symbolic links\n")
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (
+        ("loop", "Too many levels of symbolic links"),
+        ("pipe", "must be a file or a folder, no pipe and no device"),
+    ):
+        assert main(["replay", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.endswith(f"{name}: {reason}\n")
 
 
 def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):

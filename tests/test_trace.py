@@ -53,6 +53,13 @@ def test_a_last_line_that_is_cut_is_left_out_and_said(tmp_path, pack, caplog):
     assert not caplog.messages
 
 
+def test_of_a_compressed_file_that_is_cut_the_whole_lines_are_read(tmp_path, caplog):
+    file = tmp_path / "trace.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(LINES).encode())[:-8])
+    assert groups(file) == ["\u00e9", "b"]
+    assert caplog.messages == [f"{file}:3: the rest of the file is cut off, it is left out"]
+
+
 @pytest.mark.parametrize("num_tokens", [1, 50_000])
 def test_a_run_that_goes_on_leaves_no_cut_line_inside(tmp_path, num_tokens):
     file = tmp_path / "trace.jsonl"

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -261,6 +262,24 @@ def test_unknown_options_are_refused_among_other_overrides():
             check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])
         with pytest.raises(ConfigError, match=r"model_tokens=2: with verl, set num_speculative_tokens of "):
             check_overrides([*fine, f"{prefix}rollout.spec.model_tokens=2"])
+
+
+@pytest.mark.parametrize(
+    ("fine", "wrong"),
+    [
+        ([], "+rollout/spec=sam"),
+        ([], "+rollout={spec: sam}"),
+        ([], "++rollout.spec=sam"),
+        ([], "+rollout.spec.history=0"),
+        ([], "++rollout.spec.method=sam"),
+        (["+rollout.spec=sam"], "rollout.spec.method=off"),
+    ],
+)
+def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{wrong}: write +rollout.spec=sam or +rollout.spec=off")
+    ):
+        check_overrides([*fine, wrong])
 
 
 def run(command):

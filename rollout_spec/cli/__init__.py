@@ -93,7 +93,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
             code = args.run(args)
         except SystemExit as done:  # --help and --version, or a wrong option
             code = int(done.code or 0)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import path
+from rollout_spec.cli.inputs import folder, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=path, default=Path("outputs/comparison"), metavar="DIR",
+        "--output", type=folder, default=Path("outputs/comparison"), metavar="DIR",
         help="folder for page, picture and JSON",
     )  # fmt: skip
     output.add_argument(

@@ -29,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import print_values
+    from rollout_spec.drafting.corpus import is_corpus
     from rollout_spec.drafting.native import OutOfMemory
     from rollout_spec.files import plain_file
 
-    plain_file(args.output)
+    file = plain_file(args.output)
+    if file.exists() and file.stat().st_size and not is_corpus(file):
+        raise UserError(f"{args.output}: is there already, and is no corpus: name another file")
     try:
         values = _build(args)
     except OutOfMemory as error:

@@ -50,6 +50,14 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def folder(text: str) -> Path:
+    """An argparse type: a folder that is there or can be made."""
+    found = path(text)
+    if found.exists() and not found.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return found
+
+
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
     group.add_argument(

@@ -15,8 +15,8 @@ from rollout_spec.cli.inputs import (
     add_simulated_model,
     add_spec_argument,
     check_steps,
+    folder,
     number,
-    path,
     read,
     spec_options,
     with_model,
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
-    **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "replay drafts in every step"),
+    **dict.fromkeys(("method", "batch_threshold"), "replay drafts in every step"),
+    **dict.fromkeys(("verify", "routing"), "it makes no difference in replay"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "model_tokens": "--model-acceptance sets it, a number for each",
 }
@@ -59,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output", type=path, metavar="DIR", help="write a page with pictures, replay.html, and replay.json"
-    )
+        "--output", type=folder, metavar="DIR",
+        help="write a page with pictures, replay.html, and replay.json",
+    )  # fmt: skip
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 

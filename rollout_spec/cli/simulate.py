@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     lines.add_argument(
         "--tool-seconds", type=number(float, 0.0, 86_400.0), default=1.0, metavar="S",
-        help="between two turns of an agent, where the recording has turns (1)",
+        help="between two turns of an agent, where the recording has turns",
     )  # fmt: skip
     times = parser.add_argument_group("how long a step takes: measured, or predicted for a device")
     source = times.add_mutually_exclusive_group(required=True)

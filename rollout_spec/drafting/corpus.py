@@ -85,6 +85,12 @@ def open_corpus(path: str | Path) -> Corpus:
     return Corpus(mapped, digest, *_HEAD.unpack_from(mapped, CONTENT_OFFSET))
 
 
+def is_corpus(path: Path) -> bool:
+    """Whether this file is a corpus, of whatever version."""
+    with path.open("rb") as file:
+        return file.read(len(_KIND)) == _KIND
+
+
 def check_corpus(path: str | Path) -> None:
     """Read a file through: its checksum, and that every number in it is one that an index can follow.
 

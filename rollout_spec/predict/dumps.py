@@ -42,7 +42,8 @@ _WANTED = (
 )
 _STEP = re.compile(r"(?:global_?)?(?:step)?[ _-]?(\d{1,18})(?:\.0*)?", re.IGNORECASE)
 _EMPTY: tuple[Any, ...] = (None, "", [])
-_Text = str | list[int]
+_Raw = str | list[int]
+_Text = str | npt.NDArray[np.int32]
 Columns = Mapping[str, str]
 """The field of each role (a key of NAMES), "": no field."""
 
@@ -129,6 +130,8 @@ def _key(one: Rollout | _Group) -> tuple[Any, ...]:
 
 def _files(path: Path) -> list[Path]:
     """The path, or the files in the folder, hidden ones and those in hidden folders left out."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise TraceError(f"{path}: must be a file or a folder, no pipe and no device")
     if not path.is_dir():
         return [path]
     files = [file for file in path.rglob("*") if _FILES.search(file.name) and file.is_file()]
@@ -192,7 +195,8 @@ def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | Non
     step = _value(row, "step", columns, where)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if is_verls and "uid" in row else ""
-    return _Group(_step(step, where), str(name), part, prompt, responses)
+    texts = [text if isinstance(text, str) else token_ids(text, where) for text in (prompt, *responses)]
+    return _Group(_step(step, where), str(name), part, texts[0], texts[1:])
 
 
 def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> Any:
@@ -212,7 +216,7 @@ def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> A
     return None
 
 
-def _responses(value: Any, where: str) -> list[_Text]:
+def _responses(value: Any, where: str) -> list[_Raw]:
     """What a value holds: one response, or a list of n for n samples. Of a chat with one message its text."""
     is_one = not isinstance(value, list) or _is_ids(value) or _is_chat(value)
     responses = []
@@ -228,7 +232,7 @@ def _responses(value: Any, where: str) -> list[_Text]:
     return responses
 
 
-def _prompt(value: Any) -> _Text:
+def _prompt(value: Any) -> _Raw:
     """The text or the token ids of a prompt; a chat as verl decodes it, roles and texts in lines."""
     if _is_chat(value):
         return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in value)
@@ -240,7 +244,7 @@ def _step(value: Any, where: str) -> int | None:
     if value is None:
         return None
     number = _STEP.fullmatch(value) if isinstance(value, str) else None
-    if number or (isinstance(value, (int, float)) and value % 1 == 0):
+    if number or (type(value) in (int, float) and value % 1 == 0):
         return int(number[1] if number else value)
     raise TraceError(f"{where}: the step is {value!r:.40}, no whole number; --columns step= reads no steps")
 
@@ -263,9 +267,7 @@ class _Encoder:
     def rollout(self, group: _Group) -> Rollout:
         texts = [group.prompt, *group.responses]
         encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
-        prompt, *responses = (
-            next(encoded) if isinstance(text, str) else token_ids(text, str(self._where)) for text in texts
-        )
+        prompt, *responses = (next(encoded) if isinstance(text, str) else text for text in texts)
         return Rollout(group.name, group.step, prompt, responses)
 
     def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:

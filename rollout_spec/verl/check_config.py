@@ -72,14 +72,19 @@ def one_line_errors() -> Iterator[None]:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Raise a ConfigError for an unknown method, and for `rollout.spec.NAME=VALUE` where NAME is no option.
+    """Raise a ConfigError for an unknown method, for `rollout.spec.NAME=VALUE` where NAME is no option, and
+    for what looks like `+rollout.spec=METHOD` and is none.
 
-    Hydra would refuse both, in many lines, before any check of ours.
+    Hydra would refuse the first two in many lines, before any check of ours, and do nothing for the third.
     """
     known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
-    chosen = [
-        each.partition("=")[2].split(",") for each in arguments if re.match(r"\+{1,2}rollout\.spec=", each)
-    ]
+    values = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
+    chosen = [[each] if "{" in each else each.split(",") for each in values]
+    of_nobody = r"\+\+rollout\.spec=|\+*rollout(/spec=|=.*\bspec\b|\.spec\.method=)"
+    of_nobody += "" if chosen else r"|\+rollout\.spec\."
+    for argument in arguments:
+        if re.match(of_nobody, argument):
+            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
     for method in itertools.chain(*chosen):
         if method not in METHODS:
             raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
