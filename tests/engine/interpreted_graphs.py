@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from rollout_spec.vllm.keys import KEY
-from tests.engine.interpreted_model import NUM_MODEL_TOKENS
+from tests.engine.interpreted_model import BRIEF, FEWER_BLOCKS, NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
 
 FULL, DECODE = (interpreted_cuda.with_graphs(mode) for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"))
@@ -71,7 +71,7 @@ SCENARIOS: dict[str, Any] = {
     "open": lambda m: text(m, {}, (*NAMES, "looping"), **AHEAD, **FULL),
     "gate": lambda m: text(m, GATE, SOME, **AHEAD, **DECODE),
     "all of life": lambda m: text(m, GATE, (*NAMES, "looping", "long"), stop=m["stop"], **AHEAD, **FULL),
-    "waiting": lambda m: text(m, {}, SOME, **FULL),
+    "waiting": lambda m: text(m, GATE, SOME, **FULL),
     "preempted": lambda m: text(m, GATE, FEW, **AHEAD, **FEW_BLOCKS, **FULL),
     "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
     "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
@@ -79,7 +79,7 @@ SCENARIOS: dict[str, Any] = {
     # A model beside it.
     "eagle": lambda m: beside(m, {}, SOME, **FULL),
     "eagle gate": lambda m: beside(m, GATE, SOME, stop=m["stop"], **DECODE),
-    "eagle preempted": lambda m: beside(m, {"batch_threshold": 1}, FEW, **FEW_BLOCKS, **FULL),
+    "eagle preempted": lambda m: beside(m, {"batch_threshold": 1}, BRIEF, **FEWER_BLOCKS, **FULL),
     "copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy", **FULL),
 }
 

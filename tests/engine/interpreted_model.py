@@ -22,6 +22,7 @@ NAMES = (*interpreted_runner.NAMES, "one", "short")
 BRIEF = ("sampled", "one", "greedy")
 REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
+FEWER_BLOCKS = FEW_BLOCKS | {"num_gpu_blocks_override": 5}  # for two rows, and then for one
 
 
 def main(models, in_brief=""):
@@ -88,8 +89,7 @@ def served(models, **ahead):
 
 
 def preempted(model, drafter, **ahead):
-    few_blocks = FEW_BLOCKS | {"num_gpu_blocks_override": 5}
-    return both(model, drafter, {"batch_threshold": 1}, names=BRIEF, **ahead, **few_blocks)
+    return both(model, drafter, {"batch_threshold": 1}, names=BRIEF, **ahead, **FEWER_BLOCKS)
 
 
 def served_in_brief(models, **ahead):
