@@ -18,10 +18,15 @@ ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
+RETURNED = {"enable_return_routed_experts": True}  # with which the scheduler waits
 
 
 def text(models, spec, names, **more):
     return run(models["target"], spec, names=names, **more)
+
+
+def experts(models, spec, **more):
+    return run(models["experts"], spec, names=SOME, tokenizer=models["target"], **more)
 
 
 def beside(models, spec, names, head="eagle", **more):
@@ -76,6 +81,10 @@ SCENARIOS: dict[str, Any] = {
     "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
     "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
     "mixed decode": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **DECODE),
+    "plain experts": lambda m: experts(m, None),
+    "experts": lambda m: experts(m, GATE, **AHEAD, **FULL),
+    "plain returned": lambda m: experts(m, None, **RETURNED),
+    "returned": lambda m: experts(m, GATE, **RETURNED, **FULL),
     # A model beside it.
     "eagle": lambda m: beside(m, {}, SOME, **FULL),
     "eagle gate": lambda m: beside(m, GATE, SOME, stop=m["stop"], **DECODE),
