@@ -27,7 +27,10 @@ VLLMS = {"0.24.0": "cpu"} | {version: f"vllm-{version}" for version in ("0.23.0"
 # vllm-ascend, and the environment it runs in. What it asks for is not installable without an NPU's libraries,
 # and without its kernels it is plain Python: so it is a folder on the path, beside all environments.
 ASCENDS = {"0.23.0": "vllm-0.23.0", "0.23.0.post1": "vllm-0.23.0", "0.24.0rc1": "cpu"}
+# A vLLM without a wheel for CPUs, and the one whose kernels its Python gets: a folder on the path too.
+NEWER = {"0.33.0": "0.32.0"}
 NAMES = {file.stem: file.stem for file in sorted(HERE.glob("*.txt"))} | VLLMS
+NAMES |= {newer: VLLMS[version] for newer, version in NEWER.items()}
 NAMES |= {f"ascend-{release}": environment for release, environment in ASCENDS.items()}
 # What an editable installation is made from; other edits of Python and YAML take effect by themselves.
 SOURCES = ("pyproject.toml", "setup.py", "lab/pyproject.toml", "native/*.c", "native/*.h", "native/*.py")
@@ -81,8 +84,22 @@ def install(args: argparse.Namespace) -> dict[str, str]:
     if not args.packages_only and name not in ("docs", "mutants"):
         sources = [packages, *(file for pattern in SOURCES for file in sorted(ROOT.glob(pattern)))]
         once(folder / ".checkout", [*editable, ROOT, "--editable", ROOT / "lab"], sources=sources)
-    ascend = install_ascend(home, args.name) if args.name.startswith("ascend-") else {}
-    return {"PATH": f"{folder}/bin:{home}/bin:{os.environ['PATH']}", **ascend}
+    more = install_ascend(home, args.name) if args.name.startswith("ascend-") else {}
+    if args.name in NEWER:
+        more = install_newer(home, args.name, folder)
+    return {"PATH": f"{folder}/bin:{home}/bin:{os.environ['PATH']}", **more}
+
+
+def install_newer(home: Path, version: str, folder: Path) -> dict[str, str]:
+    """Install a vLLM for GPUs with a CPU's kernels; returns the variable with which it is found."""
+    target = home / f"vllm-{version}"
+    pip = [home / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
+    mend = f"""find {target} -name '*.so*' -delete
+        cp {folder}/lib/python*/site-packages/vllm/*.so {target}/vllm
+        sed -i '/^Version:/s/$/+cpu/' {target}/vllm-{version}.dist-info/METADATA"""
+    commands = [*pip, "--target", target, f"vllm=={version}"], ["sh", "-ec", mend]
+    once(target / ".built", *commands, sources=[folder / ".packages"])
+    return {"PYTHONPATH": str(target)}
 
 
 def install_ascend(home: Path, name: str) -> dict[str, str]:

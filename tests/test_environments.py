@@ -1,6 +1,7 @@
 """The lock has what the distributions ask for; what VERL and VLLM choose; what is installed anew."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -33,6 +34,15 @@ def test_a_lock_does_not_say_where_packages_come_from(lock):
     for line in lock.read_text().splitlines():
         assert re.fullmatch(r"#.*|[\w.-]+==[\w.!]+( ; [\w ='.<>!()*]+)?", line), line
         assert "://" not in line
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", install.NEWER)
+def test_the_python_of_a_newer_vllm_passes_the_engine_tests(version):
+    """With the kernels of an older one, as long as it has no wheel for CPUs."""
+    run = subprocess.run(["make", "test", f"VLLM={version}"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:]
 
 
 ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"

@@ -165,6 +165,17 @@ def test_verification_is_judged_at_64_rows_with_7_drafts() -> None:
     ]
 
 
+def test_cutting_all_rows_alike_is_compared_with_vllms_choice() -> None:
+    """Only where there are several ways: on CUDA."""
+    cut = {"top-k, alike": 3.0, "top-k, vllm's": 2.0, "top-p, alike": 1.0, "top-p, vllm's": 1.0}
+    cells = [{**cell, "ms": cell["ms"] | cut} for cell in VERIFIED["cells"]]
+    cells[0]["ms"]["top-p, alike"] = 2.5
+    assert list(verified({**VERIFIED, "cells": cells}))[4:] == [
+        "Cutting all rows alike by top-k takes 1.50 times vLLM's at most, with 4096 rows.",
+        "Cutting all rows alike by top-p takes 2.50 times vLLM's at most, with 64 rows.",
+    ]
+
+
 @pytest.mark.parametrize(("difference", "says"), [(0.0, "are equal"), (1e-6, "are not equal")])
 def test_the_batch_invariant_mode_is_judged_bit_for_bit(difference: float, says: str) -> None:
     counted = {"tokens_compared": 9, "tokens_identical": 9, "unexplained_differences": 0}

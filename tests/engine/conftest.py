@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
+from rollout_spec.vllm.versions import untested
 from tests.engine.rollout_server import make_server, server_of  # noqa: F401
 
 ENVIRONMENT = {
@@ -27,6 +28,7 @@ ENVIRONMENT = {
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
 # An engine without drafts whose samples are those of engines with drafts.
+UNTESTED = {"untested_vllm": True} if untested() else {}
 OFF: dict[str, Any] = {"additional_config": {"rollout_spec": {"method": "off"}}}
 
 
@@ -72,6 +74,12 @@ def collect_unless_vllm_asks(generation=2, *, collect=gc.collect):
     """vLLM collects seven times an engine, each a fifth of a second or more in a process as large as this."""
     asks = sys._getframe(1).f_globals["__name__"]
     return 0 if asks.split(".")[0] == "vllm" else collect(generation)
+
+
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def make_tiny(name, folder, peak=12, **more):
@@ -129,7 +137,7 @@ def engine_settings(model, spec=None):
         "skip_tokenizer_init": True,
     }
     if spec is not None:
-        spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | spec
+        spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | UNTESTED | spec
         settings["speculative_config"] = speculative_config(spec["num_speculative_tokens"])
         settings["additional_config"] = {"rollout_spec": spec}
     return settings

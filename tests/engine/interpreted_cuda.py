@@ -7,6 +7,7 @@ capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to t
 # ruff: noqa: I001 (what is imported depends on what comes before)
 import tests.engine.interpreted_triton  # noqa: F401
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -57,6 +58,12 @@ def allow_graphs(cpu):
 def allow_piecewise(compilation):
     """Piecewise graphs without torch.compile: such a step has the padded batch, and no graph."""
     compilation.CUDAGraphMode.requires_piecewise_compilation = lambda self: False
+
+
+def capture_in_groups(parallel_state):
+    """A group of ranks asks for CUDA's communicator there; collectives are noted like other operations."""
+    ready = parallel_state.GraphCaptureContext(None)
+    parallel_state.GroupCoordinator.graph_capture = lambda *_, **__: contextlib.nullcontext(ready)
 
 
 def seem_compiled(module):
@@ -194,6 +201,7 @@ def arrive_late(module):
 recorded_graphs.install()
 when_imported("vllm.platforms.cpu", allow_graphs)
 when_imported("vllm.config.compilation", allow_piecewise)
+when_imported("vllm.distributed.parallel_state", capture_in_groups)
 when_imported("vllm.v1.worker.gpu.cudagraph_utils", count_replays)
 when_imported("vllm.v1.worker.gpu.model_runner", seem_compiled)
 when_imported("vllm.v1.attention.backends.cpu_attn", plan_attention)

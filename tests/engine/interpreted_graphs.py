@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from rollout_spec.vllm.keys import KEY
-from tests.engine.interpreted_model import NUM_MODEL_TOKENS
+from tests.engine.interpreted_model import BRIEF, FEWER_BLOCKS, NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
 
 FULL, DECODE = (interpreted_cuda.with_graphs(mode) for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"))
@@ -18,10 +18,15 @@ ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
+RETURNED = {"enable_return_routed_experts": True}  # with which the scheduler waits
 
 
 def text(models, spec, names, **more):
     return run(models["target"], spec, names=names, **more)
+
+
+def experts(models, spec, **more):
+    return run(models["experts"], spec, names=SOME, tokenizer=models["target"], **more)
 
 
 def beside(models, spec, names, head="eagle", **more):
@@ -71,15 +76,19 @@ SCENARIOS: dict[str, Any] = {
     "open": lambda m: text(m, {}, (*NAMES, "looping"), **AHEAD, **FULL),
     "gate": lambda m: text(m, GATE, SOME, **AHEAD, **DECODE),
     "all of life": lambda m: text(m, GATE, (*NAMES, "looping", "long"), stop=m["stop"], **AHEAD, **FULL),
-    "waiting": lambda m: text(m, {}, SOME, **FULL),
+    "waiting": lambda m: text(m, GATE, SOME, **FULL),
     "preempted": lambda m: text(m, GATE, FEW, **AHEAD, **FEW_BLOCKS, **FULL),
     "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
     "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
     "mixed decode": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **DECODE),
+    "plain experts": lambda m: experts(m, None),
+    "experts": lambda m: experts(m, GATE, **AHEAD, **FULL),
+    "plain returned": lambda m: experts(m, None, **RETURNED),
+    "returned": lambda m: experts(m, GATE, **RETURNED, **FULL),
     # A model beside it.
     "eagle": lambda m: beside(m, {}, SOME, **FULL),
     "eagle gate": lambda m: beside(m, GATE, SOME, stop=m["stop"], **DECODE),
-    "eagle preempted": lambda m: beside(m, {"batch_threshold": 1}, FEW, **FEW_BLOCKS, **FULL),
+    "eagle preempted": lambda m: beside(m, {"batch_threshold": 1}, BRIEF, **FEWER_BLOCKS, **FULL),
     "copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy", **FULL),
 }
 

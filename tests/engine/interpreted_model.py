@@ -12,7 +12,7 @@ from rollout_spec.drafting.gate import passes
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import host_drafts
 from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.versions import version
+from rollout_spec.vllm.versions import mrv2_has_draft_models
 from tests.engine import interpreted_runner
 from tests.engine.interpreted_runner import FEW_BLOCKS, REQUESTS, late, run
 
@@ -22,6 +22,7 @@ NAMES = (*interpreted_runner.NAMES, "one", "short")
 BRIEF = ("sampled", "one", "greedy")
 REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
+FEWER_BLOCKS = FEW_BLOCKS | {"num_gpu_blocks_override": 5}  # for two rows, and then for one
 
 
 def main(models, in_brief=""):
@@ -63,7 +64,7 @@ def served(models, **ahead):
     target, eagle = folders["target"], {"method": "eagle", "model": folders["eagle"]}
     wrong, gate = eagle | {"model": folders["bigrams-eagle"]}, AUTO if ahead else {}
     same = target, {"method": "draft_model", "model": folders["copy"]}
-    if ahead and version() != "0.32.0":  # the first whose MRV2 has draft models
+    if ahead and not mrv2_has_draft_models():
         same = folders["bigrams"], {"method": "eagle", "model": folders["bigrams-eagle"]}
     # vLLM's own drafts of a request with a grammar need a device's stream.
     without_grammar = tuple(name for name in NAMES if name != "grammar")
@@ -88,8 +89,7 @@ def served(models, **ahead):
 
 
 def preempted(model, drafter, **ahead):
-    few_blocks = FEW_BLOCKS | {"num_gpu_blocks_override": 5}
-    return both(model, drafter, {"batch_threshold": 1}, names=BRIEF, **ahead, **few_blocks)
+    return both(model, drafter, {"batch_threshold": 1}, names=BRIEF, **ahead, **FEWER_BLOCKS)
 
 
 def served_in_brief(models, **ahead):

@@ -37,6 +37,11 @@ class Extension:
     def counters(self):
         return self.model_runner.drafter.take_counters().to_dict()
 
+    def notes_of_graphs(self):
+        from tests.engine import interpreted_cuda
+
+        return interpreted_cuda.take_notes()
+
 
 def note_passes(cpu_worker):
     """Let a worker note its passes: s for a step with requests, d for a dummy batch."""
@@ -75,7 +80,7 @@ def plain(model):
     return [one["tokens"] for one in found]
 
 
-async def ranks(model):
+async def ranks(model, **more):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -84,7 +89,7 @@ async def ranks(model):
     settings = engine_settings(model, {"batch_threshold": 2})
     settings |= {"data_parallel_size": 2, "async_scheduling": True, "distributed_executor_backend": "uni"}
     settings["worker_extension_cls"] = EXTENSION
-    config = AsyncEngineArgs(**settings).create_engine_config()
+    config = AsyncEngineArgs(**settings | more).create_engine_config()
     assert config.use_v2_model_runner
     engine = AsyncLLM.from_vllm_config(config)
 
@@ -106,24 +111,28 @@ async def ranks(model):
             await asyncio.sleep(0.5)
             passes, before = await ask("noted_passes"), passes
         last_step, counters = await ask("last_step_of_the_ranks"), await ask("counters")
-        return {"requests": responses, "passes": passes, "last_step": last_step, "counters": counters}
+        notes = await ask("notes_of_graphs") if more else None
+        found = {"requests": responses, "passes": passes, "last_step": last_step, "counters": counters}
+        return found | {"notes": notes}
     finally:
         engine.shutdown()
 
 
-def tensor_parallel(model, spec):
+def tensor_parallel(model, spec, **more):
     from vllm import LLM
 
     settings = engine_settings(model, spec) | ({} if spec is not None else OFF)
     settings |= {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "async_scheduling": True}
-    llm = LLM(**settings | ranks, worker_extension_cls=EXTENSION)
+    llm = LLM(**settings | ranks | more, worker_extension_cls=EXTENSION)
     assert llm.llm_engine.vllm_config.use_v2_model_runner
     llm.collective_rpc("note_drafts")
     found = {"requests": serve_named(llm, ("unnamed", "greedy", "sampled", "top_k", *LATE))}
     found["drafts"] = llm.collective_rpc("noted_drafts")
     if spec is not None:
         found["num_failed_steps"] = llm.collective_rpc("counters")[0]["num_failed_steps"]
+    if more:
+        found["notes"] = llm.collective_rpc("notes_of_graphs")
     close([llm])
     return found
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import pathlib
 import sys
 import tempfile
@@ -280,11 +281,13 @@ def main(name, head, path):
     cached = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
     spec = {"num_speculative_tokens": 3, "batch_threshold": 4}
     sees, beside = head == "images", with_mtp(3) if head == "mtp" else {}
+    ahead = {"async_scheduling": os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"}  # as on a GPU
     cached |= SEES if sees else {}
     with tempfile.TemporaryDirectory() as name_of:
         folder = pathlib.Path(name_of)
         model = make_mtp(name, folder) if beside else make_recurrent(name, folder, sees)
-        plain, drafted = served(model, None, names, **cached), served(model, spec, names, **cached, **beside)
+        plain = served(model, None, names, **cached)
+        drafted = served(model, spec, names, **cached, **beside, **ahead)
     del drafted["graphs"]
     pathlib.Path(path).write_text(json.dumps({"plain": plain, "drafted": drafted}))
 

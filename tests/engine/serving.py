@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK
+from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK, VERSIONS
 from rollout_spec.vllm.keys import KEY
-from rollout_spec.vllm.versions import version
+from rollout_spec.vllm.versions import untested, version
 from tests.engine.conftest import proposer_of
 
 SETTINGS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 30, "ignore_eos": True}
 REASONING = dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True))
 BAD_WORDS = "bad_words_token_ids"  # what a tokenizer makes of `bad_words`
+VLLM = VERSIONS[-1] if untested() else version()  # whose options the table has
 numbers = itertools.count()
 
 
@@ -36,7 +37,7 @@ def examples(*verdicts):
     return {
         f"{option.name}-{i}": (option, example)
         for option in (*SAMPLING, *REQUEST)
-        if version() in option.versions and option.verdict in verdicts
+        if VLLM in option.versions and option.verdict in verdicts
         for i, example in enumerate(option.examples)
     }
 
@@ -119,11 +120,18 @@ def joined(parts, request):
             "pieces": [{token: one.decoded_token for token, one in row.items()} for row in rows],
             "cumulative": own[-1].cumulative_logprob,
             "end": [own[-1].finish_reason, own[-1].stop_reason],
+            "experts": experts_of(own[-1]),
         })  # fmt: skip
     prompt = [
         {token: one.logprob for token, one in row.items()} for row in possible(parts[0].prompt_logprobs)
     ]
     return samples[0] | {"others": samples[1:], "prompt": prompt}
+
+
+def experts_of(sample):
+    """Those of each token and layer, where the engine returns them."""
+    found = getattr(sample, "routed_experts", None)
+    return None if found is None else np.asarray(found).tolist()
 
 
 def possible(logprobs):

@@ -2,17 +2,20 @@
 
 import pytest
 
-from tests.engine.conftest import make_tiny
+from tests.engine.conftest import EXPERTS, make_tiny
 from tests.engine.serving import assert_each_same
-from tests.engine.test_runner_v2 import interpreted
+from tests.engine.test_runner_v2 import WITH_GRAPHS, interpreted
+
+MODULE = "tests.engine.interpreted_ranks"
+GRAPHS = "tests.engine.interpreted_graph_ranks"
+KINDS = pytest.mark.parametrize("module", [MODULE, pytest.param(GRAPHS, marks=WITH_GRAPHS)])
 
 
 @pytest.mark.long
-def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    more = {"shared_expert_intermediate_size": 128, "pad_token_id": 0}
-    model = make_tiny("Qwen2Moe", tmp_path / "model", **experts, **more)
-    results = interpreted("tests.engine.interpreted_ranks", tmp_path / "results.json", model, "data-parallel")
+@KINDS
+def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(module, tmp_path):
+    model = make_tiny("Qwen2Moe", tmp_path / "model", **EXPERTS)
+    results = interpreted(module, tmp_path / "results.json", model, "data-parallel")
     ranks = results["ranks"]
     assert ranks["requests"] == results["plain"]
     first, second = ranks["last_step"]
@@ -25,14 +28,26 @@ def test_ranks_that_step_together_schedule_ahead_or_wait_each_by_its_gate(tmp_pa
         assert counters["num_failed_steps"] == 0
     closed = [counters["num_steps_off_threshold"] for counters in ranks["counters"]]
     assert closed[0] > 0 == closed[1]
+    if module == GRAPHS:  # vLLM looks at the ranks' numbers of tokens, which a GPU has on the host
+        assert_same_graphs(ranks["notes"], {"aten.is_nonzero.default in vllm.forward_context.make"})
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_verify_the_same_drafts(chat_model, tmp_path):
+@KINDS
+def test_tensor_parallel_ranks_verify_the_same_drafts(module, chat_model, tmp_path):
     """The step is on its way to both when the first one drafts."""
-    path, module = tmp_path / "results.json", "tests.engine.interpreted_ranks"
-    found = interpreted(module, path, chat_model, "tensor-parallel")
+    found = interpreted(module, tmp_path / "results.json", chat_model, "tensor-parallel")
     assert_each_same(found["drafted"]["requests"], found["plain"]["requests"])
     first, second = found["drafted"]["drafts"]
     assert first == second
     assert sum(map(bool, first)) > 10 and found["drafted"]["num_failed_steps"] == 0
+    if module == GRAPHS:
+        assert_same_graphs(found["drafted"]["notes"], set())
+
+
+def assert_same_graphs(notes, waits):
+    """Both ranks replay the same number of both kinds, with nothing that a GPU would not forgive."""
+    first, second = notes
+    assert first == second
+    assert first["faults"] == {} and first["waits"].keys() <= waits
+    assert min(first["replays"][f"ModelCudaGraphManager {steps}"] for steps in ("plain", "drafts")) > 2

@@ -11,11 +11,11 @@ import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, KEY
-from rollout_spec.vllm.versions import version
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
 from tests.engine.serving import (
     REASONING,
     SERVED,
+    VLLM,
     Request,
     assert_each_same,
     assert_none_is_idle,
@@ -80,7 +80,7 @@ def test_every_field_has_a_verdict():
     from vllm.v1.engine import EngineCoreRequest
 
     for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
-        known = [option.name for option in options if version() in option.versions]
+        known = [option.name for option in options if VLLM in option.versions]
         assert sorted(found.__struct_fields__) == sorted(known)
 
 

