@@ -26,6 +26,7 @@ class Accelerator(TorchDispatchMode):
 
     Attributes:
         waits: the functions that wait until the device has done all that it was given, once for each time.
+        log: what was launched, by name, and each "wait", in this order.
         num_sent: copies to the device that nothing waits for: of pinned memory, `non_blocking`.
         operations: what ran on the device, with the functions that called it.
         peak: the most bytes that tensors made there have held at one time. What an operation takes inside is
@@ -42,8 +43,14 @@ class Accelerator(TorchDispatchMode):
     def start(self):
         """Count from here on, and memory beyond what is held now."""
         self.waits: list[str] = []
+        self.log: list[str] = []
         self.num_sent = 0
         self._held, self.peak = self._num_bytes(), 0
+
+    def wait(self):
+        """The host waits."""
+        self.waits.append(place())
+        self.log.append("wait")
 
     def __enter__(self):
         self._fake.__enter__()
@@ -79,6 +86,7 @@ class Accelerator(TorchDispatchMode):
             results = args[0]
         else:
             self.operations.add((func, place()))
+            self.log.append(func.overloadpacket.__name__)
             results = self._computed(func, args, kwargs, given, values)
         self.peak = max(self.peak, self._num_bytes() - self._held)
         return results
@@ -92,15 +100,16 @@ class Accelerator(TorchDispatchMode):
         if to_device and is_there(source):
             return
         if blocking or (to_device and not getattr(source, "pinned", False)):
-            self.waits.append(place())
+            self.wait()
         elif to_device:
             self.num_sent += 1
 
     def _computed(self, func, args, kwargs, given, values):
         if func in INDEXING:  # CUDA copies what is on the host, a number to be put there as well
-            self.waits += [place()] * sum(not is_there(x) for x in given)
+            for _ in range(sum(not is_there(x) for x in given)):
+                self.wait()
         if _depends_on_values(func, args, kwargs):
-            self.waits.append(place())
+            self.wait()
             there = {id(x.value): x for x in given if is_there(x)}  # what is changed in place
             return tree_map(lambda x: there.get(id(x)) or self.put(x) if torch.is_tensor(x) else x, values)
         results = func(*args, **kwargs)

@@ -3,6 +3,7 @@
 vLLM's own samplers, with our hooks, run on `tests.accelerator`; docs/how-it-works/verification.md quotes it.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.utils import torch_utils
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -30,13 +31,13 @@ import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.mrv1.runner import bind_model_drafter
+from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
 from rollout_spec.vllm.mrv1.sampler import RowSampling, keep_from_fused_kernel
 from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.proposer import BESIDE_MODEL
+from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
 from tests.test_proposer import vllm_config
@@ -128,6 +129,11 @@ class Engine:
         return self._counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
 
     def with_drafts(self):
+        logits, metadata = self._drafted()
+        return self._counted(lambda: self.verifier(metadata, None, logits, self.sampling))
+
+    def _drafted(self):
+        """The logits of a step with drafts, and vLLM's description of it."""
         ends, put = np.cumsum(DRAFTS), self.accelerator.put
         after = ends + np.arange(len(DRAFTS))
         logits = torch.randn(sum(DRAFTS) + len(DRAFTS), VOCAB_SIZE) * 5
@@ -137,7 +143,55 @@ class Engine:
             put(torch.from_numpy(ends).int()), put(torch.from_numpy(after + 1).int()),
             put(torch.from_numpy(drafted)), put(torch.from_numpy(after)), put(torch.arange(len(logits))),
         )  # fmt: skip
-        return self._counted(lambda: self.verifier(metadata, None, put(logits), self.sampling))
+        return put(logits), metadata
+
+    def indexing(self, has_drafts, monkeypatch):
+        """MRV1's own step, while text is behind: `log` has "catch up" where it is indexed."""
+        accelerator, batch, num = self.accelerator, self.runner.input_batch, len(DRAFTS)
+        logits, metadata = accelerator.put(torch.randn(num, VOCAB_SIZE)), None
+        if has_drafts:
+            logits, metadata = self._drafted()
+
+        class Event:
+            def record(self):
+                self.num_waits = len(accelerator.waits)
+
+            def query(self):
+                return len(accelerator.waits) > self.num_waits
+
+            def synchronize(self):
+                accelerator.wait()
+
+        def catch_up(has_time):
+            assert has_time()
+            accelerator.log.append("catch up")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        batch = SimpleNamespace(
+            **vars(batch), sampling_metadata=self.sampling, update_async_output_token_ids=lambda: None,
+            req_id_to_index={}, vocab_size=VOCAB_SIZE, token_ids_cpu=np.zeros((num, 16), np.int32),
+            is_token_ids=np.zeros((num, 16), np.bool_),
+        )  # fmt: skip
+        for request in self.runner.requests.values():
+            request.output_token_ids = []
+        proposer = bare(SuffixProposer, drafter=SimpleNamespace(catch_up=catch_up))
+        nothing: Any = [None] * 7
+        runner = bare(
+            GPUModelRunner, drafter=proposer, input_batch=batch, requests=self.runner.requests,
+            sampler=self.sampler, rejection_sampler=self.verifier, transfer_event=Event(), max_model_len=16,
+            discard_request_mask=SimpleNamespace(np=np.zeros(num, np.bool_)), use_async_scheduling=False,
+            sampled_token_ids_pinned_cpu=torch.zeros(num, 1, dtype=torch.int32), speculative_config=None,
+            num_prompt_logprobs={}, routed_experts_initialized=False, supports_mm_inputs=False,
+            parallel_config=SimpleNamespace(enable_eplb=False), kv_connector_output=None, _draft_probs=None,
+            execute_model_state=(
+                SimpleNamespace(total_num_scheduled_tokens=len(logits), num_scheduled_tokens={}),
+                logits, metadata, None, logits, *nothing[:5],
+            ),
+        )  # fmt: skip
+        patches.put_before(CatchingUpRunner, runner, IDLE_HOST)
+        # In inference mode operations come whole, and the accelerator knows their parts.
+        step = inspect.unwrap(GPUModelRunner.sample_tokens)
+        return self._counted(lambda: step(runner, None))
 
     def with_model(self):
         """A model drafts alone; `output` has its tokens."""
@@ -185,6 +239,7 @@ def vllm(monkeypatch):
     """vLLM as on a GPU: pinned memory, and torch's operations where it has Triton's kernels."""
     platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
     monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
+    monkeypatch.setattr(sampler, "current_platform", platform, raising=False)  # from 0.32 on
     monkeypatch.setattr(torch_utils, "PIN_MEMORY", True)
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", cpu_expand.expand_batch_to_tokens)
     # What the hooks put there goes again.
@@ -259,6 +314,16 @@ def test_what_a_step_waits_for_and_sends(name, chunk_size, vllm, monkeypatch):
     step, places, num_sent = STEPS[name]
     accelerator = step()
     assert (accelerator.waits, accelerator.num_sent) == (places, num_sent)
+
+
+@pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_mrv1_indexes_text_where_it_waits_first(temperature, has_drafts, vllm, monkeypatch):
+    """Once a step, when the device has all that it can be given: `nonzero` waits for itself."""
+    log = Engine(temperature).indexing(has_drafts, monkeypatch).log
+    before, after = log[: log.index("catch up")], log[log.index("catch up") + 1 :]
+    assert "wait" not in before and "catch up" not in after
+    assert after[: after.index("wait")] == (["nonzero"] if any(temperature) else [])
 
 
 @pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])

@@ -59,6 +59,19 @@ def test_a_models_log_odds_count(index, arguments):
     assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
 
 
+def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
+    def survivals(num_draft_tokens):
+        with SuffixIndex(num_speculative_tokens=4) as index:
+            sequences = int32(index.open_sequence(index.open_group(int32(5, 6, 7))))
+            rows = ([5, 6, 7, 5, 6, 7, 5], num_draft_tokens), ([5, 6, 7, 8, 8], 0), ([5, 6, 7, 8, 8, 5], 4)
+            for row, num in rows:
+                text, level = np.array([row], np.int32), int32(len(row))
+                step = index.index_and_draft(sequences, text, int32(0), level, int32(num))
+            return step.survivals.tolist()
+
+    assert survivals(4) == survivals(0) != [[0.0] * 4]
+
+
 DRAFTS = [[6, 7, 5, 6], [7, 5, 6, 7]]  # of `arguments`
 
 

@@ -30,7 +30,7 @@ def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(policy, tm
         "val_kwargs.do_sample=true",
         "val_kwargs.temperature=1.0",
     ]
-    steps = train(
+    _, steps = train_without_and_with(
         tmp_path,
         policy,
         "data.max_response_length=240",

@@ -26,7 +26,7 @@ from rollout_spec.verification.blocks import (
     split_blocks,
 )
 from rollout_spec.verification.prefixes import matching_prefixes
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import before_wait, sent
 
 # Values that are added at a time: `_sums`.
 SUM_SIZE = 16
@@ -220,7 +220,9 @@ def _block_masses(logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor)
     """
     whole, rest = split_blocks(logits)
     masses = torch.zeros_like(wanted, dtype=top.dtype)
-    for chunk in wanted[:, : whole.shape[1]].nonzero().split(rows_at_a_time(BLOCK_SIZE)):
+    wanted = wanted[:, : whole.shape[1]]
+    before_wait()
+    for chunk in wanted.nonzero().split(rows_at_a_time(BLOCK_SIZE)):
         rows, blocks = chunk.unbind(-1)
         masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top.index_select(0, rows)).exp_())
     if rest.shape[1]:

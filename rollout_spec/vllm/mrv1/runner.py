@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, guard_class, put_before
+from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv1 import drafters, sampler
@@ -46,7 +47,7 @@ PROMPTS = Patch(
 IDLE_HOST = Patch(
     name="vllm-idle-host",
     reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text that is behind",
-    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._sample",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._bookkeeping_sync",
     until="vLLM tells a proposer that a step was launched",
 )
 # What an engine's processes apply to themselves, as far as it asks for it.
@@ -74,12 +75,14 @@ class CatchingUpRunner(GPUModelRunner):
     """Its host works while the device does."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        event = torch.cuda.Event()
-        event.record()
         proposer = proposer_of(self)
         assert proposer is not None
-        proposer.catch_up(lambda: not event.query())
+        do_while_waiting(proposer.catch_up)  # coupled verification may wait
         return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        before_wait()
+        return super()._bookkeeping_sync(*args, **kwargs)
 
 
 class SharedNoiseRunner(GPUModelRunner):
