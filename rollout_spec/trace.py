@@ -84,33 +84,21 @@ def to_line(
     group: str,
     step: int | None,
     prompt_token_ids: Sequence[int],
-    responses: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]] = (),
     names: Sequence[Any] = (),
     proposals: Sequence[Proposals] = (),
+    samples: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]] = (),
 ) -> str:
-    """A line with its end. The arguments are `Rollout`'s."""
-    line: dict[str, Any] = {
-        "group": group,
-        "step": step,
-        "prompt_token_ids": prompt_token_ids,
+    """A line with its end. The arguments are `Rollout`'s; in the place of responses there may be samples with
+    turns: of each turn what tools or a user said, and what the policy wrote."""
+    rest = {
         "responses": responses,
+        "samples": [[{"input": before, "output": wrote} for before, wrote in turns] for turns in samples],
+        "names": names,
+        "proposals": [{name: array.tolist() for name, array in each._asdict().items()} for each in proposals],
     }
-    said = [{name: array.tolist() for name, array in each._asdict().items()} for each in proposals]
-    line |= {name: value for name, value in (("names", names), ("proposals", said)) if value}
-    return json.dumps(line) + "\n"
-
-
-def to_line_of_agents(
-    group: str,
-    step: int | None,
-    prompt_token_ids: Sequence[int],
-    samples: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]],
-    names: Sequence[Any],
-) -> str:
-    """A line of samples with turns: of each turn what tools or a user said, and what the policy wrote."""
-    said = [[{"input": before, "output": wrote} for before, wrote in turns] for turns in samples]
-    line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids, "samples": said}
-    return json.dumps(line | {"names": names}) + "\n"
+    line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids}
+    return json.dumps(line | {name: value for name, value in rest.items() if value}) + "\n"
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:

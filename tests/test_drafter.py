@@ -256,15 +256,15 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
 
 
 @pytest.mark.parametrize(
-    ("num_new", "of", "cleared", "seconds"),
+    ("num_new", "of", "synced", "seconds"),
     [
-        # Steps with new rows count where less than a quarter is without; none does across a clear.
+        # Steps with new rows count where less than a quarter is without; none does across a weight sync.
         (2, 3, -1, [None, None, 0.125] * 2),
         (4, 5, -1, [0.125] * 6),
         (1, 1, 296, [0.125, 0.125, None, 0.125, 0.125, 0.125]),
     ],
 )
-def test_which_times_the_gate_hears(num_new, of, cleared, seconds):
+def test_which_times_the_gate_hears(num_new, of, synced, seconds):
     """Of 300 steps of an eighth of a second: one row, at some of them a new one."""
     now, heard = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
@@ -273,8 +273,8 @@ def test_which_times_the_gate_hears(num_new, of, cleared, seconds):
     text, name = np.array([[*PROMPT, 10]], np.int32), ""
     for i in range(300):
         now += 0.125
-        if i == cleared:
-            drafter.clear()
+        if i == synced:
+            drafter.note_new_weights()
             now += 60.0
         if i % of < num_new:
             if name in drafter.request_ids:

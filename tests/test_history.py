@@ -140,7 +140,7 @@ def test_a_full_index_does_without_history(num_tokens):
     drafter.index.validate()
 
 
-def test_what_is_shared_is_new_keeps_to_the_budget_and_is_checked():
+def test_what_is_shared_is_new_and_keeps_to_the_budget():
     giver, taker = History(8, 10_000), History(8, 4_000)
     for prompt in range(12):
         giver.add(bytes([prompt]) * 16, np.full(300, prompt, np.int32))
@@ -151,10 +151,6 @@ def test_what_is_shared_is_new_keeps_to_the_budget_and_is_checked():
     assert len(merged(*taker.take_new())) == 0, "what came from another is not sent on"
     assert 0 < taker.num_bytes <= 4_000
     assert texts(taker, bytes([11]) * 16)[0][0] == 11
-    before = taker.num_bytes
-    with pytest.raises(HistoryError, match="history of another engine: damaged"):
-        taker.merge(content[:-1])
-    assert taker.num_bytes == before
 
 
 def test_replay_takes_the_responses_of_earlier_lines_of_the_group():

@@ -95,11 +95,8 @@ def test_arrays_may_be_changed_in_place_or_exchanged(index, arguments):
 
 def test_no_matrix_is_none(index, arguments):
     """Not the one of an earlier step either, which may be gone."""
-    for forget in (index.clear, lambda: None):
-        index.index_and_draft(**arguments)
-        forget()
-        group = index.open_group(int32(5, 6, 7))
-        arguments["sequences"] = int32(index.open_sequence(group), index.open_sequence(group))
+    for step in (lambda: None, lambda: index.index_and_draft(**arguments)):
+        step()
         with pytest.raises(InvalidArgument, match=r"^token_ids: must be a two-dimensional int32 array"):
             index.index_and_draft(**arguments | {"token_ids": None})
 
@@ -274,7 +271,7 @@ def test_a_closed_index_refuses_every_call(index):
     group = index.open_group(int32(1))
     index.close()
     index.close()
-    for call in (index.stats, index.clear, index.validate, lambda: index.open_sequence(group)):
+    for call in (index.stats, index.validate, lambda: index.open_sequence(group)):
         with pytest.raises(InvalidArgument, match=r"^index: is closed"):
             call()
 
@@ -298,8 +295,7 @@ def index_text(index, text, chunk=4096):
     return group
 
 
-@pytest.mark.parametrize("clears", [False, True])
-def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once(clears):
+def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once():
     """Freeing all of it would make one step wait for milliseconds."""
     text = np.random.default_rng(0).integers(0, 50_000, 1 << 18).astype(np.int32)
     with SuffixIndex(num_speculative_tokens=2, max_bytes=20 << 20) as index:
@@ -318,8 +314,6 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once(c
             full = index.stats().num_bytes
             index.close_group(group)
         assert index.stats().num_bytes == full > 10 << 20
-        if clears:
-            index.clear()
         num_bytes = [full, index.stats().num_bytes, *steps()]
         assert max(-np.diff(num_bytes)) <= 2 << 20
         assert num_bytes[-1] < small + (1 << 18)

@@ -14,7 +14,7 @@ from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
 from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.report.outlook import headline, sentences
-from rollout_spec.trace import Rollout, read_trace, to_line, to_line_of_agents
+from rollout_spec.trace import Rollout, read_trace, to_line
 
 
 def write_trace(path, *lines):
@@ -78,7 +78,7 @@ def test_hand_counted_drafts(tmp_path):
 def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     path = tmp_path / "trace.jsonl"
     turns = [([8, 8], [1, 2, 3]), ([1, 2, 3, 4], [7]), ([1], [2, 3, 4, 6])]
-    path.write_text(to_line_of_agents("g", None, [5], [turns], ["a"]))
+    path.write_text(to_line("g", None, [5], names=["a"], samples=[turns]))
     [line] = read_trace(path)
     result = ReplayResult()
     replay_line(Copier(), line, (), 4, result)

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import Plan, certify
     from rollout_spec.certify.counts import passed
-    from rollout_spec.cli.progress import counted
+    from rollout_spec.cli.console import counted
 
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
     plan = Plan(

@@ -1,13 +1,17 @@
-"""Tables on standard output."""
+"""Tables on standard output; the progress of long work on standard error, on a terminal only."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rich.console import Console
+from rich.progress import Progress, track
 from rich.table import Table
 
 FILE_WIDTH = 120
+T = TypeVar("T")
 
 
 class _Console(Console):
@@ -54,3 +58,18 @@ def print_tables(
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+
+def tracked(items: Iterable[T], text: str) -> Iterable[T]:
+    """The items, with a bar on a terminal."""
+    console = Console(stderr=True)
+    return track(items, text, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def counted(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; call what it yields with how much more is done."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda more: progress.advance(task, more)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
-    from rollout_spec.cli.progress import counted
+    from rollout_spec.cli.console import counted
     from rollout_spec.drafting.corpus import CorpusBuilder, open_corpus
 
     started = time.perf_counter()

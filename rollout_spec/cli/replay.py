@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import tracked
+    from rollout_spec.cli.console import tracked
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.files import as_json

@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import counted
+    from rollout_spec.cli.console import counted
     from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.predict.load import comes_back, copied, requests_of
     from rollout_spec.predict.simulate import Cluster, check_cache, compare, configurations

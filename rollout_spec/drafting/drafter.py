@@ -396,14 +396,6 @@ class Drafter:
         taken.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
         return taken
 
-    def clear(self, aborted: Collection[str] = ()) -> None:
-        """Forget every request and group, but for the history, which does not keep those in `aborted`."""
-        for request_id in list(self._requests):
-            self.remove(request_id, remember=request_id not in aborted)
-        self._groups.clear()
-        self._row_ids = []
-        self.note_new_weights()
-
     def note_new_weights(self) -> None:
         """The target's weights have changed: the time until the next step is no step's."""
         self._last_end = None

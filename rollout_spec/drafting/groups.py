@@ -156,14 +156,6 @@ class Groups:
                 return self._unnamed.pop(place)
         return None
 
-    def clear(self) -> None:
-        """Close every group and sequence; what is parked has ended."""
-        for member in self._parked.values():
-            self._remember(member)
-        self._index.clear()
-        for each in (self._groups, self._keys, self._parked, self._unnamed):
-            each.clear()
-
     def _open(self, key: _Key, prompt: Int32Array) -> _Group:
         handle = self._index.open_group(prompt)
         self._forget_given_up()

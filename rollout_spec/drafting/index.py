@@ -257,11 +257,6 @@ class SuffixIndex:
             else self._result
         )
 
-    def clear(self) -> None:
-        """Close every sequence and group, as `close_group` does; what was learned stays."""
-        lib.rs_index_clear(self._open_index())
-        self._matrix = self._vectors = None
-
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
         lib.rs_index_stats(self._open_index(), stats)

@@ -9,9 +9,7 @@ from rollout_spec.drafting._native import ffi as ffi
 from rollout_spec.drafting._native import lib as lib
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
 ABI_VERSION = 24

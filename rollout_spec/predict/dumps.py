@@ -9,12 +9,13 @@ in this order:
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def read_rollouts(
             found.append(one)
     if twice:
         logger.warning("%s: the runs count as one, and draft from each other's responses", twice)
-    if refused and len(files) == len(paths):
+    if refused and not any(path.is_dir() for path in paths):
         raise refused[0]
     if refused and not found:
         raise TraceError(f"{paths[0]}: none of its {len(files)} files holds rollouts: {refused[0]}")
@@ -119,8 +120,8 @@ def read_rollouts(
         raise TraceError(f"{paths[0]}: no token in any response")
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
-    encoder = _Encoder(tokenizer, paths[0])
-    return (one if isinstance(one, Rollout) else encoder.rollout(one) for one in found[:limit])
+    load = functools.cache(functools.partial(_load, tokenizer, paths[0]))  # when the first text comes
+    return (one if isinstance(one, Rollout) else _encoded(one, load) for one in found[:limit])
 
 
 def _key(one: Rollout | _Group) -> tuple[Any, ...]:
@@ -257,42 +258,37 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-class _Encoder:
-    """Makes `Rollout`s; reads the tokenizer when the first text comes. `where`: what holds the texts."""
+def _encoded(group: _Group, load: Callable[[], Any]) -> Rollout:
+    """`load`: gives the tokenizer."""
+    texts = [group.prompt, *group.responses]
+    tokens = iter(_encode([text for text in texts if isinstance(text, str)], load))
+    prompt, *responses = (next(tokens) if isinstance(text, str) else text for text in texts)
+    return Rollout(group.name, group.step, prompt, responses)
 
-    def __init__(self, tokenizer: Path | None, where: Path) -> None:
-        self._path, self._where = tokenizer, where
-        self._tokenizer: Any = None
 
-    def rollout(self, group: _Group) -> Rollout:
-        texts = [group.prompt, *group.responses]
-        encoded = iter(self._encode([text for text in texts if isinstance(text, str)]))
-        prompt, *responses = (next(encoded) if isinstance(text, str) else text for text in texts)
-        return Rollout(group.name, group.step, prompt, responses)
+def _encode(texts: list[str], load: Callable[[], Any]) -> list[npt.NDArray[np.int32]]:
+    if not any(texts):
+        return [np.empty(0, np.int32) for _ in texts]
+    whole = [text.encode(errors="replace").decode() for text in texts]  # JSON may have lone surrogates
+    encoded = load().encode_batch_fast(whole, add_special_tokens=False)
+    return [np.array(one.ids, np.int32) for one in encoded]
 
-    def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int32]]:
-        if not any(texts):
-            return [np.empty(0, np.int32) for _ in texts]
-        self._tokenizer = self._tokenizer or self._load()
-        whole = [text.encode(errors="replace").decode() for text in texts]  # JSON may have lone surrogates
-        encoded = self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
 
-    def _load(self) -> Any:
-        if self._path is None:
-            raise TraceError(
-                f"{self._where}: it holds texts, and drafts are made of tokens: --tokenizer DIR names the "
-                "policy's Hugging Face folder, as the trainer has it, or the tokenizer.json in it"
-            )
-        file = self._path / "tokenizer.json" if self._path.is_dir() else self._path
-        if not file.exists():
-            raise TraceError(
-                f"--tokenizer {file}: no such file or folder here, and a name at a hub is not looked up. "
-                "transformers writes the folder: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)"
-            )
-        from tokenizers import Tokenizer
+def _load(path: Path | None, where: Path) -> Any:
+    if path is None:
+        raise TraceError(
+            f"{where}: it holds texts, and drafts are made of tokens: --tokenizer DIR names the "
+            "policy's Hugging Face folder, as the trainer has it, or the tokenizer.json in it"
+        )
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        raise TraceError(
+            f"--tokenizer {file}: no such file or folder here, and a name at a hub is not looked up. "
+            "transformers writes the folder: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)"
+        )
+    from tokenizers import Tokenizer
 
-        try:
-            return Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers has no class of its own
-            raise TraceError(f"--tokenizer {file}: no tokenizer.json: {error}") from error
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers has no class of its own
+        raise TraceError(f"--tokenizer {file}: no tokenizer.json: {error}") from error

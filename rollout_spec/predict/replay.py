@@ -135,18 +135,13 @@ def drafts_at(
     return ModelDrafts(tokens, log_odds)
 
 
-class LineProposals:
-    """What a model drafts for the rows of a line, `most_tokens` in a draft at most."""
-
-    def __init__(self, line: Rollout, most_tokens: int) -> None:
-        self._line = line
-        self._num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
-
-    def at(self, rows: Int32Array, levels: Int32Array) -> ModelDrafts:
-        """For all rows of the line, nothing in rows that are not named; levels: [n], of the named ones."""
-        nums_done = np.full(len(self._line.responses), -1)
-        nums_done[rows] = levels - len(self._line.prompt_token_ids)
-        return drafts_at(self._line.proposals, nums_done.tolist(), self._num_tokens)
+def drafts_of_line(line: Rollout, rows: Int32Array, levels: Int32Array, most_tokens: int) -> ModelDrafts:
+    """What a model drafts for all rows of a line, nothing in rows that are not named; levels: [n], of the
+    named ones; most_tokens: of a draft."""
+    nums_done = np.full(len(line.responses), -1)
+    nums_done[rows] = levels - len(line.prompt_token_ids)
+    num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
+    return drafts_at(line.proposals, nums_done.tolist(), num_tokens)
 
 
 class IndexProposer:
@@ -158,7 +153,7 @@ class IndexProposer:
         self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
-        self._model: LineProposals | None = None
+        self._line: Rollout | None = None  # whose model's drafts are mixed in
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         self._group = self.index.open_group(line.prompt_token_ids)
@@ -169,13 +164,14 @@ class IndexProposer:
             raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
-        has_model = self._mixes and line.proposals
-        self._model = LineProposals(line, self.num_speculative_tokens) if has_model else None
+        self._line = line if self._mixes and line.proposals else None
 
     def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array]:
-        model = self._model.at(rows, levels) if self._model is not None else None
+        model = None
+        if self._line is not None:
+            model = drafts_of_line(self._line, rows, levels, self.num_speculative_tokens)
         sequences = self._sequences[rows]
         result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model

@@ -79,7 +79,7 @@ class Recorder:
 def _line(group: str, step: int | None, prompt: tuple[int, ...], samples: list[_Sample]) -> str:
     names, turns = [each.name for each in samples], [each.turns for each in samples]
     if any(len(each) > 1 for each in turns):
-        return trace.to_line_of_agents(group, step, prompt, turns, names)
+        return trace.to_line(group, step, prompt, names=names, samples=turns)
     return trace.to_line(group, step, prompt, [response for ((_, response),) in turns], names)
 
 

@@ -1,8 +1,8 @@
 """The drafter and the verification inside a vLLM engine: mostly hooks.
 
 In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled tokens, counts per request.
-May import: `config`, `metrics`, `patches`, `recurrent`, `drafting`, `verification`, numpy, pydantic, vllm.
-It never imports verl, and changes vLLM through `patches` only.
+May import: `config`, `environment`, `metrics`, `patches`, `recurrent`, `drafting`, `verification`, numpy,
+pydantic, vllm. It never imports verl, and changes vLLM through `patches` only.
 
 A token's way: `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model runner; `proposer`
 hands its batch to the drafter and the drafts back; `keys` names each row's noise. On MRV1 `mrv1.sampler`

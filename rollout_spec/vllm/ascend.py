@@ -2,11 +2,11 @@
 
 import importlib.util
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import ConfigError
+from rollout_spec.environment import package_version
 from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_drafter
@@ -39,11 +39,10 @@ def import_worker() -> None:
 def refuse_unknown_pair() -> None:
     """Raise a ConfigError if the installed vllm-ascend has no place for our drafter, or needs another
     vLLM."""
-    try:
-        found = metadata.version("vllm-ascend").partition("+")[0]
-    except metadata.PackageNotFoundError:
+    installed, vllm = package_version("vllm-ascend"), versions.version()
+    if installed is None:
         return
-    vllm = versions.version()
+    found = installed.partition("+")[0]
     if PAIRS.get(found) != vllm and not has_custom_class():
         pairs = ", ".join(f"{ours} with {theirs}" for ours, theirs in PAIRS.items())
         raise ConfigError(f"vllm-ascend {found} with vllm {vllm} is not supported: take {pairs}")

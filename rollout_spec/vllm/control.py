@@ -29,9 +29,9 @@ class ProposerControl:
 
     def note_new_weights(self, *ended: Any) -> None:
         """The target's weights have changed; the texts stay. `ended` as of `note_ended`."""
-        drafter = self._without_ended(*ended)
-        if drafter is not None:
-            drafter.note_new_weights()
+        self.note_ended(*ended)
+        if self._proposer.drafter is not None:
+            self._proposer.drafter.note_new_weights()
 
     def note_ended(
         self,
@@ -47,7 +47,15 @@ class ProposerControl:
                 default all others. Those in neither of the two run on.
             samples: those that have said all.
         """
-        self._without_ended(aborted, finished, samples)
+        self._proposer.receive()
+        drafter = self._proposer.drafter
+        if drafter is None:
+            return
+        aborted = _known_as(aborted, drafter)
+        leaving = set(drafter.request_ids) if finished is None else _known_as(finished, drafter) | aborted
+        for request_id in [each for each in drafter.request_ids if each in leaving]:  # as they arrived
+            drafter.remove(request_id, remember=request_id not in aborted)
+        drafter.end_samples(samples)
 
     def take_history(self, *ended: Any) -> bytes | None:
         """The first piece of what this engine has kept since the last call; None where the drafter is off.
@@ -55,20 +63,20 @@ class ProposerControl:
         Args:
             ended: as of `note_ended`.
         """
-        drafter = self._without_ended(*ended)
-        if drafter is not None:
-            drafter.history.pieces = drafter.history.take_new()
+        self.note_ended(*ended)
+        if self._proposer.drafter is not None:
+            self._proposer.drafter.history.pieces = self._proposer.drafter.history.take_new()
         return self.next_piece()
 
     def pack_history(self, *ended: Any) -> bytes | None:
         """The first piece of all responses that this engine keeps; None, with a warning, where the drafter is
         off. `ended` as of `note_ended`.
         """
-        drafter = self._without_ended(*ended)
-        if drafter is None:
+        self.note_ended(*ended)
+        if self._proposer.drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
         else:
-            drafter.history.pieces = drafter.history.pack()
+            self._proposer.drafter.history.pieces = self._proposer.drafter.history.pack()
         return self.next_piece()
 
     def next_piece(self) -> bytes | None:
@@ -86,23 +94,6 @@ class ProposerControl:
                 drafter.history.merge(content)
             except (HistoryError, MemoryError) as error:
                 logger.warning("rollout_spec: training goes on without a part of the history: %r", error)
-
-    def _without_ended(
-        self,
-        aborted: Collection[str] = (),
-        finished: Collection[str] | None = None,
-        samples: Collection[str] = (),
-    ) -> Drafter | None:
-        """The drafter, if it is on, once the requests and samples that have ended are in its history."""
-        self._proposer.receive()
-        drafter = self._proposer.drafter
-        if drafter is not None:
-            aborted = _known_as(aborted, drafter)
-            leaving = set(drafter.request_ids) if finished is None else _known_as(finished, drafter) | aborted
-            for request_id in [each for each in drafter.request_ids if each in leaving]:  # as they arrived
-                drafter.remove(request_id, remember=request_id not in aborted)
-            drafter.end_samples(samples)
-        return drafter
 
 
 def _known_as(names: Collection[str], drafter: Drafter) -> set[str]:

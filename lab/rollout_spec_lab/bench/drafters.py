@@ -15,7 +15,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexProposer, LineProposals, Proposer, ReplayResult, replay_line
+from rollout_spec.predict.replay import IndexProposer, Proposer, ReplayResult, drafts_of_line, replay_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -156,10 +156,10 @@ class Model(Proposer):
         self._k = k
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
-        self._proposals = LineProposals(line, self._k)
+        self._line = line
 
     def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        tokens = self._proposals.at(rows, levels).tokens[rows]
+        tokens = drafts_of_line(self._line, rows, levels, self._k).tokens[rows]
         numbers = np.logical_and.accumulate(tokens >= 0, axis=1).sum(axis=1)
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
 

@@ -8,11 +8,12 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import Float64Array, Int32Array, Int64Array
+from rollout_spec.drafting.native import Int32Array
 from rollout_spec.environment import environment
 from rollout_spec.predict.engine import Engine, step_together
 from rollout_spec.predict.load import Request
@@ -75,7 +76,7 @@ def measure_sizes(text: Int32Array, repeats: int) -> dict[str, Any]:
     return sizes
 
 
-def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[Int64Array, float]:
+def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[NDArray[np.int64], float]:
     """Index texts, int32 [n, length], one after the other as groups of one index, `chunk` tokens a step.
     Returns the nanoseconds of each step, [steps], and the bytes per token in the end."""
     zero = np.zeros(1, np.int32)
@@ -199,7 +200,7 @@ def measure_whole_steps(
     }
 
 
-def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> Float64Array:
+def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> NDArray[np.float64]:
     """Nanoseconds in the drafter of every step of an engine that serves the requests."""
     config = SpecConfig(history=GROUP_SIZE, batch_threshold=num_rows, max_index_mb=max_index_mb)
     engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), num_rows, num_rows)

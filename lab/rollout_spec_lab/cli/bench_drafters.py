@@ -114,7 +114,7 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
 def _of_trace(
     args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
 ) -> list[dict[str, Any]]:
-    from rollout_spec.cli.progress import tracked
+    from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.drafters import (
         OF_MODELS,
         SUFFIX,

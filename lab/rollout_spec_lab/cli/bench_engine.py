@@ -102,7 +102,7 @@ def serve(
     load: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """Serve a plan, keep and return its record; `load`: more of what was served."""
-    from rollout_spec.cli.progress import tracked
+    from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.engine import make_record, predict, take_turns
     from rollout_spec_lab.bench.rollouts import write_rollouts
 

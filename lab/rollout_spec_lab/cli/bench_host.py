@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import tracked
+    from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.host import make_record, measure
     from rollout_spec_lab.bench.tables import host_table
 

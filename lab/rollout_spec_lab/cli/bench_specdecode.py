@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.progress import tracked
+    from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.specdecode import measure
 
     found: dict[str, list[dict[str, Any]]] = {

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, runner_of, settings_of, warm_up
 from rollout_spec_lab.bench.jobs import reply
@@ -12,7 +13,7 @@ from rollout_spec_lab.demo.turns import METHODS, in_turn
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve one pair of rollouts after the other: the same requests without drafts and with them.
 
-    After each pair both engines forget what they have kept, as they do after a weight sync.
+    After each pair both engines are told of it as by a weight sync.
 
     Args:
         job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,
@@ -39,12 +40,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget(engine: Any) -> None:
-    """Let an engine forget cached prefixes, and texts but for the history."""
+    """Let an engine forget cached prefixes, and its drafter take in what has ended."""
     engine.reset_prefix_cache()
     proposer = proposer_of(runner_of(engine))
-    if proposer is not None and proposer.drafter is not None:
-        proposer.receive()
-        proposer.drafter.clear()
+    if proposer is not None:
+        ProposerControl(proposer).note_new_weights()
 
 
 if __name__ == "__main__":
