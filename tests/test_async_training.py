@@ -79,9 +79,15 @@ def run(request, tmp_path_factory):
     """With two engines; and with one, where the trainer's own serves until the first step only."""
     if request.param in ("colocated", "separate"):
         return request.getfixturevalue(request.param)
-    # More than the engine has done at a weight sync.
-    work = ["trainer.v1.separate_async.num_warmup_batches=6"] * (request.param == "separate_async")
-    return train(tmp_path_factory.mktemp("alone"), request.param, *work)
+    folder, work = tmp_path_factory.mktemp("alone"), []
+    if request.param == "separate_async":  # however fast the engine is
+        (folder / "agents.yaml").write_text("[{name: talking, _target_: tests.agents.UntilInterrupted}]")
+        work = [
+            "trainer.v1.separate_async.num_warmup_batches=6",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder}/agents.yaml",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=talking",
+        ]
+    return train(folder, request.param, *work)
 
 
 def test_every_step_drafts_and_logs_it(run):
