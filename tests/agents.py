@@ -1,4 +1,6 @@
-"""An agent loop for tests/test_async_training.py: at each weight sync some of its samples are at work."""
+"""For tests/test_async_training.py: each weight sync finds samples at work, however fast the engine is."""
+
+import asyncio
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
@@ -14,3 +16,15 @@ class UntilInterrupted(SingleTurnAgentLoop):
         if kwargs["extra_info"]["index"] == LAST_PROMPT and len(set(versions)) == 1:
             return await self.run(sampling_params, **kwargs)
         return output
+
+
+def wait_for_work(server):
+    """Let a weight sync find a request at work, on each server that has served since the one before."""
+    abort = server.SpecHttpServer.abort_all_requests
+
+    async def abort_at_work(self, *args, **kwargs):
+        while self._windows.is_quiet and not self._windows.is_untouched:
+            await asyncio.sleep(0.01)
+        return await abort(self, *args, **kwargs)
+
+    server.SpecHttpServer.abort_all_requests = abort_at_work
