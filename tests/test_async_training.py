@@ -74,14 +74,30 @@ def separate(tmp_path_factory):
     return train(tmp_path_factory.mktemp("separate"), "separate_async", *options, until=(2, NUM_STEPS))
 
 
+# For each process of a training.
+AT_WORK = """
+from rollout_spec.patches import when_imported
+when_imported("rollout_spec.verl.server", lambda it: __import__("tests.agents").agents.wait_for_work(it))
+"""
+
+
 @pytest.fixture(scope="module", params=["colocated", "separate", "colocate_async", "separate_async"])
 def run(request, tmp_path_factory):
     """With two engines; and with one, where the trainer's own serves until the first step only."""
     if request.param in ("colocated", "separate"):
         return request.getfixturevalue(request.param)
-    # More than the engine has done at a weight sync.
-    work = ["trainer.v1.separate_async.num_warmup_batches=6"] * (request.param == "separate_async")
-    return train(tmp_path_factory.mktemp("alone"), request.param, *work)
+    folder, work = tmp_path_factory.mktemp("alone"), []
+    if request.param == "separate_async":
+        (folder / "sitecustomize.py").write_text(AT_WORK)
+        (folder / "agents.yaml").write_text("[{name: talking, _target_: tests.agents.UntilInterrupted}]")
+        work = [
+            "trainer.v1.separate_async.num_warmup_batches=6",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder}/agents.yaml",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=talking",
+        ]
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(folder))
+        return train(folder, request.param, *work)
 
 
 def test_every_step_drafts_and_logs_it(run):

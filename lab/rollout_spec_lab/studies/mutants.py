@@ -201,8 +201,10 @@ def mutate_core() -> Result:
 def core_lives(folder: Path) -> bool:
     """Whether the C tests and those beside the oracle pass."""
     if subprocess.run(
-        ["make", "-C", "native", "test", f"BUILD={folder}/c"], cwd=folder, capture_output=True
-    ).returncode:
+        ["timeout", str(MOST_SECONDS), "make", "-C", "native", "test", f"BUILD={folder}/c"],
+        cwd=folder,
+        capture_output=True,
+    ).returncode:  # or it hangs
         return False
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
