@@ -24,8 +24,8 @@ void rs_test_fail_allocation(int64_t nth);
 bool rs_test_has_failed(void);
 #endif
 
-/* Resize the array *pointer from old_size to new_size elements; new_size 0 frees it and succeeds,
- * and so does shrinking: where the allocator refuses to shrink, nothing changes and *capacity stays.
+/* Resize the array *pointer from *capacity to new_size elements. To free it (0) and to shrink it always succeed;
+ * where the allocator refuses to shrink it, nothing changes and *capacity stays.
  * On success *capacity is new_size. On failure nothing changes. */
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
                     size_t element_size);

@@ -37,7 +37,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> None:
-    """Write files by name into `folder`, which is made if it is not there: all of them, or none.
+    """Write files by name into `folder`, which is made if it is not there.
+
+    None of them is replaced before all are written, so a full disk changes nothing.
 
     Raises UserError: as `replacing`.
     """

@@ -76,7 +76,7 @@ def after_sampling(host, runner, put, names, sampled):
     """Each request has got one token; the drafts that the device gets for them, which are none."""
     runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
     batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
-    return host.draft(batch, put(torch.ones(len(names)).int()))
+    return host.take_sampled(batch, put(torch.ones(len(names)).int()))
 
 
 def test_drafts_of_mrv2_go_to_the_host_and_back():

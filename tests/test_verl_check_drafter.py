@@ -129,6 +129,7 @@ def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path):
     """Without Megatron, and of a model that takes its weights as a whole. verl's own run is verl's."""
     fsdp = {"actor_rollout_ref.actor.strategy": "fsdp2"}
     refused("load_format=dummy", SAM, MTP, DUMMY)
+    check_config(changed(SAM, MTP, {"actor_rollout_ref.rollout.load_format": None}))
     refused("load_format=dummy", OFF, MTP, DUMMY, COUPLED, fsdp)
     check_config(changed(OFF, MTP, DUMMY, fsdp))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')

@@ -116,7 +116,7 @@ def _refuse_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> N
     refuse_first(
         (not is_own and policy.get("model_type") in _WHOLE_HEADS,
          f"{_name(drafter)}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
-        (not _is_synced(config, drafter) and "dummy" in load_format,
+        (not _is_synced(config, drafter) and "dummy" in (load_format or ""),
          f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
          "sync brings its own; set auto"),
         (has_other_tokens,

@@ -152,5 +152,7 @@ def validation(trainer: Any) -> Iterator[None]:
     """Tell every rollout server that a validation begins, and that it has ended."""
     handles = servers(trainer) if option(trainer, "method") is not None else []
     ray.get([handle.begin_validation.remote() for handle in handles])
-    yield
-    ray.get([handle.end_validation.remote() for handle in handles])
+    try:
+        yield
+    finally:
+        ray.get([handle.end_validation.remote() for handle in handles])

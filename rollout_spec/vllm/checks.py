@@ -33,9 +33,10 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config.enabled and config.corpus:
         check_corpus(config.corpus)
     refuse_unsupported(vllm_config, config)
-    from rollout_spec.vllm.mrv1.sampler import check_engine_patches
+    if not vllm_config.use_v2_model_runner:
+        from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
-    check_engine_patches()
+        check_engine_patches()
 
 
 @functools.cache

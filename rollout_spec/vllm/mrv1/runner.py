@@ -1,7 +1,8 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `sample_tokens`, in it `_sample`, and then `propose_draft_token_ids`, which asks the drafter.
+vLLM calls `sample_tokens`, in it `_sample`, `_bookkeeping_sync`, and then `propose_draft_token_ids`, which
+asks the drafter, but for one beside a model: that is asked last, in `sample_tokens`.
 `sampler` hooks the samplers that `_sample` calls.
 """
 

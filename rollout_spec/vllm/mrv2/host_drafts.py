@@ -57,7 +57,7 @@ class _Arrival:
             self.ended = time.perf_counter()
 
     def wait(self, work: Callable[[Callable[[], bool]], None]) -> list[Any]:
-        """What `draft` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts.
+        """What `take_sampled` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts.
 
         Until it is there the host does `work`, which asks before each piece of it whether there is time.
         """
@@ -176,10 +176,11 @@ class HostDrafts:
         )
         return drafts
 
-    def draft(
+    def take_sampled(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
-        """Draft for the step's rows, after the tokens that they have got.
+        """Let the tokens of the step's rows start on their way to the host; where the scheduler waits, draft
+        after them.
 
         Args:
             input_batch: the runner's.
@@ -202,7 +203,7 @@ class HostDrafts:
         return self.no_drafts(input_batch)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
-        """What `draft` returns, where nothing was sampled."""
+        """What `take_sampled` returns, where nothing was sampled."""
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 

@@ -1,8 +1,9 @@
 """What we change in vLLM's MRV2: classes that stand before the runner's own, and before its worker's.
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `execute_model`, and in it the methods of `DraftingRunner` from `add_requests` to `prepare_inputs`;
-then `sample_tokens`, and in it `postprocess_sampled` and the speculator's `propose`.
+vLLM calls `execute_model`, in it `add_requests` and `update_requests` of `DraftingRunner`, and
+`prepare_inputs` of `GraphsRunner`; then `sample_tokens`, and in it `postprocess_sampled` and the speculator's
+`propose`.
 """
 
 import copy
@@ -32,9 +33,10 @@ _WARM_UP = Patch(
     until="vLLM says which requests are its own",
 )
 # What engines apply to themselves.
-ENGINE_PATCHES = (SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE) + (
-    graphs.GRAPHS,
-) * graphs.HAS_GRAPHS
+ENGINE_PATCHES = (
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE,
+    *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
+)  # fmt: skip
 
 # What is called besides, or replaced as a whole.
 _CALLED = (

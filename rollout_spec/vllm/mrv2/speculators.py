@@ -90,7 +90,11 @@ class SuffixSpeculator(BaseSpeculator):
         **__: Any,
     ) -> torch.Tensor:
         """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
-        return self.host.no_drafts(input_batch) if dummy_run else self.host.draft(input_batch, num_sampled)
+        return (
+            self.host.no_drafts(input_batch)
+            if dummy_run
+            else self.host.take_sampled(input_batch, num_sampled)
+        )
 
 
 class SharedNoise(DraftModelSpeculator):
@@ -168,4 +172,4 @@ class BesideText(SharedNoise):
         if self.host.has_room:
             # Both are overwritten by the next passes, which may come before they are on the host.
             taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
-        return self.host.draft(input_batch, num_sampled, taken)
+        return self.host.take_sampled(input_batch, num_sampled, taken)
