@@ -113,7 +113,9 @@ def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
 def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
-    num_positions, most = speculative.draft_model_config.max_model_len, model.max_model_len
+    num_positions = speculative.draft_model_config.max_model_len
+    # What was asked for: on MRV2 vLLM 0.33 lowers it to the drafter's, so that responses would end earlier.
+    most = model.get_and_verify_max_len(model.original_max_model_len)
     return {
         "uncoupled_model": not config.coupled,
         "model_on_own_runner": current_platform.is_out_of_tree(),
@@ -133,6 +135,7 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
+    verified_by = getattr(speculative, "rejection_sample_method", "standard")
     refuse_first(
         (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
@@ -143,6 +146,9 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto",
          "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
          "external_launcher, where each tensor-parallel rank would choose by its own clock"),
+        (verified_by not in ("standard", "block"),
+         f"speculative_config.rejection_sample_method={verified_by}: must be standard with {of_ours}: it "
+         "changes what the policy says"),
         (getattr(speculative, "num_speculative_tokens_per_batch_size", None),  # from 0.24 on
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),

@@ -294,6 +294,11 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
             patch.setattr(owner, name, value, raising=False)
             with pytest.raises(ConfigError, match=f"^speculative_config.method=eagle [^\\n]*: .*{refusal}"):
                 check_options(config)
+    with monkeypatch.context() as patch:  # as vLLM 0.33 does for a drafter with fewer positions
+        for model in (speculative.draft_model_config, config.model_config):
+            patch.setattr(model, "max_model_len", 9)
+        with pytest.raises(ConfigError, match=r"the drafter takes 9 positions, max_model_len is [1-9]\d\d"):
+            check_options(config)
     check_options(config)
     for arguments, refusal in (
         (

@@ -109,6 +109,7 @@ def wait_until_ready(server, port, log):
 SPECULATIVE = speculative_config(8)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 BY_BATCH = "num_speculative_tokens_per_batch_size"  # vLLM 0.23 does not have it
+LOSSY = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 8}
 LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
 
 
@@ -128,6 +129,11 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
             {"pipeline_parallel_size": 2},
             {},
             r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.method",
+        ),
+        (
+            {"speculative_config": SPECULATIVE | LOSSY},
+            {"verify": "standard"},
+            r"rejection_sample_method=synthetic: must be standard with [^\n]*changes what the policy says",
         ),
         ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's MRV2[^\n]*\Z"),
         pytest.param(

@@ -20,7 +20,7 @@ def decided(tiny_model):
 
     from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 
-    def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, **arguments):
+    def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, **arguments):
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
@@ -28,6 +28,8 @@ def decided(tiny_model):
             patch.setattr(VllmConfig, "use_v2_model_runner", has_v2)
             owner = getattr(config, "aux_output_config", config.model_config)  # from 0.32 on, and before
             patch.setattr(owner, "enable_return_routed_experts", returns_experts)
+            patch.setattr(current_platform, "is_rocm", lambda: overlaps)
+            patch.setattr(config.parallel_config, "enable_dbo", overlaps)
             schedule_ahead(config, asked)
         return config.scheduler_config
 
@@ -50,6 +52,7 @@ def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_c
         ({"has_v2": False}, "needs vLLM's MRV2 together with the drafter"),
         ({"scheduler_cls": OTHER_SCHEDULER}, f"scheduler_cls='{OTHER_SCHEDULER}' does not know"),
         ({"distributed_executor_backend": WITHOUT_IT}, "distributed_executor_backend=.* does not support it"),
+        ({"overlaps": True, "all2all_backend": "deepep_high_throughput"}, "with enable_dbo and all2all_back"),
         ({"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
     ],
 )

@@ -22,6 +22,7 @@ from rollout_spec.vllm.step_notes import Plan, report_of
 logger = init_logger(f"vllm.{__name__}")
 
 AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
+_CORRUPTING = "deepep_high_throughput"  # vLLM refuses it on ROCm with asynchronous scheduling
 _EMPTY_ROOM = Patch(
     name="vllm-empty-room",
     reason="vLLM counts a step for a request whenever that has room for drafts",
@@ -133,7 +134,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
 
     Raises ConfigError: it is asked for and cannot be had.
     """
-    scheduler = vllm_config.scheduler_config
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.
     owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
     reason = None
@@ -142,8 +143,10 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
     elif scheduler.scheduler_cls not in (None, SCHEDULER, AHEAD_SCHEDULER):
         reason = f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
     elif not Executor.get_class(vllm_config).supports_async_scheduling():
-        backend = vllm_config.parallel_config.distributed_executor_backend
+        backend = parallel.distributed_executor_backend
         reason = f"distributed_executor_backend={backend!r} does not support it"
+    elif current_platform.is_rocm() and parallel.enable_dbo and parallel.all2all_backend == _CORRUPTING:
+        reason = f"with enable_dbo and all2all_backend={_CORRUPTING!r}, tokens can be wrong on ROCm"
     elif any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
         reason = (
             "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
