@@ -107,8 +107,9 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     from vllm.utils import cpu_triton_utils
 
     mend(cpu_rejection, rejection_sampler)
-    if hasattr(current_platform, "register_triton_kernel_overrides"):  # from 0.32 on
-        current_platform.register_triton_kernel_overrides()
+    register = getattr(current_platform, "register_triton_kernel_overrides", None)
+    if register is not None:  # from 0.32 on
+        register()
     else:
         kernels = (f"rejection_{kind}_sample_kernel" for kind in ("greedy", "random"))
         for name in (*kernels, "expand_kernel", "sample_recovered_tokens_kernel"):
