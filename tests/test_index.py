@@ -59,6 +59,28 @@ def test_a_models_log_odds_count(index, arguments):
     assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
 
 
+def test_what_a_model_drafts_after_a_token_that_is_not_drafted_says_nothing(index, arguments):
+    def survivals(*tokens):
+        log_odds = np.array([[-4, 6]] * 3, np.float32)
+        model = ModelDrafts(np.array([tokens] * 3, np.int32), log_odds)
+        return index.index_and_draft(**arguments, model_drafts=model).survivals.tolist()
+
+    assert survivals(98, 7) == survivals(98, -1)
+    assert survivals(6, 7) != survivals(6, -1)
+
+
+def test_a_models_second_token_is_trusted_apart_from_its_first(index):
+    """The first is right in every step, the second never."""
+    sequences, text = int32(index.open_sequence(index.open_group(int32()))), np.arange(202, dtype=np.int32)
+    for level in range(0, 201, 2):
+        model = ModelDrafts(int32(level, 999)[None], np.full((1, 2), 1, np.float32))
+        step = index.index_and_draft(
+            sequences, text[None], int32(0), int32(level), int32(2), model_drafts=model
+        )
+    first, both = step.survivals[0, :2]
+    assert first > 0.9 and both < 0.3 * first
+
+
 def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
     def survivals(num_draft_tokens):
         with SuffixIndex(num_speculative_tokens=4) as index:
