@@ -1,5 +1,7 @@
 """Responses of earlier steps: kept, bounded, saved, and used when their prompt comes back."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,6 +25,14 @@ def test_the_last_responses_of_every_prompt_are_kept():
         history.add(b"a" * 16, int32(*tokens))
     assert texts(history, b"a" * 16) == [[2, 2], [3, 3, 3]]
     assert texts(history, b"c" * 16) == [] and len(history) == 1
+
+
+@pytest.mark.parametrize("order", itertools.permutations(([1], [5], [6])))
+def test_a_response_takes_the_place_of_one_that_it_begins_with(order):
+    history = History(8, 1 << 20)
+    for tokens in (*order, [1, 2]):
+        history.add(b"a" * 16, int32(*tokens))
+    assert texts(history, b"a" * 16) == [*(tokens for tokens in order if tokens != [1]), [1, 2]]
 
 
 def test_prompts_that_are_dropped_take_no_room():
@@ -75,7 +85,7 @@ def test_keys_tell_prompts_and_groups_apart():
     ]
 
 
-@pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 20, 1), (60, 8), (1, 9)])
+@pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 20, 1), (200, 4), (60, 8), (1, 9)])
 def test_what_is_saved_comes_back(tmp_path, monkeypatch, piece_bytes, num_pieces):
     monkeypatch.setattr(history_module, "_PIECE_BYTES", piece_bytes)
     history = History(3, 1 << 20)
