@@ -171,7 +171,7 @@ def compare(off: Run, on: Run, agreement: Agreement | None = None) -> Comparison
 
 
 def _compared(runs: Sequence[Run], measure: Measure) -> Compared:
-    """A step counts where both runs have the measure; where one run has it in no step, that run is not asked."""
+    """A step counts where both runs have the measure; a run that has it in no step is not asked."""
     ones = [1.0] * len(runs[0].steps)
     names = (measure.numerator, measure.denominator)
     amounts = np.array([[run.column(name) if name else ones for name in names] for run in runs])
