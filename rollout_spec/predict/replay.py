@@ -37,15 +37,15 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        return _ratio(self.num_decoded_tokens, self.num_steps)
+        return self.num_decoded_tokens / max(1, self.num_steps)
 
     @property
     def draft_tokens_per_step(self) -> float:
-        return _ratio(self.num_draft_tokens, self.num_steps)
+        return self.num_draft_tokens / max(1, self.num_steps)
 
     @property
     def acceptance_rate(self) -> float:
-        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
 @dataclass
@@ -71,11 +71,11 @@ class ReplayResult(Counts):
 
     @property
     def mean_acceptance_length(self) -> float:
-        return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
+        return 1.0 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
     def tail_tokens_per_step(self) -> float:
-        return _ratio(self.num_tail_tokens, self.num_tail_steps)
+        return self.num_tail_tokens / max(1, self.num_tail_steps)
 
     def to_dict(self) -> dict[str, float]:
         names = (
@@ -83,10 +83,6 @@ class ReplayResult(Counts):
             *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
         )
         return {name: getattr(self, name) for name in names}
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 class Proposer(Protocol):
