@@ -67,13 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_drafter(drafting)
     _add_judging(parser.add_argument_group("when a difference counts"), share)
     output = parser.add_argument_group("output")
-    help_ = "write certificate.json and certificate.html there"
-    output.add_argument("--output", type=path, metavar="DIR", help=help_)
+    add_options(output, ("--output", path, "DIR", None, "write certificate.json and certificate.html there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_example(
-        parser,
-        "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8 --output outputs/certificate",
-    )
+    command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
+    add_example(parser, f"{command} --output outputs/certificate")
 
 
 def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:

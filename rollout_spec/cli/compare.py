@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import folder, path
+from rollout_spec.cli.inputs import add_options, folder, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -17,10 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=folder, default=Path("outputs/comparison"), metavar="DIR",
-        help="folder for page, picture and JSON",
-    )  # fmt: skip
+    there = Path("outputs/comparison")
+    add_options(output, ("--output", folder, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")

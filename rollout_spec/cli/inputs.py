@@ -104,11 +104,11 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
 
 def add_simulated_model(group: argparse._ActionsContainer) -> None:
     """Add `--model-acceptance`, which `with_model` takes."""
-    group.add_argument(
-        "--model-acceptance", metavar="A,A,...",
-        help="simulate a draft model beside the index: how often its first, second, ... draft token is right "
-        "where those before it are; it drafts as many tokens as there are numbers",
-    )  # fmt: skip
+    help_ = (
+        "simulate a draft model beside the index: how often its first, second, ... draft token is right "
+        "where those before it are; it drafts as many tokens as there are numbers"
+    )
+    add_options(group, ("--model-acceptance", str, "A,A,...", None, help_))
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
@@ -184,10 +184,8 @@ def _parsed(value: str) -> Any:
 
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
     """`--model-drafter`: a text for `certify.engine_arguments.model_drafter`."""
-    parser.add_argument(
-        "--model-drafter", metavar="METHOD:MODEL:N",
-        help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
-    )  # fmt: skip
+    help_ = "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head"
+    add_options(parser, ("--model-drafter", str, "METHOD:MODEL:N", None, help_))
 
 
 def model_folder(model: Path) -> str:

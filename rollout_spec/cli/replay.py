@@ -46,19 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_rollouts_arguments(lines)
     add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    help_ = "most draft tokens per row and step"
-    add_options(drafter, ("--num-speculative-tokens", int, "K", most, help_))
+    add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
     add_simulated_model(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
-    help_ = "requests that an engine runs at a time; verl's default too"
     add_options(
         parser.add_argument_group("engines that these rollouts are for"),
         ("--replicas", number(int, 1, MAX_ENGINES), "N", 1, "engines"),
-        ("--max-num-seqs", count, "N", 1024, help_),
+        ("--max-num-seqs", count, "N", 1024, "requests that an engine runs at a time; verl's default too"),
     )
     output = parser.add_argument_group("output")
-    help_ = "write a page with pictures, replay.html, and replay.json"
-    add_options(output, ("--output", folder, "DIR", None, help_))
+    page = "write a page with pictures, replay.html, and replay.json"
+    add_options(output, ("--output", folder, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 

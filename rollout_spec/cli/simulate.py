@@ -39,6 +39,11 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
+COLUMNS = (
+    *("engines", "rows", "group", "drafts", "threshold", "K"),
+    *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
+)
+FIGURES = ("speedup", "tail_share", "tokens_per_step", "acceptance_rate")
 OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
@@ -232,28 +237,19 @@ def _headline(results: list[dict[str, Any]]) -> str:
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.console import make_console, make_table
 
-    columns = (
-        *("rows", "group", "drafts", "threshold", "K"),
-        *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
-    )
-    table = make_table(f"{title}: simulated rollouts (* the fastest)", "engines", *columns)
+    table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
     for result in results:
         best = min(result["runs"], key=lambda figures: figures["makespan_s"])
         for figures in result["runs"]:
-            k = figures["num_speculative_tokens"]
-            table.add_row(
-                str(result["replicas"]),
-                str(result["max_num_seqs"]),
-                str(result["group_size"] or "all"),
+            settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
+            row = (
+                *(result["replicas"], result["max_num_seqs"], result["group_size"] or "all"),
                 figures["drafter"] + (" *" if figures is best else ""),
-                "" if k is None else f"{figures['batch_threshold']}",
-                "" if k is None else f"{k}",
+                *(settings if settings[1] else ("", "")),
                 f"{figures['makespan_s']:,.1f}",
-                f"{figures['speedup']:.2f}",
-                f"{figures['tail_share']:.2f}",
-                f"{figures['tokens_per_step']:.2f}",
-                f"{figures['acceptance_rate']:.2f}",
+                *(f"{figures[name]:.2f}" for name in FIGURES),
             )
+            table.add_row(*map(str, row))
         table.add_section()
     console = make_console()
     console.print(_headline(results), highlight=False)

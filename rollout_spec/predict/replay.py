@@ -238,8 +238,10 @@ def replay_line(
     proposer.finish()
     result.num_groups += 1
     for row in np.column_stack([line.num_generated, counts]).tolist():
-        result.responses.append(Replayed(*row, line.step))
-        result.add(result.responses[-1])
+        response = Replayed(*row)
+        response.step = line.step
+        result.responses.append(response)
+        result.add(response)
 
 
 class _Decoding:
