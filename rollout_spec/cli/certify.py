@@ -1,9 +1,11 @@
 """`rollout-spec certify`: whether your model gives the same tokens with drafts and without."""
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
@@ -17,6 +19,9 @@ from rollout_spec.cli.inputs import (
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
+
+if TYPE_CHECKING:
+    from rollout_spec.certify.certify import Plan
 
 HELP = "run a model with drafts and without, and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -100,35 +105,35 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from rollout_spec.certify.certify import Plan, certify
+    from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
     from rollout_spec.cli.console import counted
 
+    plan = _plan(args, model, rows, drafter)
+    with counted("certifying", plan.num_engines) as advance:
+        record = certify(plan, advance)
+    prompts = str(args.train_file or "our own")
+    record["plan"] |= {"model": str(args.model), "prompts": prompts, "num_prompts": len(rows)}
+    _show(record, args)
+    return 0 if passed(record) else 1
+
+
+def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> Plan:
+    from rollout_spec.certify.certify import Plan
+
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
-    plan = Plan(
+    length = MAX_PROMPT_TOKENS + args.max_tokens
+    return Plan(
         model=model,
         prompts=tokenized(model, rows),
         temperatures=[*dict.fromkeys(args.temperatures)],
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
         group_sizes=[*dict.fromkeys(args.group_sizes)],
-        engine={
-            "max_num_seqs": args.max_num_seqs,
-            "max_model_len": MAX_PROMPT_TOKENS + args.max_tokens,
-            **device_arguments(),
-        },
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **device_arguments()},
         model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )
-    with counted("certifying", plan.num_engines) as advance:
-        record = certify(plan, advance)
-    record["plan"] |= {
-        "model": str(args.model),
-        "prompts": str(args.train_file or "our own"),
-        "num_prompts": len(rows),
-    }
-    _show(record, args)
-    return 0 if passed(record) else 1
 
 
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
