@@ -231,7 +231,7 @@ def test_a_step_that_was_logged_again_counts_once_and_one_line_says_so(tmp_path,
     file.write_text(file.read_text() + file.read_text().splitlines()[-1].replace("20.0", "30.0") + "\n")
     assert read_run(file, "off").column("rollout_seconds") == [10.0, 30.0]
     [message] = caplog.messages
-    assert message == f"{file}: 1 steps from step 2 on are there more than once, the later values count"
+    assert message == f"{file}: logged more than once, the later values count: step 2"
 
 
 def test_only_common_steps_are_compared(runs, tmp_path):

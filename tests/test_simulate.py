@@ -326,8 +326,8 @@ def test_step_times_that_cannot_be(text, message):
     [
         ("1:0.1", "there is one point, so more tokens take no more time"),
         ("1:0.02,8:0.01,9:0.03", "more tokens take less time; this is taken for noise, and averaged"),
-        ("64:21,1:20", "1 tokens take 20 seconds: is the table in seconds?"),
-        ("1:2e-05,64:3e-05", "1 tokens take 2e-05 seconds: is the table in seconds?"),
+        ("64:21,1:20", "1:20 is an unlikely time: is the table in seconds?"),
+        ("1:2e-05,64:3e-05", "1:2e-05 is an unlikely time: is the table in seconds?"),
         ("1:0.02,64:21", None),
     ],
 )

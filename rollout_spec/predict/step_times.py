@@ -124,7 +124,7 @@ def _doubts(points: Iterable[_Point]) -> Iterator[str]:
     if list(seconds) != sorted(seconds):
         yield "more tokens take less time; this is taken for noise, and averaged"
     if not USUAL[0] <= seconds[0] <= USUAL[1]:
-        yield f"{at[0]:g} tokens take {seconds[0]:g} seconds: is the table in seconds?"
+        yield f"{at[0]:g}:{seconds[0]:g} is an unlikely time: is the table in seconds?"
 
 
 def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -102,8 +102,8 @@ def _merged(source: str, records: Iterable[Record]) -> Log:
             again.add(step)
         values.update(data)
     if again:
-        what = f"{len(again)} steps from step {min(again)} on are there more than once"
-        logger.warning("%s: %s, the later values count", source, what)
+        steps = ", ".join(map(str, sorted(again)[:9]))
+        logger.warning("%s: logged more than once, the later values count: step %s", source, steps)
     return Log(source, tuple(sorted(merged.items())))
 
 
