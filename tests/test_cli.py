@@ -95,6 +95,18 @@ MISTAKES = [
     (f"simulate {{TRACE}} --step-times {',1:' * 999}", "neither a file nor tokens:seconds"),
     ("simulate {TRACE} --step-times " + "[" * 99, "neither a file nor tokens:seconds"),
     ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
+    (
+        "simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}",
+        "'{TRACE}'; name files before options that take",
+    ),
+    (
+        "simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}",
+        "FILE_OR_FOLDER; name files before opt",
+    ),
+    (
+        "simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 2 --expert-parallel",
+        "--expert-parallel: a dense",
+    ),
     ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
     ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
     ("simulate {TRACE} --model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
@@ -124,6 +136,8 @@ MISTAKES = [
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
+            ("--tool-seconds 1", "--tool-seconds: no response of {TRACE} has several turns"),
+            ("--group-size 4 9", "--group-size 9: no line of {TRACE} has more than 8 responses"),
             ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),
         )
     ),

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rollout_spec.cli import main
 from rollout_spec.doctor import diagnosis
 
 
@@ -27,6 +28,22 @@ def test_doctor_says_that_drafting_works_here():
         *("patch vllm-keyed-sampler", "patch vllm-coupled-verification", "patch vllm-min-tokens-bonus"),
         "patch vllm-kept-logprobs",
     }
+
+
+def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(monkeypatch, capsys):
+    found = [
+        ("a", diagnosis.OK),
+        ("patch p", diagnosis.OK),
+        ("b", diagnosis.WARN),
+        ("patch q", diagnosis.FAIL),
+    ]
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: (diagnosis.Check(*one, "why", "do") for one in found))
+    assert main(["doctor"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == ["fail patch q why; do", "warn b why; do", "ok a why; do"]
+    assert lines[3].startswith("ok patches 1 applied") and lines[4:] == [
+        "Drafting cannot work here: patch q."
+    ]
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,53 @@ def test_a_prompts_step_in_two_runs_is_said_and_a_file_named_twice_is_read_once(
     assert "sam/1.jsonl: the runs count as one, and draft from each other's responses" in message
 
 
+LONG_VERL = lines([row | {"output": f"{row['output']} {'c ' * 9}"} for row in FORMS["verl"]])
+RECORDED = to_line("g", 1, [1], [[*range(20)]]).encode()
+PADDED = [{"prompt_ids": [1], "response_ids": [2, i] + [0] * 16} for i in range(3)]
+WHOLE = [{"prompt_ids": [1], "response_ids": [*range(i, 20)]} for i in range(2)]
+TWICE = "rows are there again, the first time in {0}/x.jsonl, then in {0}/"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "doubt"),
+    [
+        (LONG_VERL, b"", {}, ""),
+        (LONG_VERL * 2, b"", {}, f"3 of 6 {TWICE}x.jsonl: each counts"),
+        (VERL * 2, b"", {}, ""),  # short answers are alike by chance
+        (RECORDED, RECORDED, {}, f"1 of 2 {TWICE}y.jsonl: each counts"),
+        (RECORDED, None, {}, "left out: {0}/y.jsonl is a link to nothing"),
+        (
+            RECORDED,
+            b"",
+            {"tokenizer": "nowhere"},
+            "--tokenizer: has no effect, because these rollouts are token",
+        ),
+        (
+            RECORDED,
+            b"",
+            {"columns": {"step": ""}},
+            "--columns: has no effect, because recordings have fields",
+        ),
+        (
+            lines(PADDED + WHOLE),
+            b"",
+            {},
+            "3 of 5 responses end in a run of token 0: if that is padding, remove",
+        ),
+        (lines(PADDED[:2] + WHOLE), b"", {}, ""),
+    ],
+)
+def test_what_speaks_against_rollouts_is_one_line(tmp_path, tokenizer, caplog, x, y, options, doubt):
+    (tmp_path / "x.jsonl").write_bytes(x)
+    if y:
+        (tmp_path / "y.jsonl").write_bytes(y)
+    elif y is None:
+        (tmp_path / "y.jsonl").symlink_to("nowhere")
+    has_texts = b"score" in x
+    assert found([tmp_path], **({"tokenizer": tokenizer} if has_texts else options))
+    assert [message.startswith(doubt.format(tmp_path)) for message in caplog.messages] == [True] * bool(doubt)
+
+
 def test_a_chat_of_one_message_is_a_response(tmp_path, tokenizer):
     rows = [
         {"prompt": prompt, "completion": [{"role": "assistant", "content": text}]} for prompt, text in ROWS

@@ -207,7 +207,9 @@ def test_the_second_runs_summary_gets_table_and_picture(
 def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsys):
     run = str(logged["json"])
     assert main(["compare", run, run, "--wandb", "--output", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert not said.out and not any(tmp_path.iterdir()), "it is said before any work"
     assert line.startswith(f"rollout-spec compare: --wandb: {run}: ")
 
 

@@ -219,9 +219,19 @@ def test_a_missing_value_is_left_out(tmp_path):
         dataclasses.replace(step, reward=math.nan) if step.step == 3 else step for step in whole.on.steps
     ]
     result = compare(whole.off, dataclasses.replace(whole.on, steps=tuple(steps)))
-    assert result.measures["reward"].on.value == pytest.approx(np.mean([0.1, 0.2, 0.4]))
+    for side in (result.measures["reward"].off, result.measures["reward"].on):  # the same steps in both
+        assert side.value == pytest.approx(np.mean([0.1, 0.2, 0.4]))
     acceptance = result.measures["acceptance_rate"].off
     assert np.isnan([acceptance.value, *acceptance.ci95]).all()
+
+
+def test_a_step_that_was_logged_again_counts_once_and_one_line_says_so(tmp_path, caplog):
+    file = write_run(tmp_path, [10.0, 20.0], [100, 100]) / "metrics.jsonl"
+    assert read_run(file, "off").column("rollout_seconds") == [10.0, 20.0] and not caplog.messages
+    file.write_text(file.read_text() + file.read_text().splitlines()[-1].replace("20.0", "30.0") + "\n")
+    assert read_run(file, "off").column("rollout_seconds") == [10.0, 30.0]
+    [message] = caplog.messages
+    assert message == f"{file}: logged more than once, the later values count: step 2"
 
 
 def test_only_common_steps_are_compared(runs, tmp_path):

@@ -321,6 +321,21 @@ def test_step_times_that_cannot_be(text, message):
         StepTimes.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "doubt"),
+    [
+        ("1:0.1", "there is one point, so more tokens take no more time"),
+        ("1:0.02,8:0.01,9:0.03", "more tokens take less time; this is taken for noise, and averaged"),
+        ("64:21,1:20", "1:20 is an unlikely time: is the table in seconds?"),
+        ("1:2e-05,64:3e-05", "1:2e-05 is an unlikely time: is the table in seconds?"),
+        ("1:0.02,64:21", None),
+    ],
+)
+def test_unlikely_step_times_are_used_and_one_line_says_why(caplog, text, doubt):
+    StepTimes.parse(text)
+    assert caplog.messages == ([f"step times: {doubt}"] if doubt else [])
+
+
 @pytest.mark.parametrize(("num_rows", "num_lines"), [(1, 4), (32, 4), (33, 5), (256, 32)])
 def test_one_rollout_copies_the_first_step_until_there_are_enough_requests(num_rows, num_lines):
     """Whole lines of 6 and 10 responses, in turn; 32 requests at least."""

@@ -11,6 +11,7 @@ A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code.
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -46,6 +47,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid \w+ value: '(.*)'$", message)
+        takes_several = any(action.nargs == "+" and action.option_strings for action in self._actions)
+        if takes_several and (message.endswith(" FILE_OR_FOLDER") or (wrong and os.path.exists(wrong[1]))):
+            message += "; name files before options that take several values"
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
 

@@ -1,13 +1,16 @@
 """`rollout-spec certify`: whether your model gives the same tokens with drafts and without."""
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     add_model_drafter,
+    add_options,
     device_arguments,
     model_folder,
     number,
@@ -16,6 +19,9 @@ from rollout_spec.cli.inputs import (
     tokenized,
 )
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
+
+if TYPE_CHECKING:
+    from rollout_spec.certify.certify import Plan
 
 HELP = "run a model with drafts and without, and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,58 +42,53 @@ PROMPTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count, seed, share = number(int, 1), number(int, 0, MAX_SEED), number(float, 0, 1, above=True)
+    count, share = number(int, 1), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
     served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
-    served.add_argument(
-        "--train-file", type=path, metavar="FILE", help="prompts in verl's parquet (8 of our own)"
-    )
+    add_options(served, ("--train-file", path, "FILE", None, "prompts in verl's parquet (8 of our own)"))
     served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
-    sampling = parser.add_argument_group("sampling")
-    for group, name, kind, default, help_ in (
-        (served, "--num-prompts", count, 4, "how many of the prompts"),
-        (served, "--max-tokens", count, 64, "longest response"),
-        (served, "--max-num-seqs", count, 16, "requests that run at a time"),
-        (served, "--seed", seed, 0, "of the noise that tokens are drawn with"),
-        (sampling, "--top-k", number(int, 0), 0, "0: all tokens"),
-        (sampling, "--top-p", share, 1.0, "1: all tokens"),
-    ):
-        group.add_argument(name, type=kind, default=default, metavar="N", help=help_)
-    drafting = parser.add_argument_group(
-        "drafting", "Of several values, temperatures too, every combination is compared."
+    add_options(
+        served,
+        ("--num-prompts", count, "N", 4, "how many of the prompts"),
+        ("--max-tokens", count, "N", 64, "longest response"),
+        ("--max-num-seqs", count, "N", 16, "requests that run at a time"),
+        ("--seed", number(int, 0, MAX_SEED), "N", 0, "of the noise that tokens are drawn with"),
     )
-    for group, name, kind, several, help_ in (
-        (sampling, "--temperatures", number(float, 0), [1.0, 0.6, 0.0], "0: greedy"),
-        (drafting, "--num-speculative-tokens", int, [SpecConfig.num_speculative_tokens],
-         "most draft tokens of a request in a step"),
-        (drafting, "--batch-thresholds", parse_threshold, [64], "rollout.spec.batch_threshold, also auto"),
-        (drafting, "--group-sizes", count, [4], "responses to each prompt"),
-    ):  # fmt: skip
-        group.add_argument(name, type=kind, nargs="+", default=several, metavar="N", help=help_)
+    add_options(
+        parser.add_argument_group("sampling"),
+        ("--top-k", number(int, 0), "N", 0, "0: all tokens"),
+        ("--top-p", share, "N", 1.0, "1: all tokens"),
+        ("--temperatures", number(float, 0), "N", [1.0, 0.6, 0.0], "0: greedy"),
+    )
+    note = "Of several values, temperatures too, every combination is compared."
+    drafting = parser.add_argument_group("drafting", note)
+    most = "most draft tokens of a request in a step"
+    add_options(
+        drafting,
+        ("--num-speculative-tokens", int, "N", [SpecConfig.num_speculative_tokens], most),
+        ("--batch-thresholds", parse_threshold, "N", [64], "rollout.spec.batch_threshold, also auto"),
+        ("--group-sizes", count, "N", [4], "responses to each prompt"),
+    )
     add_model_drafter(drafting)
-
-    judging = parser.add_argument_group("when a difference counts")
-    judging.add_argument(
-        "--tolerance", type=share, metavar="X",
-        help="rounding explains a difference where the scores of the two tokens are closer than X (by the "
-        "dtype; 0 with VLLM_BATCH_INVARIANT=1)",
-    )  # fmt: skip
-    judging.add_argument(
-        "--distribution-samples", type=number(int, 0), default=1000, metavar="N",
-        help="draw N samples with verify=standard and N with plain vLLM, and compare them at the highest "
-        "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
-        "10 %% off; 0: no test",
-    )  # fmt: skip
-
+    _add_judging(parser.add_argument_group("when a difference counts"), share)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=path, metavar="DIR", help="write certificate.json and certificate.html there"
-    )
+    add_options(output, ("--output", path, "DIR", None, "write certificate.json and certificate.html there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_example(
-        parser,
-        "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8 --output outputs/certificate",
-    )
+    command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
+    add_example(parser, f"{command} --output outputs/certificate")
+
+
+def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
+    add_options(
+        group,
+        ("--tolerance", share, "X", None,
+         "rounding explains a difference where the scores of the two tokens are closer than X (by the "
+         "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
+        ("--distribution-samples", number(int, 0), "N", 1000,
+         "draw N samples with verify=standard and N with plain vLLM, and compare them at the highest "
+         "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
+         "10 %% off; 0: no test"),
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,39 +105,35 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from rollout_spec.certify.certify import Plan, certify
+    from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
     from rollout_spec.cli.console import counted
 
-    same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
-    plan = Plan(
-        model=model,
-        prompts=tokenized(model, rows),
-        temperatures=_distinct(args.temperatures),
-        nums_speculative_tokens=_distinct(args.num_speculative_tokens),
-        batch_thresholds=_distinct(args.batch_thresholds),
-        group_sizes=_distinct(args.group_sizes),
-        engine={
-            "max_num_seqs": args.max_num_seqs,
-            "max_model_len": MAX_PROMPT_TOKENS + args.max_tokens,
-            **device_arguments(),
-        },
-        model_drafter=drafter,
-        **{name: getattr(args, name) for name in same},
-    )
+    plan = _plan(args, model, rows, drafter)
     with counted("certifying", plan.num_engines) as advance:
         record = certify(plan, advance)
-    record["plan"] |= {
-        "model": str(args.model),
-        "prompts": str(args.train_file or "our own"),
-        "num_prompts": len(rows),
-    }
+    prompts = str(args.train_file or "our own")
+    record["plan"] |= {"model": str(args.model), "prompts": prompts, "num_prompts": len(rows)}
     _show(record, args)
     return 0 if passed(record) else 1
 
 
-def _distinct(values: list[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
+def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> Plan:
+    from rollout_spec.certify.certify import Plan
+
+    same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
+    length = MAX_PROMPT_TOKENS + args.max_tokens
+    return Plan(
+        model=model,
+        prompts=tokenized(model, rows),
+        temperatures=[*dict.fromkeys(args.temperatures)],
+        nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
+        batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
+        group_sizes=[*dict.fromkeys(args.group_sizes)],
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **device_arguments()},
+        model_drafter=drafter,
+        **{name: getattr(args, name) for name in same},
+    )
 
 
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import folder, path
+from rollout_spec.cli.inputs import add_options, folder, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -17,15 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=folder, default=Path("outputs/comparison"), metavar="DIR",
-        help="folder for page, picture and JSON",
-    )  # fmt: skip
-    output.add_argument(
-        "--wandb",
-        action="store_true",
-        help="add table, picture and speed-up to the summary of RUN_ON at wandb",
-    )
+    there = Path("outputs/comparison")
+    add_options(output, ("--output", folder, "DIR", there, "folder for page, picture and JSON"))
+    help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
+    output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
@@ -35,10 +30,11 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.files import as_json
     from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows, write_report
     from rollout_spec.report.measures import compare
-    from rollout_spec.report.publish import publish
+    from rollout_spec.report.publish import publish, run_of
     from rollout_spec.report.responses import first_step_agreement
     from rollout_spec.report.runs import read_run
 
+    wandb_run = run_of(args.on) if args.wandb else None
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     console = make_console()
@@ -50,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         for sentence in sentences(comparison):
             console.print(sentence, highlight=False)
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
-    published = {"wandb": publish(comparison, args.on, paths["png"])} if args.wandb else {}
+    published = {"wandb": publish(comparison, wandb_run, paths["png"])} if wandb_run else {}
     for kind, where in (paths | published).items() if not args.json else ():
         console.print(f"{kind:>6}: {where}", highlight=False, soft_wrap=True)
     return 0

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, track
@@ -29,9 +29,9 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str) -> Table:
+def make_table(title: str, *columns: str, **settings: Any) -> Table:
     """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", **settings)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table
@@ -40,9 +40,7 @@ def make_table(title: str, *columns: str) -> Table:
 def print_values(title: str, values: Mapping[str, float]) -> None:
     console = make_console()
     console.print(title, soft_wrap=True)
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = make_table("", "", "", show_header=False)
     for name, value in values.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
         table.add_row(name.removeprefix("num_").replace("_", " "), text)

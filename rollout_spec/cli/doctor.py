@@ -10,7 +10,7 @@ HELP = "say whether drafting can work here, and what to do if not"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output", "Exit code 1: drafting cannot work here.")
-    output.add_argument("--json", action="store_true", help="print JSON instead of a line per check")
+    output.add_argument("--json", action="store_true", help="print every check, patches too, as JSON")
     add_example(parser, "rollout-spec doctor")
 
 
@@ -26,15 +26,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(checks: list[dict[str, str]]) -> None:
+    """What is wrong first; of the patches that are as they should be only how many."""
     from rich.text import Text
 
     from rollout_spec.cli.console import make_console
     from rollout_spec.doctor.diagnosis import FAIL, OK, WARN
 
-    colours = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+    colours = {FAIL: "bold red", WARN: "yellow", OK: "green"}
+    plain = [check for check in checks if not (check["name"].startswith("patch ") and check["status"] == OK)]
+    detail = f"{len(checks) - len(plain)} applied; --json says which, and why"
+    shown = [*plain, {"name": "patches", "status": OK, "detail": detail, "fix": ""}]
+    width = max(len(check["name"]) for check in shown)
     console = make_console()
-    width = max(len(check["name"]) for check in checks)
-    for check in checks:
+    for check in sorted(shown, key=lambda check: list(colours).index(check["status"])):
         text = f"{check['name']:<{width}}  {check['detail']}" + (f"; {check['fix']}" if check["fix"] else "")
         # One line each, however long: for `grep`, and the terminal wraps by itself.
         status = Text(f"{check['status']:<4}  ", colours[check["status"]])

@@ -58,20 +58,26 @@ def folder(text: str) -> Path:
     return found
 
 
+def add_options(group: argparse._ActionsContainer, *options: tuple[str, Any, str, Any, str]) -> None:
+    """Add options: name, type, metavar, default, help. If the default is a list, it takes several values."""
+    for name, kind, metavar, default, help_ in options:
+        nargs = "+" if isinstance(default, list) else None
+        group.add_argument(name, type=kind, metavar=metavar, default=default, help=help_, nargs=nargs)
+
+
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
     group.add_argument(
         "traces", type=path, nargs="+", metavar="FILE_OR_FOLDER",
         help="rollouts: recordings, verl's dumps, or rows of prompts and responses",
     )  # fmt: skip
-    group.add_argument(
-        "--tokenizer", type=path, metavar="DIR",
-        help="the policy's Hugging Face folder, or its tokenizer.json: needed where rollouts are texts",
-    )  # fmt: skip
-    group.add_argument(
-        "--columns", metavar="ROLE=NAME,...",
-        help="which fields are the prompt, response, group and step, where their names do not say it "
-        "(step=: there is none)",
+    add_options(
+        group,
+        ("--tokenizer", path, "DIR", None,
+         "the policy's Hugging Face folder, or its tokenizer.json: needed where rollouts are texts"),
+        ("--columns", str, "ROLE=NAME,...", None,
+         "which fields are the prompt, response, group and step, where their names do not say it "
+         "(step=: there is none)"),
     )  # fmt: skip
 
 
@@ -98,11 +104,11 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
 
 def add_simulated_model(group: argparse._ActionsContainer) -> None:
     """Add `--model-acceptance`, which `with_model` takes."""
-    group.add_argument(
-        "--model-acceptance", metavar="A,A,...",
-        help="simulate a draft model beside the index: how often its first, second, ... draft token is right "
-        "where those before it are; it drafts as many tokens as there are numbers",
-    )  # fmt: skip
+    help_ = (
+        "simulate a draft model beside the index: how often its first, second, ... draft token is right "
+        "where those before it are; it drafts as many tokens as there are numbers"
+    )
+    add_options(group, ("--model-acceptance", str, "A,A,...", None, help_))
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
@@ -129,9 +135,10 @@ def add_device_arguments(group: Any, model_group: Any = None) -> None:
         "--model-config", type=path, metavar="FILE",
         help="the policy's config.json: with --gpu, step times are predicted by a roofline",
     )  # fmt: skip
-    group.add_argument("--gpu", metavar="NAME", help="h100, h200, a100 or 910b")
-    group.add_argument(
-        "--tp", type=number(int, 1, MAX_ENGINES), metavar="N", help="tensor-parallel devices of an engine (1)"
+    add_options(
+        group,
+        ("--gpu", str, "NAME", None, "h100, h200, a100 or 910b"),
+        ("--tp", number(int, 1, MAX_ENGINES), "N", None, "tensor-parallel devices of an engine (1)"),
     )
 
 
@@ -177,10 +184,8 @@ def _parsed(value: str) -> Any:
 
 def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
     """`--model-drafter`: a text for `certify.engine_arguments.model_drafter`."""
-    parser.add_argument(
-        "--model-drafter", metavar="METHOD:MODEL:N",
-        help="a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
-    )  # fmt: skip
+    help_ = "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head"
+    add_options(parser, ("--model-drafter", str, "METHOD:MODEL:N", None, help_))
 
 
 def model_folder(model: Path) -> str:

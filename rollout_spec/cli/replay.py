@@ -11,6 +11,7 @@ from rollout_spec import __version__
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     MAX_ENGINES,
+    add_options,
     add_rollouts_arguments,
     add_simulated_model,
     add_spec_argument,
@@ -40,29 +41,22 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    count, most = number(int, 1), SpecConfig.num_speculative_tokens
     lines = parser.add_argument_group("what is replayed")
     add_rollouts_arguments(lines)
-    lines.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
+    add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    drafter.add_argument(
-        "--num-speculative-tokens", type=int, default=SpecConfig.num_speculative_tokens, metavar="K",
-        help="most draft tokens per row and step",
-    )  # fmt: skip
+    add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
     add_simulated_model(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
-    engines = parser.add_argument_group("engines that these rollouts are for")
-    engines.add_argument(
-        "--replicas", type=number(int, 1, MAX_ENGINES), default=1, metavar="N", help="engines"
+    add_options(
+        parser.add_argument_group("engines that these rollouts are for"),
+        ("--replicas", number(int, 1, MAX_ENGINES), "N", 1, "engines"),
+        ("--max-num-seqs", count, "N", 1024, "requests that an engine runs at a time; verl's default too"),
     )
-    engines.add_argument(
-        "--max-num-seqs", type=number(int, 1), default=1024, metavar="N",
-        help="requests that an engine runs at a time; verl's default too",
-    )  # fmt: skip
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=folder, metavar="DIR",
-        help="write a page with pictures, replay.html, and replay.json",
-    )  # fmt: skip
+    page = "write a page with pictures, replay.html, and replay.json"
+    add_options(output, ("--output", folder, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 

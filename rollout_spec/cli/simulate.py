@@ -1,15 +1,19 @@
 """`rollout-spec simulate`: predict the time of whole rollouts on a cluster."""
 
+from __future__ import annotations
+
 import argparse
 import itertools
 import json
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
     MAX_ENGINES,
     add_device_arguments,
+    add_options,
     add_rollouts_arguments,
     add_simulated_model,
     add_spec_argument,
@@ -22,6 +26,10 @@ from rollout_spec.cli.inputs import (
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
 
+if TYPE_CHECKING:
+    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.trace import Rollout
+
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
@@ -31,6 +39,11 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
+COLUMNS = (
+    *("engines", "rows", "group", "drafts", "threshold", "K"),
+    *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
+)
+FIGURES = ("speedup", "tail_share", "tokens_per_step", "acceptance_rate")
 OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
@@ -38,84 +51,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive, engines = number(int, 1), number(int, 1, MAX_ENGINES)
     lines = parser.add_argument_group("what is served")
     add_rollouts_arguments(lines)
-    lines.add_argument("--limit-groups", type=positive, metavar="N", help="only the first N lines")
-    lines.add_argument(
-        "--copies", type=engines, default=1, metavar="N",
-        help="serve the recording N times at once, each copy with tokens of its own",
+    add_options(
+        lines,
+        ("--limit-groups", positive, "N", None, "only the first N lines"),
+        ("--copies", engines, "N", 1,
+         "serve the recording N times at once, each copy with tokens of its own"),
+        ("--tool-seconds", number(float, 0.0, 86_400.0), "S", None,
+         "between two turns of an agent, where the recording has turns (1)"),
     )  # fmt: skip
-    lines.add_argument(
-        "--tool-seconds", type=number(float, 0.0, 86_400.0), default=1.0, metavar="S",
-        help="between two turns of an agent, where the recording has turns",
-    )  # fmt: skip
-    times = parser.add_argument_group("how long a step takes: measured, or predicted for a device")
-    source = times.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--step-times", metavar="TABLE",
-        help="engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04",
-    )  # fmt: skip
-    add_device_arguments(times, source)
-    times.add_argument(
-        "--dp", type=engines, metavar="N",
-        help="data-parallel ranks of an engine: they share the experts and step together (1)",
-    )  # fmt: skip
-    times.add_argument(
-        "--expert-parallel", action="store_true",
-        help="each device holds whole experts, as always with --dp, not a slice of each",
-    )  # fmt: skip
-    times.add_argument(
-        "--gpu-memory-utilization", type=number(float, 0.0, 1.0, above=True), metavar="SHARE",
-        help="share of the device's memory for weights and KV cache (0.9)",
-    )  # fmt: skip
-    times.add_argument(
-        "--longest-response", type=positive, metavar="TOKENS",
-        help="stretch all texts by one factor, so that the longest response has TOKENS tokens",
-    )  # fmt: skip
-    times.add_argument(
-        "--runner", choices=("v1", "v2"),
-        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
-        "engine that drafts do (v2)",
-    )  # fmt: skip
-    cluster = parser.add_argument_group("cluster (with several values, every combination is simulated)")
-    cluster.add_argument("--replicas", type=engines, nargs="+", default=[1], metavar="N", help="engines")
-    cluster.add_argument(
-        "--max-num-seqs", type=positive, nargs="+", default=[64], metavar="N",
-        help="requests that an engine runs at a time",
-    )  # fmt: skip
-    cluster.add_argument(
-        "--group-size", type=positive, nargs="+", metavar="N", help="the first N responses of each line (all)"
+    _add_times(parser.add_argument_group("how long a step takes: measured, or predicted for a device"))
+    add_options(
+        parser.add_argument_group("cluster (with several values, every combination is simulated)"),
+        ("--replicas", engines, "N", [1], "engines"),
+        ("--max-num-seqs", positive, "N", [64], "requests that an engine runs at a time"),
+        ("--group-size", positive, "N", [], "the first N responses of each line (all)"),
     )
-    drafter = parser.add_argument_group("drafter")
-    drafter.add_argument(
-        "--batch-thresholds", nargs="+", default=["4", "8", "16", "32", "auto"], metavar="T",
-        help="numbers: draft while at most T requests run; auto: the gate decides by measured time",
-    )  # fmt: skip
-    drafter.add_argument(
-        "--num-speculative-tokens", type=int, nargs="+", metavar="K",
-        help=f"most draft tokens per row and step; of several the best is marked "
-        f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers)",
-    )  # fmt: skip
-    add_simulated_model(drafter)
-    drafter.add_argument(
-        "--fill-drafts", action="store_true",
-        help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
-    )  # fmt: skip
-    add_spec_argument(
-        drafter,
-        "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
-        "`group` in earlier steps of the recording, whichever engine served them",
-        REFUSED,
-    )
+    _add_drafter(parser.add_argument_group("drafter"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
     add_example(parser, f"rollout-spec simulate {trace} --step-times 1:0.02,64:0.021,256:0.04")
 
 
+def _add_times(group: argparse._ArgumentGroup) -> None:
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--step-times", metavar="TABLE",
+        help="engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04",
+    )  # fmt: skip
+    add_device_arguments(group, source)
+    help_ = "data-parallel ranks of an engine: they share the experts and step together (1)"
+    add_options(group, ("--dp", number(int, 1, MAX_ENGINES), "N", None, help_))
+    group.add_argument(
+        "--expert-parallel", action="store_true",
+        help="each device holds whole experts, as always with --dp, not a slice of each",
+    )  # fmt: skip
+    add_options(
+        group,
+        ("--gpu-memory-utilization", number(float, 0.0, 1.0, above=True), "SHARE", None,
+         "share of the device's memory for weights and KV cache (0.9)"),
+        ("--longest-response", number(int, 1), "TOKENS", None,
+         "stretch all texts by one factor, so that the longest response has TOKENS tokens"),
+    )  # fmt: skip
+    group.add_argument(
+        "--runner", choices=("v1", "v2"),
+        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
+        "engine that drafts do (v2)",
+    )  # fmt: skip
+
+
+def _add_drafter(group: argparse._ArgumentGroup) -> None:
+    add_options(
+        group,
+        ("--batch-thresholds", str, "T", ["4", "8", "16", "32", "auto"],
+         "numbers: draft while at most T requests run; auto: the gate decides by measured time"),
+        ("--num-speculative-tokens", int, "K", [],
+         f"most draft tokens per row and step; of several the best is marked "
+         f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers)"),
+    )  # fmt: skip
+    add_simulated_model(group)
+    group.add_argument(
+        "--fill-drafts", action="store_true",
+        help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
+    )  # fmt: skip
+    add_spec_argument(
+        group,
+        "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
+        "`group` in earlier steps of the recording, whichever engine served them",
+        REFUSED,
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import counted
     from rollout_spec.drafting.corpus import check_corpus
-    from rollout_spec.predict.load import comes_back, copied, requests_of
-    from rollout_spec.predict.simulate import Cluster, check_cache, compare, configurations
+    from rollout_spec.predict.load import copied, requests_of
+    from rollout_spec.predict.simulate import check_cache, compare, configurations
 
     if max(args.replicas) * (args.dp or 1) > MAX_ENGINES:
         raise UserError(f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
@@ -126,20 +137,10 @@ def run(args: argparse.Namespace) -> int:
     lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     configs = configurations(spec, args.batch_thresholds, args.num_speculative_tokens, times)
-    clusters = [
-        Cluster(
-            *combination,
-            num_ranks=args.dp or 1,
-            kv_tokens=getattr(times, "kv_tokens", math.inf),
-            fills_drafts=args.fill_drafts,
-            tool_seconds=args.tool_seconds,
-        )
-        for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
-    ]
+    clusters = _clusters(args, times)
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.traces[0]}: no token in any response")
-    if spec.get("history") and not comes_back(lines):
-        raise UserError(f"--spec history: no group of {args.traces[0]} comes back in a later step")
+    _check_use(args, spec, lines)
     for cluster in clusters:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)
@@ -149,6 +150,36 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(args.traces[0].name, results)
     return 0
+
+
+def _clusters(args: argparse.Namespace, times: Any) -> list[Cluster]:
+    from rollout_spec.predict.simulate import Cluster
+
+    return [
+        Cluster(
+            *combination,
+            num_ranks=args.dp or 1,
+            kv_tokens=getattr(times, "kv_tokens", math.inf),
+            fills_drafts=args.fill_drafts,
+            tool_seconds=1.0 if args.tool_seconds is None else args.tool_seconds,
+        )
+        for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
+    ]
+
+
+def _check_use(args: argparse.Namespace, spec: Mapping[str, Any], lines: Sequence[Rollout]) -> None:
+    """Refuse what changes nothing with this recording."""
+    from rollout_spec.predict.load import comes_back
+
+    trace, size = args.traces[0], max(args.group_size, default=0)
+    most = max(len(line.responses) for line in lines)
+    has_turns = any(len(turns) > 1 for line in lines for turns in line.turns)
+    if spec.get("history") and not comes_back(lines):
+        raise UserError(f"--spec history: no group of {trace} comes back in a later step")
+    if size > most:
+        raise UserError(f"--group-size {size}: no line of {trace} has more than {most} responses")
+    if args.tool_seconds is not None and not has_turns:
+        raise UserError(f"--tool-seconds: no response of {trace} has several turns")
 
 
 def _times(args: argparse.Namespace, longest: int) -> Any:
@@ -206,28 +237,19 @@ def _headline(results: list[dict[str, Any]]) -> str:
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.console import make_console, make_table
 
-    columns = (
-        *("rows", "group", "drafts", "threshold", "K"),
-        *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
-    )
-    table = make_table(f"{title}: simulated rollouts (* the fastest)", "engines", *columns)
+    table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
     for result in results:
         best = min(result["runs"], key=lambda figures: figures["makespan_s"])
         for figures in result["runs"]:
-            k = figures["num_speculative_tokens"]
-            table.add_row(
-                str(result["replicas"]),
-                str(result["max_num_seqs"]),
-                str(result["group_size"] or "all"),
+            settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
+            row = (
+                *(result["replicas"], result["max_num_seqs"], result["group_size"] or "all"),
                 figures["drafter"] + (" *" if figures is best else ""),
-                "" if k is None else f"{figures['batch_threshold']}",
-                "" if k is None else f"{k}",
+                *(settings if settings[1] else ("", "")),
                 f"{figures['makespan_s']:,.1f}",
-                f"{figures['speedup']:.2f}",
-                f"{figures['tail_share']:.2f}",
-                f"{figures['tokens_per_step']:.2f}",
-                f"{figures['acceptance_rate']:.2f}",
+                *(f"{figures[name]:.2f}" for name in FIGURES),
             )
+            table.add_row(*map(str, row))
         table.add_section()
     console = make_console()
     console.print(_headline(results), highlight=False)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import UserError
+from rollout_spec.predict.doubts import Repeats, padding
 from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, read_objects, token_ids
 
 NAMES = {
@@ -56,7 +57,7 @@ class _Group:
     """A `trace.Rollout` before its texts are tokens."""
 
     step: int | None
-    name: str  # the prompt's: the same in every step
+    group: str  # the prompt's name: the same in every step
     part: str  # tells prompts of the same name in one step apart
     prompt: _Text
     responses: list[_Text]
@@ -85,48 +86,62 @@ def read_rollouts(
     for file in itertools.chain.from_iterable(map(_files, paths)):
         named.setdefault(os.path.realpath(file), file)  # what is named twice is read once
     files = list(named.values())
-    files_of: dict[tuple[Any, ...], Path] = {}  # by step and prompt
-    twice = ""
-    found: list[Rollout | _Group] = []
-    groups: dict[tuple[Any, ...], _Group] = {}
-    refused = []
-    for file in files:
-        if limit is not None and len(found) >= limit:
-            break
-        try:
-            rows = list(_read(file, columns or {}))  # of a damaged file none
-        except TraceError as error:
-            refused.append(error)
-            continue
-        for one in rows:
-            other = files_of.setdefault(_key(one), file)
-            if other.parent != file.parent and one.step is not None:
-                twice = f"step {one.step} of a prompt is in {other} and in {file}"
-            if isinstance(one, _Group):
-                known = groups.setdefault(_key(one), one)
-                if known is not one:
-                    known.responses += one.responses
-                    continue
-            found.append(one)
-    if twice:
-        logger.warning("%s: the runs count as one, and draft from each other's responses", twice)
+    found, refused, repeats = _read_all(files, columns or {}, limit)
     if refused and not any(path.is_dir() for path in paths):
         raise refused[0]
     if refused and not found:
         raise TraceError(f"{paths[0]}: none of its {len(files)} files holds rollouts: {refused[0]}")
-    for reason in refused:  # a folder may hold other and damaged files too
-        logger.warning("left out: %s", reason)
     if not any(len(response) for one in found for response in one.responses):
         raise TraceError(f"{paths[0]}: no token in any response")
+    left_out = [f"left out: {reason}" for reason in refused]  # a folder may hold other and damaged files too
+    for doubt in (*left_out, *repeats.doubts(), *_doubts(found, tokenizer, columns)):
+        logger.warning("%s", doubt)
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
     load = functools.cache(functools.partial(_load, tokenizer, paths[0]))  # when the first text comes
     return (one if isinstance(one, Rollout) else _encoded(one, load) for one in found[:limit])
 
 
+def _read_all(
+    files: Iterable[Path], columns: Columns, limit: int | None
+) -> tuple[list[Rollout | _Group], list[TraceError], Repeats]:
+    """The lines and groups of the files, why other files are none, and what was there twice."""
+    found: list[Rollout | _Group] = []
+    groups: dict[tuple[Any, ...], _Group] = {}
+    refused, repeats = [], Repeats()
+    for file in files:
+        if limit is not None and len(found) >= limit:
+            break
+        try:
+            rows = list(_read(file, columns))  # of a damaged file none
+        except TraceError as error:
+            refused.append(error)
+            continue
+        for one in rows:
+            repeats.note(_key(one), one.responses, file)
+            if isinstance(one, _Group) and (known := groups.setdefault(_key(one), one)) is not one:
+                known.responses += one.responses
+            else:
+                found.append(one)
+    return found, refused, repeats
+
+
 def _key(one: Rollout | _Group) -> tuple[Any, ...]:
-    name = (one.group, "") if isinstance(one, Rollout) else (one.name, one.part)
-    return (one.step, *name)
+    return (one.step, one.group, one.part if isinstance(one, _Group) else "")
+
+
+def _doubts(
+    found: Sequence[Rollout | _Group], tokenizer: Path | None, columns: Columns | None
+) -> Iterator[str]:
+    """What a user must know of the options and the responses."""
+    groups = [one for one in found if isinstance(one, _Group)]
+    responses = [response for one in found for response in one.responses]
+    texts = [text for text in (*responses, *(one.prompt for one in groups)) if isinstance(text, str)]
+    if columns and not groups:
+        yield "--columns: has no effect, because recordings have fields of their own"
+    if tokenizer and not any(texts):
+        yield "--tokenizer: has no effect, because these rollouts are token ids"
+    yield from padding([response for response in responses if not isinstance(response, str)])
 
 
 def _files(path: Path) -> list[Path]:
@@ -135,8 +150,12 @@ def _files(path: Path) -> list[Path]:
         raise TraceError(f"{path}: must be a file or a folder, no pipe and no device")
     if not path.is_dir():
         return [path]
-    files = [file for file in path.rglob("*") if _FILES.search(file.name) and file.is_file()]
+    files = [file for file in path.rglob("*") if _FILES.search(file.name)]
     files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
+    for file in files:
+        if not file.exists():
+            logger.warning("left out: %s is a link to nothing", file)
+    files = [file for file in files if file.is_file()]
     if not files:
         raise TraceError(
             f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz"
@@ -263,7 +282,7 @@ def _encoded(group: _Group, load: Callable[[], Any]) -> Rollout:
     texts = [group.prompt, *group.responses]
     tokens = iter(_encode([text for text in texts if isinstance(text, str)], load))
     prompt, *responses = (next(tokens) if isinstance(text, str) else text for text in texts)
-    return Rollout(group.name, group.step, prompt, responses)
+    return Rollout(group.group, group.step, prompt, responses)
 
 
 def _encode(texts: list[str], load: Callable[[], Any]) -> list[npt.NDArray[np.int32]]:

@@ -37,15 +37,15 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        return _ratio(self.num_decoded_tokens, self.num_steps)
+        return self.num_decoded_tokens / max(1, self.num_steps)
 
     @property
     def draft_tokens_per_step(self) -> float:
-        return _ratio(self.num_draft_tokens, self.num_steps)
+        return self.num_draft_tokens / max(1, self.num_steps)
 
     @property
     def acceptance_rate(self) -> float:
-        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
 @dataclass
@@ -71,11 +71,11 @@ class ReplayResult(Counts):
 
     @property
     def mean_acceptance_length(self) -> float:
-        return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
+        return 1.0 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     @property
     def tail_tokens_per_step(self) -> float:
-        return _ratio(self.num_tail_tokens, self.num_tail_steps)
+        return self.num_tail_tokens / max(1, self.num_tail_steps)
 
     def to_dict(self) -> dict[str, float]:
         names = (
@@ -83,10 +83,6 @@ class ReplayResult(Counts):
             *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
         )
         return {name: getattr(self, name) for name in names}
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 class Proposer(Protocol):
@@ -216,19 +212,9 @@ def replay_line(
     result: ReplayResult,
 ) -> None:
     """Decode the responses of one line in lockstep; adds to the result."""
-    n, prompt_len = len(line.responses), len(line.prompt_token_ids)
-    token_ids, lasts = token_matrix(line, num_speculative_tokens)
-    turns = [iter(line.turns_of(row)) for row in range(n)]
-    levels, ends = np.zeros((2, n), np.int32)
-
-    def begin_turn(row: int) -> None:
-        """Go on with the row's next turn that takes steps: the prefill gives the first token of each."""
-        found = next((turn for turn in turns[row] if turn[1] - turn[0] > 1), None)
-        levels[row] = lasts[row] if found is None else prompt_len + found[0] + 1
-        ends[row] = lasts[row] if found is None else prompt_len + found[1]
-
-    for row in range(n):
-        begin_turn(row)
+    decoding = _Decoding(line, num_speculative_tokens)
+    token_ids, levels, ends = decoding.token_ids, decoding.levels, decoding.ends
+    n = len(levels)
     counts = np.zeros((n, 4), np.int64)  # of `Counts` all but the first
     proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
@@ -245,9 +231,7 @@ def replay_line(
             result.num_tail_steps += int(running.sum())
             result.num_tail_tokens += int(gained.sum())
         counts[rows] += np.stack([gained, running, numbers, accepted], axis=1)
-        levels[rows] += gained.astype(np.int32)
-        for row in rows[(levels[rows] >= ends[rows]) & (ends[rows] < lasts[rows])]:
-            begin_turn(row)
+        decoding.advance(rows, gained)
         # A row that ends in this step takes part in the next once more: its siblings see its last tokens.
         rows = np.flatnonzero(is_running).astype(np.int32)
         is_running = levels < ends
@@ -258,6 +242,29 @@ def replay_line(
         response.step = line.step
         result.responses.append(response)
         result.add(response)
+
+
+class _Decoding:
+    """How far the responses of a line are: their levels, and where their turns end."""
+
+    def __init__(self, line: Rollout, num_speculative_tokens: int) -> None:
+        self.token_ids, self._lasts = token_matrix(line, num_speculative_tokens)
+        self._prompt_len, num_rows = len(line.prompt_token_ids), len(self._lasts)
+        self._turns = [iter(line.turns_of(row)) for row in range(num_rows)]
+        self.levels, self.ends = np.zeros((2, num_rows), np.int32)
+        for row in range(num_rows):
+            self._begin_turn(row)
+
+    def advance(self, rows: Int32Array, gained: np.ndarray) -> None:
+        self.levels[rows] += gained.astype(np.int32)
+        for row in rows[(self.levels[rows] >= self.ends[rows]) & (self.ends[rows] < self._lasts[rows])]:
+            self._begin_turn(row)
+
+    def _begin_turn(self, row: int) -> None:
+        """Go on with the row's next turn that takes steps: the prefill gives the first token of each."""
+        found = next((turn for turn in self._turns[row] if turn[1] - turn[0] > 1), None)
+        self.levels[row] = self._lasts[row] if found is None else self._prompt_len + found[0] + 1
+        self.ends[row] = self._lasts[row] if found is None else self._prompt_len + found[1]
 
 
 def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array, Int32Array]:

@@ -116,6 +116,8 @@ class Roofline:
             raise RooflineError(
                 f"--dp {self.data_parallel}: a dense model's ranks do not wait for each other: use --replicas"
             )
+        if self.expert_parallel and not model.num_experts:
+            raise RooflineError("--expert-parallel: a dense model has no experts")
         if self.kv_tokens * self.stretch < 1:
             raise RooflineError(
                 f"--tp {tp} --dp {self.data_parallel}: {self._weight_bytes / 1e9:.0f} GB of weights a device "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from rollout_spec.drafting.gate.step_cost import never_falling
 
 _Point = tuple[float, float, float]
 SECONDS = (1e-9, 1e6)  # the least and the most that a step may take
+USUAL = (1e-4, 5.0)  # and what a small one takes on any device
+
+logger = logging.getLogger(__name__)
 
 
 class Times(Protocol):
@@ -80,11 +84,13 @@ class StepTimes:
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
         try:
-            return cls(
-                [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
-            )
+            points = [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
         except ValueError:
             raise StepTimesError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
+        times = cls(points)
+        for doubt in _doubts(points):
+            logger.warning("step times: %s", doubt)
+        return times
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> StepTimes:
@@ -108,6 +114,17 @@ class StepTimes:
             return float(np.interp(num_tokens, at, seconds))
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]))
         return float(seconds[-1] + slope * (num_tokens - at[-1]))
+
+
+def _doubts(points: Iterable[_Point]) -> Iterator[str]:
+    """What is unlikely in a table that somebody has typed."""
+    at, seconds, _ = zip(*sorted(points), strict=True)
+    if len(at) == 1:
+        yield "there is one point, so more tokens take no more time"
+    if list(seconds) != sorted(seconds):
+        yield "more tokens take less time; this is taken for noise, and averaged"
+    if not USUAL[0] <= seconds[0] <= USUAL[1]:
+        yield f"{at[0]:g}:{seconds[0]:g} is an unlikely time: is the table in seconds?"
 
 
 def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -54,10 +54,10 @@ def headline(comparison: Comparison) -> str:
     speedup = _times(comparison.speedup)
     if comparison.has_drifted and math.isfinite(comparison.corrected_speedup):
         speedup += f" (corrected {_times(comparison.corrected_speedup)})"
-    return f"{speedup} tokens per second ({interval(comparison)})"
+    return f"{speedup} tokens per second ({_interval_text(comparison)})"
 
 
-def interval(comparison: Comparison) -> str:
+def _interval_text(comparison: Comparison) -> str:
     low, high = comparison.speedup_ci95
     if math.isnan(low):
         return "one step gives no interval" if len(comparison.on.steps) == 1 else "no interval"
@@ -102,7 +102,7 @@ def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> lis
 def _speed(comparison: Comparison) -> list[str]:
     """How fast the second run was, and whether the machine was the same for both, where that is known."""
     off, on, num_steps = comparison.off.name, comparison.on.name, len(comparison.on.steps)
-    over = f"{interval(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''}"
+    over = f"{_interval_text(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''}"
     times = f"{_times(comparison.speedup)} the generated tokens per second of {off} ({over})."
     took = f"took {comparison.drift:.2f}× as long per token with {on} as with {off}"
     if comparison.has_drifted:
@@ -183,14 +183,16 @@ def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]
         measure = of.measure
         amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
         change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
-        sides = (_estimate(side, amount, measure, intervals) for side in (of.off, of.on))
+        sides = (_estimate_text(side, amount, measure, intervals) for side in (of.off, of.on))
         rows.append(
-            [_label(measure), *sides, _estimate(of.change, change, measure, sign="×" * measure.is_ratio)]
+            [_label(measure), *sides, _estimate_text(of.change, change, measure, sign="×" * measure.is_ratio)]
         )
     return rows + _totals(comparison)
 
 
-def _estimate(estimate: Estimate, shape: str, measure: Measure, interval: bool = True, sign: str = "") -> str:
+def _estimate_text(
+    estimate: Estimate, shape: str, measure: Measure, interval: bool = True, sign: str = ""
+) -> str:
     """Without the unit, which the label names: 1.25× [1.10, 1.40], +0.012 [-0.003, +0.027]."""
     if not math.isfinite(estimate.value):
         return "–"

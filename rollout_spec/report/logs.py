@@ -52,7 +52,7 @@ def read_log(run: str | Path) -> Log:
         raise RunError(f"{path}: no such file or folder")
     kind, file = _find(path) if path.is_dir() else (_kind(path), path)
     readers = {"json": read_json_lines, "wandb": _read_wandb, "tensorboard": _read_tensorboard}
-    return Log(str(file), _merge(readers[kind](file)))
+    return _merged(str(file), readers[kind](file))
 
 
 def _kind(file: Path) -> str:
@@ -90,12 +90,21 @@ def wandb_files(folder: Path) -> list[Path]:
     return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
 
 
-def _merge(records: Iterable[Record]) -> tuple[Record, ...]:
+def _merged(source: str, records: Iterable[Record]) -> Log:
     """In order of steps; of a step that was logged again (a resumed run), the later values count."""
     merged: dict[int, dict[str, Any]] = {}
+    again = set()
     for step, data in records:
-        merged.setdefault(step, {}).update(data)
-    return tuple(sorted(merged.items(), key=lambda record: record[0]))
+        values = merged.setdefault(step, {})
+        if any(
+            name in values and not name.startswith("_") for name in data
+        ):  # wandb adds _runtime and others
+            again.add(step)
+        values.update(data)
+    if again:
+        steps = ", ".join(map(str, sorted(again)[:9]))
+        logger.warning("%s: logged more than once, the later values count: step %s", source, steps)
+    return Log(source, tuple(sorted(merged.items())))
 
 
 def read_json_lines(file: Path, level: int = logging.WARNING) -> Iterator[Record]:
@@ -136,7 +145,7 @@ def _read_online(entity: str, project: str, run_id: str) -> Log:
     except Exception as error:
         raise RunError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
     records = ((int(row["_step"]), row) for row in rows if row.get("_step") is not None)
-    return Log(f"wandb: {source}", _merge(records))
+    return _merged(f"wandb: {source}", records)
 
 
 def _read_wandb(file: Path) -> Iterator[Record]:

@@ -166,13 +166,19 @@ def compare(off: Run, on: Run, agreement: Agreement | None = None) -> Comparison
         dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
         for run in (off, on)
     )
-    measures = {
-        measure.name: Compared(
-            measure, *paired(_amounts(off, measure), _amounts(on, measure), measure.is_ratio)
-        )
-        for measure in MEASURES
-    }
+    measures = {measure.name: _compared((off, on), measure) for measure in MEASURES}
     return Comparison(off, on, measures, agreement, left_out)
+
+
+def _compared(runs: Sequence[Run], measure: Measure) -> Compared:
+    """A step counts where both runs have the measure; a run that has it in no step is not asked."""
+    ones = [1.0] * len(runs[0].steps)
+    names = (measure.numerator, measure.denominator)
+    amounts = np.array([[run.column(name) if name else ones for name in names] for run in runs])
+    known = np.isfinite(amounts).all(axis=1)  # [run, step]
+    known &= known[known.any(axis=1)].all(axis=0)
+    off, on = np.where(known[:, None], amounts, 0.0)
+    return Compared(measure, *paired(off, on, measure.is_ratio))
 
 
 def paired(off: np.ndarray, on: np.ndarray, is_ratio: bool = True) -> tuple[Estimate, Estimate, Estimate]:
@@ -197,15 +203,6 @@ def _draws(num_pairs: int) -> np.ndarray:
     """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
     draws = np.random.default_rng(0).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
     return np.vstack([np.ones(num_pairs), draws])
-
-
-def _amounts(run: Run, measure: Measure) -> np.ndarray:
-    """[numerator or denominator, step]; both are 0 where a step lacks one of them: it does not count."""
-    numerator = np.array(run.column(measure.numerator), float)
-    denominator = np.array(run.column(measure.denominator), float) if measure.denominator else 1.0
-    amounts = np.array(np.broadcast_arrays(numerator, denominator))
-    amounts[:, ~np.isfinite(amounts).all(axis=0)] = 0.0
-    return amounts
 
 
 def _estimate(values: np.ndarray, num_pairs: int) -> Estimate:

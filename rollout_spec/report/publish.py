@@ -1,6 +1,7 @@
 """A comparison into wandb: table, picture and figures in the summary of the second run."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,15 @@ from rollout_spec.report.logs import ONLINE, RunError, wandb_files, wandb_messag
 from rollout_spec.report.measures import Comparison
 
 
-def publish(comparison: Comparison, source: Path, picture: Path) -> str:
-    """Add the comparison to the summary of its second run; the run's history stays as it is.
+def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> str:
+    """Add the comparison to the summary of its second run, of `run_of`; the run's history stays as it is.
 
     A run that was read offline goes on offline: wandb writes one more folder of the same run id.
-
-    Args:
-        source: what the second run was read from (see `logs.read_log`).
 
     Returns:
         Where it went: the run's address, or the folder for `wandb sync`.
 
-    Raises RunError: the source names no run of wandb, or wandb does not take it.
+    Raises RunError: wandb does not take it.
     """
     import wandb
 
@@ -34,17 +32,20 @@ def publish(comparison: Comparison, source: Path, picture: Path) -> str:
         x_disable_stats=True, x_save_requirements=False,
     )  # fmt: skip
     try:
-        with wandb.init(**_run_of(source), settings=settings) as run:
-            run.summary.update({f"rollout_spec/{name}": value for name, value in added.items()})
-            return str(run.settings.sync_dir if run.offline else run.url)
+        with wandb.init(**run, settings=settings) as resumed:
+            resumed.summary.update({f"rollout_spec/{name}": value for name, value in added.items()})
+            return str(resumed.settings.sync_dir if resumed.offline else resumed.url)
     except wandb.Error as error:
         raise RunError(f"--wandb: {error}") from error
     finally:
         wandb.teardown()  # the end of a run does not wait until wandb's service has written its file
 
 
-def _run_of(source: Path) -> dict[str, Any]:
-    """The run that a log is of, as arguments of `wandb.init`."""
+def run_of(source: Path) -> dict[str, Any]:
+    """The run that a log is of (see `logs.read_log`), as arguments of `wandb.init`.
+
+    Raises RunError: it is no run of wandb.
+    """
     from wandb.proto import wandb_internal_pb2
 
     online = ONLINE.fullmatch(str(source))

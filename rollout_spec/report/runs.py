@@ -60,7 +60,7 @@ class Step:
 
     @property
     def decode_steps(self) -> float:
-        return ratio(self.generated_tokens, self.tokens_per_step)
+        return ratio(self.generated_tokens, self.tokens_per_step) if self.generated_tokens else 0.0
 
     @property
     def acceptance_rate(self) -> float:
