@@ -177,7 +177,7 @@ class Drafter:
             if request.member is not None and request.member.sample in samples:
                 request.member.sample = None
         for sample in samples:
-            self._groups.end(sample)
+            self._groups.end_sample(sample)
 
     def draft(
         self,
