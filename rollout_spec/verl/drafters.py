@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
@@ -18,7 +18,6 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        # Requests, and samples that have said all, since the drafters were told.
         self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
@@ -35,12 +34,11 @@ class Drafters:
 
     async def note_new_weights(self) -> None:
         """The weights have changed."""
-        await self.call(ProposerControl.note_new_weights, *self.take_ended())
+        await self.call(ProposerControl.note_new_weights, self.take_ended())
 
-    def take_ended(self) -> tuple[list[str], list[str], list[str]]:
-        """The aborted and the finished requests, and the samples that have said all: a drafter cannot tell
-        these from those that go on."""
-        taken = self._aborted, self._finished, self._samples
+    def take_ended(self) -> Ended:
+        """What has ended since the last call: a drafter cannot tell it from what goes on."""
+        taken = Ended(self._aborted, self._finished, self._samples)
         self._aborted, self._finished, self._samples = [], [], []
         return taken
 
