@@ -17,6 +17,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer, last_level
 
@@ -55,7 +56,7 @@ class Engine:
             requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS,
             parallel_config=config.parallel_config,
         )  # fmt: skip
-        self.proposer.bind(self.runner)
+        self.proposer.bind(self.runner, engine_options(config))
         self.proposer.load_model(None)
         self.control = ProposerControl(self.proposer)
         self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
@@ -382,13 +383,15 @@ def test_a_group_has_a_name_and_a_prompt():
     ],
 )
 def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
-    proposer = SuffixProposer(vllm_config({"history": 4, "min_survival": 0.0}, **parallel))
+    config = vllm_config({"history": 4, "min_survival": 0.0}, **parallel)
+    proposer = SuffixProposer(config)
     request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
     proposer.bind(
         Value(
             requests={"a": request}, input_batch=Value(req_ids=["a"]), max_model_len=9,
             parallel_config=Value(data_parallel_size=1),
-        )
+        ),
+        engine_options(config),
     )  # fmt: skip
     proposer.load_model()
     matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)

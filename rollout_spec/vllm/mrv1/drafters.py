@@ -38,7 +38,7 @@ class ModelDrafts:
         num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
     """
 
-    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None = None) -> None:
+    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None) -> None:
         self._rows, self.proposer = rows, proposer
         self._num_tokens = self.num_now = 0 if proposer is None else proposer.most_model_tokens
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []

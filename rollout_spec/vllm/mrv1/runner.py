@@ -153,12 +153,15 @@ def bind(worker: Any, config: SpecConfig) -> None:
     rows.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
-    if config.coupled and has_model_drafter(runner.vllm_config):
-        bind_model_drafter(runner, rows, config)
+    if drafts_with_model(runner.vllm_config):
+        setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
     proposer = proposer_of(runner)
+    if proposer is not None:
+        proposer.bind(runner, config)
+    if config.coupled and has_model_drafter(runner.vllm_config):
+        bind_model_drafter(runner, rows, proposer)
     if proposer is None:
         return
-    proposer.bind(runner)
     # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
     # tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
     runner.effective_drafter_max_model_len = 1 << 31
@@ -168,16 +171,12 @@ def bind(worker: Any, config: SpecConfig) -> None:
         _capture_plain_steps(runner)
 
 
-def bind_model_drafter(runner: Any, rows: RowSampling, config: SpecConfig) -> None:
+def bind_model_drafter(runner: Any, rows: RowSampling, proposer: SuffixProposer | None) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
-    beside_text, proposer = drafts_with_model(runner.vllm_config), None
-    if beside_text:
-        proposer = SuffixProposer(runner.vllm_config, config)
-        setattr(runner, BESIDE_MODEL, proposer)
     runner.model_drafts = runner.drafter.drafts = ModelDrafts(rows, proposer)
-    put_before(BesideTextRunner if beside_text else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(drafters.BesideText if beside_text else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
+    put_before(drafters.BesideText if proposer else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:

@@ -6,7 +6,6 @@ there by then, with room for drafts: they go into it, and the runner never sees 
 With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
 """
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -83,9 +82,8 @@ class HostDrafts:
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
-        self.proposer = SuffixProposer(runner.vllm_config, config)
-        self.proposer.bind(self._batch)
-        self.proposer.receive = functools.partial(self._receive, 0, in_time=False)
+        self.proposer = SuffixProposer(runner.vllm_config)
+        self.proposer.bind(self._batch, config, self._receive)
         self.sampled_tokens: torch.Tensor | None = None
         self.has_room = True
         self.model_tokens = self.proposer.most_model_tokens
@@ -104,7 +102,7 @@ class HostDrafts:
         """The requests that go and come with a step; before the runner takes them in."""
         batch, plan = self._batch, plan_of(scheduler_output)
         self._plan = plan
-        self._receive(plan.num_in_flight or 0, in_time=False)
+        self._receive(plan.num_in_flight or 0)
         self.has_room = plan.room > 0 or not plan.is_ahead
         if plan.model_tokens is not None:
             self.model_tokens = plan.model_tokens
@@ -166,7 +164,7 @@ class HostDrafts:
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
         self._drafts = DraftTokenIds([], [])
-        self._receive(0, in_time=True, rooms=np.array(of_rows, np.int32))
+        self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
         drafts: dict[str, list[int]] = get_tp_group().broadcast_object(
             {
                 name: draft[: rooms[name]]
@@ -199,7 +197,7 @@ class HostDrafts:
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
         if not self._plan.is_ahead:
             self._drafts = DraftTokenIds([], [])
-            self._receive(0, in_time=True)
+            self._receive(in_time=True)
         return self.no_drafts(input_batch)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -207,8 +205,11 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _receive(self, num_in_flight: int, *, in_time: bool, rooms: Any = None) -> None:
-        """Index the tokens of all steps but the latest few, and draft; rooms: as of `Drafter`."""
+    def _receive(self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None) -> None:
+        """Index the tokens of all steps but the last `num_in_flight`, and draft.
+
+        in_time, rooms: as of `Drafter.draft`, after the last step.
+        """
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
             given, is_last = arrival.wait(self.proposer.catch_up), not self._arrivals
