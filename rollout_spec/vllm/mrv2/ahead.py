@@ -101,10 +101,10 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
-        """Count room that stayed empty as no drafts; but vLLM takes it back, as that of rejected ones."""
+        """Let vLLM count no drafts in the room that stayed empty; it takes the room's tokens back anyway."""
         rooms = scheduler_output.scheduled_spec_decode_tokens
         for request_id in list(rooms):
-            # 0.24 would take back what is stale from a request that has begun anew in reset_prefix_cache.
+            # Not from a request that reset_prefix_cache has restarted since: that is a fault of vLLM 0.24.
             if getattr(self.requests.get(request_id), "async_tokens_to_discard", 0):
                 del rooms[request_id]
         scheduler_output.num_invalid_spec_tokens = {

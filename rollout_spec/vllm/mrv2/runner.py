@@ -38,7 +38,7 @@ ENGINE_PATCHES = (
     *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
 )  # fmt: skip
 
-# What is called besides, or replaced as a whole.
+# What we call, wrap or stand in for, beside the methods that our classes override.
 _CALLED = (
     (model_runner, "init_speculator", ("vllm_config", "device")),
     (model_runner, V2_NAME, ("cudagraph_manager", "num_reqs", "num_tokens")),

@@ -5,7 +5,9 @@ their positions. So they are accepted as often as two distributions that share t
 near the most that is possible.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -136,11 +138,8 @@ class BesideText(SharedNoise):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
-        self.num_speculative_steps = 0
-        try:
+        with _as_if_drafting(self, 0):
             super().init_cudagraph_manager(cudagraph_mode)
-        finally:
-            self.num_speculative_steps = self.num_tokens
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
             manager.decode_query_len = self.num_tokens + 1
@@ -161,11 +160,9 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        self.num_speculative_steps = num = max(1, self.host.model_tokens) if self.host.has_room else 1
-        try:
+        num = max(1, self.host.model_tokens) if self.host.has_room else 1
+        with _as_if_drafting(self, num):
             drafts = super().propose(input_batch, *given, **more)
-        finally:
-            self.num_speculative_steps = self.num_tokens
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
         taken: tuple[torch.Tensor, ...] = ()
@@ -173,3 +170,13 @@ class BesideText(SharedNoise):
             # Both are overwritten by the next passes, which may come before they are on the host.
             taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.take_sampled(input_batch, num_sampled, taken)
+
+
+@contextlib.contextmanager
+def _as_if_drafting(speculator: BesideText, num: int) -> Iterator[None]:
+    """vLLM's own reads here that it drafts this number of tokens."""
+    speculator.num_speculative_steps = num
+    try:
+        yield
+    finally:
+        speculator.num_speculative_steps = speculator.num_tokens

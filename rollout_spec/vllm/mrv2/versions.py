@@ -32,7 +32,7 @@ _SAMPLE = (
     ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
      "expanded_local_pos", "seq_lens_upper_bound_np"),
 )  # fmt: skip
-# `return_logprobs`, which comes next, tells the second from the third.
+# The third list begins as the second does; only the second goes on with `return_logprobs`.
 SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in _SAMPLE))
 _SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
 
