@@ -1,7 +1,7 @@
 """The drafters of a rollout server's engine, one in each engine core."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
@@ -74,7 +74,7 @@ class Drafters:
     async def call_core(self, core: int, method: Callable[..., Answer], *args: Any) -> Answer | None:
         cores = EngineCores(self._engine())
         answers = await cores.call_workers(core, "rollout_spec_call", method.__name__, *args)
-        return next(iter(kept(answers)), None)
+        return next((answer for answer in answers if answer is not None), None)
 
     async def pieces(self, core: int, method: Callable[..., bytes | None], *args: Any) -> list[bytes]:
         """Those of a history whose first one the method gives; between two of them the engine can step."""
@@ -83,8 +83,3 @@ class Drafters:
             pieces.append(piece)
             piece = await self.call_core(core, ProposerControl.next_piece)
         return pieces
-
-
-def kept(answers: Sequence[Answer | None]) -> list[Answer]:
-    """The answers that are not None."""
-    return [answer for answer in answers if answer is not None]

@@ -80,9 +80,9 @@ class Windows:
         """Whether the engine has no request."""
         return not any(request.is_admitted for request in self._requests)
 
-    async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
-        """Whether all requests, which were aborted, end in this time."""
-        end = time.monotonic() + max_wait_s
+    async def wait_until_quiet(self) -> bool:
+        """Whether all requests, which were aborted, end in MAX_WAIT_S."""
+        end = time.monotonic() + MAX_WAIT_S
         while not self.is_quiet and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
         return self.is_quiet
