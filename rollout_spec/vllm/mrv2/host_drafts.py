@@ -46,10 +46,10 @@ class _Arrival:
         self._event.record()
         self.ended: float | None = None  # when the host first knew that the step had ended
 
-    def forget(self, request_id: str) -> None:
-        """Drop this request's tokens from the step: it was preempted and starts again."""
-        if request_id in self.request_ids:
-            self.request_ids = [each if each != request_id else "" for each in self.request_ids]
+    def forget(self, request_ids: set[str]) -> None:
+        """Drop these requests' tokens from the step: they were preempted and start again."""
+        if not request_ids.isdisjoint(self.request_ids):
+            self.request_ids = ["" if each in request_ids else each for each in self.request_ids]
 
     def note_end(self) -> None:
         if self.ended is None:
@@ -71,7 +71,8 @@ class _Arrival:
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    It is also the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
+    In each step vLLM calls `begin_step`, `give_drafts`, `take_sampled` and `report`, in this order. A
+    scheduler that waits takes the drafts from the runner's `draft_tokens_handler`, which this is too.
 
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.
@@ -100,20 +101,16 @@ class HostDrafts:
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
-        batch, plan = self._batch, plan_of(scheduler_output)
-        self._plan = plan
+        self._plan = plan = plan_of(scheduler_output)
         self._receive(plan.num_in_flight or 0)
         self.has_room = plan.room > 0 or not plan.is_ahead
         if plan.model_tokens is not None:
             self.model_tokens = plan.model_tokens
         try:
-            batch.remove(scheduler_output.finished_req_ids)
-            batch.suspend(scheduler_output.preempted_req_ids or ())
-            for request in scheduler_output.scheduled_new_reqs:
-                batch.add(request)
-                # One that was preempted and is back at once: its scheduler drops what is on its way to it.
-                for arrival in self._arrivals:
-                    arrival.forget(request.req_id)
+            self._batch.change(scheduler_output)
+            # One that was preempted and is back at once: its scheduler drops what is on its way to it.
+            for arrival in self._arrivals:
+                arrival.forget({request.req_id for request in scheduler_output.scheduled_new_reqs})
         except Exception as error:
             self.proposer.fail(error)
 
