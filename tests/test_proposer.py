@@ -304,7 +304,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
     assert engine.step()["b"] == TEXT[6:10]
     assert engine.proposer.take_counters().num_failed_steps == 2
     [message] = said
-    assert "this step goes without drafts: levels: has 1 entries" in message
+    assert "this step goes without drafts: request_ids: has 2 entries" in message
     assert "num_failed_steps" in message
 
 
