@@ -38,7 +38,7 @@ from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 from tests.tiny_vl import make_image
 
-MINOR = minor(version() or "") or 99
+MINOR = minor(version()) or 99
 # 0.24 runs no Qwen3.5 of text alone; 0.23 has no such drafts.
 MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
 # Of policies with layers of Mamba 2 and of one with a head.
