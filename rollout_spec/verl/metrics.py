@@ -46,8 +46,8 @@ class Windows:
         self.is_validating = False
 
     def is_validation(self, name: Any) -> bool:
-        """Whether a request of this name validates; one that `agent_loop.sample_name` has not named does
-        while the trainer validates, which goes with a trainer that only validates then."""
+        """Whether a request of this name is a validation's. A name that `agent_loop.sample_name` has not
+        given does not say so: such a request is one while the trainer validates."""
         if isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val"):
             return bool(name[2] == "val")
         return self.is_validating

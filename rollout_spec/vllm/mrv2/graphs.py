@@ -47,7 +47,7 @@ def check_graphs() -> None:
 
 @contextlib.contextmanager
 def for_plain_steps(runner: Any) -> Iterator[None]:
-    """A runner's full graphs are those of plain steps here; else `decode_query_len` has other uses."""
+    """In here a runner has the full graphs of plain steps; outside, `decode_query_len` has other uses."""
     decode_query_len = runner.decode_query_len
     if has_plain_graphs(runner):
         runner.decode_query_len = 1

@@ -40,7 +40,7 @@ class _Arrival:
 
     def __init__(self, request_ids: list[str], ranks: Ranks | None, *on_device: torch.Tensor) -> None:
         self.request_ids, self.ranks = request_ids, ranks
-        self._on_device = on_device  # theirs until they have been copied
+        self._on_device = on_device  # held until they have been copied
         self._on_host = [async_copy_to_np(each) for each in on_device]
         self._event = torch.cuda.Event(blocking=True)
         self._event.record()
@@ -77,8 +77,7 @@ class HostDrafts:
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.
         has_room: whether the step that begins next has room for drafts; always, where the scheduler waits.
-            All workers are told so.
-        model_tokens: how many a model is to draft for it, at most; which they are told too.
+        model_tokens: how many tokens a model is to draft for it, at most. All workers are told these two.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -248,7 +247,7 @@ class HostDrafts:
 
 
 class TimedOutput(AsyncOutput):
-    """A step's output, whose tokens are on their way to the host twice."""
+    """A step's output. vLLM copies its tokens to the host too: when they are there, the step has ended."""
 
     arrival: _Arrival
 

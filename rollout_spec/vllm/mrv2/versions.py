@@ -98,8 +98,8 @@ def draw_as_target(
 def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
     """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
     given = dict(zip(_VERIFY_NAMES, values, strict=True))
-    # Before 0.32 nothing tells a padded request's placeholders from drafts: they are what the row had
-    # before, and were inputs, so one that is right may stay.
+    # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the row
+    # had before, and the model has read them: one that is right may stay.
     return {"verify_draft_sampled": given["draft_sampled"], **given}
 
 
