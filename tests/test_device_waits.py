@@ -275,7 +275,7 @@ RACE, TOKENS, LOGPROBS = (
     for name in (
         "verification.coupled._block_masses",
         "verification.transfers.fetched",
-        "vllm.mrv1.kept_logprobs.kept_logprobs",
+        "vllm.mrv1.kept_logprobs._get_logprobs_tensors",
     )
 )
 # By step: what the host waits in, and the copies to the device that nothing waits for.

@@ -142,7 +142,8 @@ class Drafter:
             prompt_token_ids: int32, shape [num_prompt_tokens].
             max_level: the most tokens, prompt included, that the request can reach.
             group: requests with the same value are siblings. By default the exact prompt decides.
-            num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all.
+            num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all. The rest
+                is text of this request: what it said before it was interrupted, or earlier turns.
             sample: names what the request belongs to, in its group: a later turn, or what goes on after an
                 abort, has the same name, and begins after what it and the text so far have in common.
                 Without a name it begins after a text that its prompt begins with as a whole, if there is one.

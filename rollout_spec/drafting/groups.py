@@ -61,20 +61,13 @@ class Groups:
     def add(
         self,
         prompt: Int32Array,
-        group: Hashable | None = None,
-        num_group_tokens: int | None = None,
-        sample: Hashable | None = None,
+        group: Hashable | None,
+        num_group_tokens: int | None,
+        sample: Hashable | None,
     ) -> Member | None:
-        """The sequence of a request, in a group, by default that of the exact prompt; None where no memory
-        is left, or where the prompt holds what no text can.
+        """The sequence of a request; None where no memory is left, or the prompt holds what no text can.
 
-        Args:
-            prompt: int32 [num_prompt_tokens], the request's.
-            group: names the group.
-            num_group_tokens: how many of them are the group's prompt, by default all. The rest is text of
-                this sequence: what it said before it was interrupted, or earlier turns.
-            sample: names the sample, which goes on where its request before has ended. Without a name, a
-                request goes on with whatever text its prompt begins with.
+        The arguments are those of `Drafter.add`.
         """
         if prompt.min(initial=0) < 0:
             return None
