@@ -53,7 +53,8 @@ class Drafters:
 
     async def take_aborted(self) -> RequestCounters:
         """The sums over the requests that vLLM has aborted."""
-        of_cores = await EngineCores(self._engine()).call_all(TAKE_ABORTED)
+        cores = EngineCores(self._engine())
+        of_cores = await asyncio.gather(*(cores.call(core, TAKE_ABORTED) for core in range(len(cores))))
         return RequestCounters.sum(RequestCounters(**(counts or {})) for counts in of_cores)
 
     def _check(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:

@@ -92,11 +92,9 @@ class SuffixSpeculator(BaseSpeculator):
         **__: Any,
     ) -> torch.Tensor:
         """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
-        return (
-            self.host.no_drafts(input_batch)
-            if dummy_run
-            else self.host.take_sampled(input_batch, num_sampled)
-        )
+        if dummy_run:
+            return self.host.no_drafts(input_batch)
+        return self.host.take_sampled(input_batch, num_sampled)
 
 
 class SharedNoise(DraftModelSpeculator):
