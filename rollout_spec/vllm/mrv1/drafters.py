@@ -84,11 +84,7 @@ class ModelPasses:
 
 
 class SharedNoise(SpecDecodeBaseProposer):
-    """A model that draws its drafts with the target's noise.
-
-    Attributes:
-        passes: draw them.
-    """
+    """A model that draws its drafts with the target's noise."""
 
     passes: ModelPasses
 

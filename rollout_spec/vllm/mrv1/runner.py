@@ -87,13 +87,9 @@ class CatchingUpRunner(GPUModelRunner):
 
 
 class SharedNoiseRunner(GPUModelRunner):
-    """Its model drafts with the noise of the target.
+    """Its model drafts with the noise of the target."""
 
-    Attributes:
-        model_passes: those of the step.
-    """
-
-    model_passes: ModelPasses
+    model_passes: ModelPasses  # those of the step
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
         self.model_passes.begin(sampled_token_ids)
@@ -101,13 +97,9 @@ class SharedNoiseRunner(GPUModelRunner):
 
 
 class BesideTextRunner(SharedNoiseRunner):
-    """Its model drafts beside a `SuffixProposer`, which has the last word.
+    """Its model drafts beside a `SuffixProposer`, which has the last word."""
 
-    Attributes:
-        drafts: for the next step; None: the step had no requests.
-    """
-
-    drafts: DraftTokenIds | None = None
+    drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""

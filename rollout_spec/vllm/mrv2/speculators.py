@@ -59,13 +59,9 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
 
 
 class SuffixSpeculator(BaseSpeculator):
-    """A speculator whose drafts are those of `SuffixProposer`.
+    """A speculator whose drafts are those of `SuffixProposer`."""
 
-    Attributes:
-        host: given to it when the runner is there.
-    """
-
-    host: HostDrafts
+    host: HostDrafts  # given to it when the runner is there
     supports_mm_inputs = False
     draft_logits = None
 
@@ -125,14 +121,10 @@ class BesideText(SharedNoise):
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
     the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the
     same.
-
-    Attributes:
-        host: gets its drafts.
-        num_tokens: the most that it drafts.
     """
 
-    host: HostDrafts
-    num_tokens: int
+    host: HostDrafts  # gets its drafts
+    num_tokens: int  # the most that it drafts
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
