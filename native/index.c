@@ -190,7 +190,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     return RS_OK;
 }
 
-void rs_index_clear(rs_index *index) {
+void rs_index_free(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
         if (index->groups[i].open) {
             rs_automaton_free(&index->groups[i].automaton);
@@ -205,15 +205,8 @@ void rs_index_clear(rs_index *index) {
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);
-    index->num_groups = index->num_sequences = 0;
-    index->num_idle = index->num_given_up = 0;
-    index->free_group = index->free_sequence = index->first_behind = -1;
-}
-
-void rs_index_free(rs_index *index) {
-    rs_index_clear(index);
-    rs_release(&index->memory, UINT64_MAX);
-    rs_contexts_free(&index->contexts, &index->memory);
+    rs_release(memory, UINT64_MAX);
+    rs_contexts_free(&index->contexts, memory);
     free(index);
 }
 
@@ -238,24 +231,31 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
 
 /* ---- checking ---- */
 
-/* Every closed slot is in its list exactly once. */
-static bool free_slots_hold(const rs_index *index, bool groups) {
-    uint32_t num_slots = groups ? index->num_groups : index->num_sequences;
-    uint32_t num_closed = 0;
-    for (uint32_t i = 0; i < num_slots; i++) {
-        num_closed += groups ? !index->groups[i].open && !index->groups[i].given_up
-                             : index->sequences[i].kind == RS_CLOSED;
+/* Every slot that a new group may take is in their list exactly once. */
+static bool free_groups_hold(const rs_index *index) {
+    int64_t num = 0;
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        num += !index->groups[i].open && !index->groups[i].given_up;
     }
-    uint32_t num_listed = 0;
-    int32_t slot = groups ? index->free_group : index->free_sequence;
-    for (; slot >= 0 && num_listed <= num_closed; num_listed++) {
-        if ((uint32_t)slot >= num_slots ||
-            (groups ? index->groups[slot].open : index->sequences[slot].kind != RS_CLOSED)) {
+    for (int32_t id = index->free_group; id >= 0; id = index->groups[id].next_free) {
+        if ((uint32_t)id >= index->num_groups || index->groups[id].open || num-- == 0) {
             return false;
         }
-        slot = groups ? index->groups[slot].next_free : index->sequences[slot].next;
     }
-    return num_listed == num_closed;
+    return num == 0;
+}
+
+static bool free_sequences_hold(const rs_index *index) {
+    int64_t num = 0;
+    for (uint32_t i = 0; i < index->num_sequences; i++) {
+        num += index->sequences[i].kind == RS_CLOSED;
+    }
+    for (int32_t id = index->free_sequence; id >= 0; id = index->sequences[id].next) {
+        if ((uint32_t)id >= index->num_sequences || index->sequences[id].kind != RS_CLOSED || num-- == 0) {
+            return false;
+        }
+    }
+    return num == 0;
 }
 
 const char *rs_tables_check(const rs_index *index) {
@@ -278,6 +278,6 @@ const char *rs_tables_check(const rs_index *index) {
     if (num_running != 0 || num_idle != index->num_idle || num_behind != index->num_behind) {
         return "index: num_running, num_idle or num_behind is wrong";
     }
-    const bool hold = free_slots_hold(index, true) && free_slots_hold(index, false) && rs_behind_check(index);
+    const bool hold = free_groups_hold(index) && free_sequences_hold(index) && rs_behind_check(index);
     return hold ? NULL : "index: broken list of slots";
 }

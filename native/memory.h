@@ -24,14 +24,13 @@ void rs_test_fail_allocation(int64_t nth);
 bool rs_test_has_failed(void);
 #endif
 
-/* Resize the array *pointer from *capacity to new_size elements. To free it (0) and to shrink it always succeed;
- * where the allocator refuses to shrink it, nothing changes and *capacity stays.
- * On success *capacity is new_size. On failure nothing changes. */
+/* Resize the array *pointer from *capacity to new_size elements; 0 frees it. *capacity is new_size then. On failure
+ * nothing changes. Only growth fails: where the allocator refuses to shrink the array, it keeps its size. */
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
                     size_t element_size);
 
-/* Free the array, but a large one not now: piece by piece with rs_release, or where its bytes are needed. Returning
- * pages to the system takes up to 0.15 ms per MiB. */
+/* Free a small array now. Free a large one later, in pieces: when rs_release is called, or when its bytes are needed.
+ * Returning pages to the system takes up to 0.15 ms per MiB. */
 void rs_discard(rs_memory *memory, void **pointer, uint32_t *capacity, size_t element_size);
 
 /* Free pieces of discarded arrays, of num_bytes together and at most one piece (2 MiB) more. */

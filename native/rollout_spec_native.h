@@ -43,7 +43,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 24, /* raised with every change of this file */
+    RS_ABI_VERSION = 25, /* raised with every change of this file */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -162,9 +162,6 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  *
  * A row that has got more than RS_MAX_SPECULATIVE_TOKENS + 1 tokens is behind, and has no draft while it is. */
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
-
-/* Close all sequences and groups, parked ones too, in time that grows with their number only; what was learned stays. */
-void rs_index_clear(rs_index *index);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);
 

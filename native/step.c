@@ -168,7 +168,7 @@ static bool goes_first(const rs_sequence *one, const rs_sequence *other) {
     return one->group != other->group ? one->group < other->group : one < other;
 }
 
-static rs_sequence *first_behind(rs_index *index) {
+static rs_sequence *next_to_index(rs_index *index) {
     rs_sequence *first = NULL;
     for (int32_t id = index->first_behind; id >= 0; id = index->sequences[id].next) {
         rs_sequence *sequence = index->sequences + id;
@@ -181,7 +181,7 @@ static rs_sequence *first_behind(rs_index *index) {
 
 bool rs_catch_up(rs_index *index, int64_t max_tokens) {
     rs_sequence *first;
-    while ((first = first_behind(index)) != NULL && max_tokens > 0) {
+    while ((first = next_to_index(index)) != NULL && max_tokens > 0) {
         const int32_t group = first->group, before = first->at.level;
         rs_group_enter(index, index->groups + group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {

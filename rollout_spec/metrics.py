@@ -44,7 +44,7 @@ class EngineCounters(Counters):
     num_resumed: int = 0  # requests that went on where their sample's text ended
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
-    # Of a model that drafts beside the text; its tokens are those of a draft that begins as its own does
+    # Of a model that drafts beside the text: a draft's first tokens count, as far as it proposed the same
     num_model_passes: int = 0
     num_model_passes_left_out: int = 0
     num_model_draft_tokens: int = 0

@@ -36,7 +36,6 @@ from rollout_spec.vllm.mrv1.sampler import RowSampling, keep_from_fused_kernel
 from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
-from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
@@ -195,35 +194,32 @@ class Engine:
 
     def with_model(self):
         """A model drafts alone; `output` has its tokens."""
-        runner, sampled = self._model({}), self.accelerator.put(SAMPLED_TOKENS)
+        runner, sampled = self._model(None), self.accelerator.put(SAMPLED_TOKENS)
         return self._counted(lambda: runner.propose_draft_token_ids(None, sampled))
 
     def with_model_and_text(self):
         """A model drafts beside the text; and what the proposer of both is given of it."""
-        runner, given = self._model({"model_tokens": 2}), list[Any]()
-        runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
+        given: list[Any] = []
         proposer: Any = SimpleNamespace(
-            is_used=True, model_tokens=2, note_passes=lambda *_: None,
+            is_used=True, model_tokens=2, most_model_tokens=2, note_passes=lambda *_: None,
             draft=lambda *_, model_drafts, **__: given.append(model_drafts) or [[]] * 3,
         )  # fmt: skip
-        runner.model_drafts.proposer = proposer
+        runner = self._model(proposer)
+        runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
         setattr(runner, BESIDE_MODEL, proposer)
         return self._counted(lambda: runner.sample_tokens(None)), given[0]
 
-    def _model(self, options):
+    def _model(self, proposer):
         """Give MRV1 a model that drafts two tokens for each row, of flat logits."""
         self.plain()  # which tells the rows their keys
         logits = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous())
-        config = vllm_config(options)
-        if not options:
-            config.additional_config = None
-        config.speculative_config.method = "eagle"
+        config = vllm_config({})
         model = SimpleNamespace(compute_logits=lambda x: x)
         drafter = bare(SomeDrafter, logits=logits, sampling=self.sampling, model=model)
         batch = SimpleNamespace(**vars(self.runner.input_batch), token_ids_cpu=None)
         runner = bare(SomeMRV1, vllm_config=config, drafter=drafter, parallel_config=config.parallel_config)
         runner.input_batch, runner.max_model_len = batch, 64
-        bind_model_drafter(runner, self.rows, engine_options(config))
+        bind_model_drafter(runner, self.rows, proposer)
         return runner
 
     def _counted(self, step):
@@ -279,7 +275,7 @@ RACE, TOKENS, LOGPROBS = (
     for name in (
         "verification.coupled._block_masses",
         "verification.transfers.fetched",
-        "vllm.mrv1.kept_logprobs.kept_logprobs",
+        "vllm.mrv1.kept_logprobs._get_logprobs_tensors",
     )
 )
 # By step: what the host waits in, and the copies to the device that nothing waits for.

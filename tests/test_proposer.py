@@ -15,8 +15,9 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer, last_level
 
@@ -55,7 +56,7 @@ class Engine:
             requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS,
             parallel_config=config.parallel_config,
         )  # fmt: skip
-        self.proposer.bind(self.runner)
+        self.proposer.bind(self.runner, engine_options(config))
         self.proposer.load_model(None)
         self.control = ProposerControl(self.proposer)
         self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
@@ -231,7 +232,7 @@ def test_new_weights_leave_the_text_and_the_history_keeps_what_ended():
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
-    engine.control.note_new_weights(["cut"], ["done"])  # by the names that their sender gave them
+    engine.control.note_new_weights(Ended(["cut"], ["done"]))  # by the names that their sender gave them
     stats = engine.index.stats()
     assert (stats.num_sequences, stats.num_groups, stats.num_tokens) == (0, 2, 2 * (len(PROMPT) + 9))
     content = engine.control.pack_history()
@@ -245,10 +246,10 @@ def test_the_history_is_taken_once_and_of_what_has_ended():
     for name in names:
         engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
     engine.step({f"{name}-0123abcd": TEXT[:9] for name in names})
-    taken = engine.control.take_history(["cut"], ["done"])
+    taken = engine.control.take_history(Ended(["cut"], ["done"]))
     assert engine.index.stats().num_sequences == 1
     assert [drafts_of(taken, name) for name in names] == [TEXT[2:6], [], []]
-    again = engine.control.take_history((), [])
+    again = engine.control.take_history(Ended((), []))
     assert [drafts_of(again, name) for name in names] == [[], [], []]
     # By default all have ended; `pack_history` has what was taken before, too.
     content = engine.control.pack_history()
@@ -303,7 +304,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
     assert engine.step()["b"] == TEXT[6:10]
     assert engine.proposer.take_counters().num_failed_steps == 2
     [message] = said
-    assert "this step goes without drafts: levels: has 1 entries" in message
+    assert "this step goes without drafts: request_ids: has 2 entries" in message
     assert "num_failed_steps" in message
 
 
@@ -332,7 +333,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     [message] = said
     assert "drafting is off for the rest of this engine's life: KeyError('stranger')" in message
     # What the trainer asks of the engine goes on.
-    engine.control.note_new_weights(["a"])
+    engine.control.note_new_weights(Ended(["a"]))
     engine.control.add_history([b""])
     assert engine.control.take_history() is None
     assert engine.control.pack_history() is None
@@ -382,13 +383,15 @@ def test_a_group_has_a_name_and_a_prompt():
     ],
 )
 def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
-    proposer = SuffixProposer(vllm_config({"history": 4, "min_survival": 0.0}, **parallel))
+    config = vllm_config({"history": 4, "min_survival": 0.0}, **parallel)
+    proposer = SuffixProposer(config)
     request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
     proposer.bind(
         Value(
             requests={"a": request}, input_batch=Value(req_ids=["a"]), max_model_len=9,
             parallel_config=Value(data_parallel_size=1),
-        )
+        ),
+        engine_options(config),
     )  # fmt: skip
     proposer.load_model()
     matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)

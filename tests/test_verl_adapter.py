@@ -26,6 +26,7 @@ from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import hooks
+from rollout_spec.verl import metrics as verl_metrics
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
 from rollout_spec.verl.metrics import BusyClock, Windows
@@ -123,12 +124,13 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert clock.take_seconds() == 1 + 2 + 8
     assert clock.take_seconds() == 0
     windows = Windows()
+    monkeypatch.setattr(verl_metrics, "MAX_WAIT_S", 0.01)
     with windows.request(is_training=True):
         now[0] += 1
         assert windows.is_quiet and windows.is_untouched
         windows.admit()
         now[0] += 2
-        assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet(max_wait_s=0.01))
+        assert not windows.is_quiet and not asyncio.run(windows.wait_until_quiet())
         with windows.request(is_training=True) as rejected:
             pass
         windows.count(rejected, 0, None, "aborted")

@@ -3,12 +3,12 @@
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
-from rollout_spec.verl.launch import config_file
+from rollout_spec.verl.launch import group_router_file
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
 from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one
 
-SHIPPED = verls._load_router_yaml(config_file("rollout_spec_router/group.yaml"))
+SHIPPED = verls._load_router_yaml(group_router_file())
 
 
 def make(num_servers=2):

@@ -54,13 +54,9 @@ class _Rows:
     def set_levels(self, levels: Int32Array, may_draft: bool, rooms: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
-        if may_draft:
-            np.subtract(self._last_levels, self.levels, out=self.max_draft_tokens)
-            np.maximum(self.max_draft_tokens, 0, out=self.max_draft_tokens)
-            if rooms is not None:
-                np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
-        else:
-            self.max_draft_tokens.fill(0)
+        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) * may_draft
+        if rooms is not None:
+            np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
 
 
 @dataclasses.dataclass
@@ -146,7 +142,8 @@ class Drafter:
             prompt_token_ids: int32, shape [num_prompt_tokens].
             max_level: the most tokens, prompt included, that the request can reach.
             group: requests with the same value are siblings. By default the exact prompt decides.
-            num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all.
+            num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all. The rest
+                is text of this request: what it said before it was interrupted, or earlier turns.
             sample: names what the request belongs to, in its group: a later turn, or what goes on after an
                 abort, has the same name, and begins after what it and the text so far have in common.
                 Without a name it begins after a text that its prompt begins with as a whole, if there is one.
@@ -177,7 +174,7 @@ class Drafter:
             if request.member is not None and request.member.sample in samples:
                 request.member.sample = None
         for sample in samples:
-            self._groups.end(sample)
+            self._groups.end_sample(sample)
 
     def draft(
         self,
@@ -218,7 +215,11 @@ class Drafter:
         what no text can.
         """
         started = time.perf_counter()
-        self._check_lengths(request_ids, nums_new_tokens, levels)
+        num_rows = len(request_ids)
+        if len(nums_new_tokens) != num_rows or len(levels) < num_rows:
+            self._gate.discard()
+            others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
+            raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         step = self._step_that_ended(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
         rows = self._decoding_rows(step, nums_new_tokens)
         if step.num_rows == 0:
@@ -239,17 +240,6 @@ class Drafter:
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
-
-    def _check_lengths(
-        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], levels: Int32Array
-    ) -> None:
-        for name, given, fits in (
-            ("nums_new_tokens", nums_new_tokens, len(nums_new_tokens) == len(request_ids)),
-            ("levels", levels, len(levels) >= len(request_ids)),
-        ):
-            if not fits:
-                self._gate.discard()
-                raise InvalidArgument(f"{name}: has {len(given)} entries, request_ids has {len(request_ids)}")
 
     def _step_that_ended(
         self,
@@ -273,9 +263,8 @@ class Drafter:
         all_decode = num_rows == len(nums_new_tokens)
         is_alike = has_no_new_rows and all_decode and self._all_decoded
         self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
-        seconds = None
-        if last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE):
-            seconds = self._last_seconds
+        is_comparable = last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE)
+        seconds = self._last_seconds if is_comparable else None
         self._all_decoded = all_decode
         context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
         num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]

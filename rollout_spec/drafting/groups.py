@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class Member:
 class Groups:
     """The groups and sequences of an index, and the history they begin with.
 
-    When a request has ended, its sequence is parked: the sample's next request goes on there. Which groups
-    and rows leave a full index is decided in native/: idle groups, with what is parked in them, then text
-    that nobody goes on with, then what does not fit.
+    When a request has ended, its sequence is parked: the sample's next request goes on there. It is closed
+    when the sample has said all, when too many without a name are parked, or with its group. What leaves a
+    full index is decided in native/: idle groups, then text that nobody goes on with, then what does not fit.
     """
 
     def __init__(self, index: SuffixIndex, history: History) -> None:
@@ -60,20 +61,13 @@ class Groups:
     def add(
         self,
         prompt: Int32Array,
-        group: Hashable | None = None,
-        num_group_tokens: int | None = None,
-        sample: Hashable | None = None,
+        group: Hashable | None,
+        num_group_tokens: int | None,
+        sample: Hashable | None,
     ) -> Member | None:
-        """The sequence of a request, in a group, by default that of the exact prompt; None where no memory
-        is left, or where the prompt holds what no text can.
+        """The sequence of a request; None where no memory is left, or the prompt holds what no text can.
 
-        Args:
-            prompt: int32 [num_prompt_tokens], the request's.
-            group: names the group.
-            num_group_tokens: how many of them are the group's prompt, by default all. The rest is text of
-                this sequence: what it said before it was interrupted, or earlier turns.
-            sample: names the sample, which goes on where its request before has ended. Without a name, a
-                request goes on with whatever text its prompt begins with.
+        The arguments are those of `Drafter.add`.
         """
         if prompt.min(initial=0) < 0:
             return None
@@ -85,7 +79,7 @@ class Groups:
                 self._index.resume_sequence(member.sequence)
                 self.num_resumed += 1
                 return member
-            self._end(member)
+            self._close(member)
         is_new = key not in self._groups
         try:
             found = self._open(key, prompt[:num_group_tokens]) if is_new else self._groups[key]
@@ -97,19 +91,21 @@ class Groups:
             self._add_history(found)
         return Member(sequence, found, after_prompt, sample)
 
-    def park(self, member: Member, *, remember: bool = True) -> None:
-        """Its request has ended; the sample may go on. Without a name its text is remembered at once, if it
-        is to be."""
+    def park(self, member: Member, *, remember: bool) -> None:
+        """Its request has ended; the sample may go on. `remember`: without a name its text is kept now."""
         self._index.park_sequence(member.sequence)
-        if member.sample is not None:
-            other = self._parked.get(member.sample)  # the sample had two requests at a time
-            if other is not None:
-                other, member = sorted((other, member), key=self._num_tokens)
-                self._index.close_sequence(other.sequence)
-            self._parked[member.sample] = member
+        if member.sample is None:
+            if remember:
+                self._remember(member)
+            self._park_unnamed(member)
             return
-        if remember:
-            self._remember(member)
+        other = self._parked.get(member.sample)  # the sample had two requests at a time
+        if other is not None:
+            other, member = sorted((other, member), key=lambda each: len(self._index.text(each.sequence)))
+            self._index.close_sequence(other.sequence)
+        self._parked[member.sample] = member
+
+    def _park_unnamed(self, member: Member) -> None:
         text = self._whole_text(member)
         place = len(text), text[-_TAIL:].tobytes()
         replaced = self._unnamed.pop(place, None)
@@ -117,15 +113,16 @@ class Groups:
         if replaced is None and len(self._unnamed) > MAX_UNNAMED:
             _, replaced = self._unnamed.popitem(last=False)
         if replaced is not None:
-            self._end(replaced)
+            self._close(replaced)
 
-    def end(self, sample: Hashable) -> None:
+    def end_sample(self, sample: Hashable) -> None:
         """A sample that is parked has said all: the history keeps it."""
         member = self._parked.pop(sample, None)
         if member is not None:
-            self._end(member)
+            self._close(member)
 
-    def _end(self, member: Member) -> None:
+    def _close(self, member: Member) -> None:
+        """Nothing goes on after a parked sequence any more; without a name it is remembered already."""
         if member.sample is not None:
             self._remember(member)
         self._index.close_sequence(member.sequence)
@@ -134,9 +131,6 @@ class Groups:
         """Keep its text in the history."""
         if self._history.num_responses and member.after_prompt:
             self._history.add(member.group.history_key, self._index.text(member.sequence))
-
-    def _num_tokens(self, member: Member) -> int:
-        return len(self._index.text(member.sequence))
 
     def _whole_text(self, member: Member) -> Int32Array:
         text = self._index.text(member.sequence)
@@ -168,11 +162,10 @@ class Groups:
     def _forget_given_up(self) -> None:
         for handle in self._index.given_up():
             group = self._groups.pop(self._keys.pop(handle))
-            for member in [*self._parked.values(), *self._unnamed.values()]:
-                if member.group is group:
-                    self._end(member)
-            self._parked = {name: each for name, each in self._parked.items() if each.group is not group}
-            self._unnamed = OrderedDict(each for each in self._unnamed.items() if each[1].group is not group)
+            both: list[dict[Any, Member]] = [self._parked, self._unnamed]
+            for parked in both:
+                for name in [name for name, member in parked.items() if member.group is group]:
+                    self._close(parked.pop(name))
 
     def _add_history(self, group: _Group) -> None:
         """The latest first: of continuations that are equally frequent the one that came first is drafted."""

@@ -250,12 +250,7 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_tokens = max_tokens
         self._check(lib.rs_step(index, batch, self._error))
-        left_out, behind = batch.num_left_out, batch.num_behind
-        return (
-            self._result._replace(num_left_out=left_out, num_behind=behind)
-            if left_out + behind
-            else self._result
-        )
+        return self._result._replace(num_left_out=batch.num_left_out, num_behind=batch.num_behind)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
@@ -304,7 +299,7 @@ class SuffixIndex:
         batch.sequences = ffi.from_buffer("int32_t[]", sequences)
         for name, vector in vectors.items():
             setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
-        self._set_result(n)
+        self._result = StepResult(self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n])
         self._vectors = (sequences, rows, levels, max_draft_tokens)
 
     def _set_model(self, model_drafts: ModelDrafts | None, rows: Int32Array) -> None:
@@ -317,10 +312,6 @@ class SuffixIndex:
         self._batch.model_tokens = ffi.from_buffer("int32_t[]", tokens)
         self._batch.model_confidences = ffi.from_buffer("int32_t[]", confidences)
 
-    def _set_result(self, num_rows: int) -> None:
-        n = num_rows
-        self._result = StepResult(self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n])
-
     def _make_buffers(self, num_rows: int) -> None:
         self._draft_tokens = np.zeros((num_rows, self._num_speculative_tokens), np.int32)
         self._survivals = np.zeros((num_rows, self._num_speculative_tokens), np.float32)
@@ -328,9 +319,6 @@ class SuffixIndex:
         self._batch.draft_tokens = ffi.from_buffer("int32_t[]", self._draft_tokens)
         self._batch.survivals = ffi.from_buffer("float[]", self._survivals)
         self._batch.num_draft_tokens = ffi.from_buffer("int32_t[]", self._num_draft_tokens)
-        self._batch.num_rows = 0
-        self._set_result(0)
-        self._vectors = None
 
     def _set_matrix(self, token_ids: Int32Array) -> None:
         if type(token_ids) is not np.ndarray or token_ids.dtype != np.int32 or token_ids.ndim != 2:

@@ -14,7 +14,7 @@ from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
 from rollout_spec.verl import launch
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.launch import config_file
+from rollout_spec.verl.launch import group_router_file
 from rollout_spec.verl.model_drafter import (
     MODEL_TOKENS,
     OPTION,
@@ -57,7 +57,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
 
 def group_router(*, _root_: DictConfig) -> str | None:
     """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
-    return None if _num_places(_root_) == 1 else _group_router()
+    return None if _num_places(_root_) == 1 else group_router_file()
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def _check_drafting(config: DictConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if value(config, _ROUTER) != _group_router():
+    if value(config, _ROUTER) != group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
@@ -188,10 +188,6 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
             f"{ROLLOUT}.full_determinism: rollout.spec.routing=group (the default with sam) sends requests "
             "by load, so to other engines in every run; take rollout.spec.routing=verl"
         )
-
-
-def _group_router() -> str:
-    return config_file("rollout_spec_router/group.yaml")
 
 
 def _num_places(config: DictConfig) -> int:

@@ -5,7 +5,7 @@ Each engine says it again of itself, and with it what cannot be seen here (`vllm
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
@@ -35,20 +35,34 @@ _GEMMA4 = ("gemma4_assistant", "gemma4_unified_assistant")
 _STEP3P5 = ("step3p5", "step3p7")
 # Entries of the config.json of a mixture of experts.
 _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-_Drafter = Mapping[str, Any]  # of `asked_drafter`: one of the user's own names its model
 _Fields = Mapping[str, Any]  # of a config.json
+
+
+class _Drafter(NamedTuple):
+    """A model that drafts, as it is asked for."""
+
+    method: str
+    num_speculative_tokens: int
+    model: str | None = None
+    """The folder of the user's own; None: it is the policy's MTP head."""
+
+    @property
+    def option(self) -> str:
+        """What asks for it."""
+        return f"rollout.spec.{OPTION}" if self.model else f"{MTP}.enable_rollout"
 
 
 def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
-    drafter = asked_drafter(options, value(config, MTP))
+    asked = asked_drafter(options, value(config, MTP))
+    drafter = _Drafter(**asked) if asked else None
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
     if drafter is not None:  # first what no other setting puts right
         _refuse_weights(config, drafter, policy)
-    refuse(_facts(config, spec, drafter, policy), _name(drafter or {}), f"{ENGINE}.")
+    refuse(_facts(config, spec, drafter, policy), drafter.option if drafter else "", f"{ENGINE}.")
     if spec.enabled and has_recurrent_state(config):
         recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), states_of(config))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
@@ -58,7 +72,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
         say(
-            f"{_name(drafter)}: this drafter is not trained, so it will be right less often when the policy "
+            f"{drafter.option}: this drafter is not trained, so it will be right less often when the policy "
             f"has changed{watch}"
         )
 
@@ -80,7 +94,7 @@ def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
 
 def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields) -> str | None:
     """Which MRV1 is asked to schedule ahead, in words."""
-    is_small = drafter is not None and drafter["method"] == "draft_model"
+    is_small = drafter is not None and drafter.method == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
     allowed = (None, False) if spec.enabled or is_small else (False,)
     is_ahead = (spec.enabled or spec.coupled) and value(config, f"{ENGINE}.async_scheduling") not in allowed
@@ -89,12 +103,12 @@ def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
 
 
 def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _Fields) -> dict[str, Any]:
-    model = model_fields(str(drafter["model"])) if "model" in drafter else policy
-    num_positions = _num_positions(of_text(model)) if "model" in drafter else None
+    model = model_fields(drafter.model) if drafter.model else policy
+    num_positions = _num_positions(of_text(model)) if drafter.model else None
     most = value(config, f"{ROLLOUT}.max_model_len") or of_text(policy).get("max_position_embeddings")
     num_ranks = value(config, f"{ROLLOUT}.data_parallel_size") or 1
-    num_tokens = (spec.to_dict() if spec.enabled else drafter)["num_speculative_tokens"]
-    is_mtp, kind = drafter["method"] == "mtp", model.get("model_type")
+    num_tokens = (spec if spec.enabled else drafter).num_speculative_tokens
+    is_mtp, kind = drafter.method == "mtp", model.get("model_type")
     return {
         "uncoupled_model": not spec.coupled,
         "model_on_own_runner": is_for_npus(config),
@@ -109,28 +123,24 @@ def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _
 
 def _refuse_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> None:
     """Raise for a model whose weights cannot come, or do not go with the policy's tokens."""
-    is_own, load_format = "model" in drafter, value(config, f"{ROLLOUT}.load_format")
-    models = (model_fields(str(drafter["model"])) if is_own else policy, policy)
+    load_format = value(config, f"{ROLLOUT}.load_format")
+    models = (model_fields(drafter.model) if drafter.model else policy, policy)
     sizes = [of_text(fields).get("vocab_size") for fields in models]
-    has_other_tokens = drafter["method"] == "draft_model" and None not in sizes and sizes[0] != sizes[1]
+    has_other_tokens = drafter.method == "draft_model" and None not in sizes and sizes[0] != sizes[1]
     refuse_first(
-        (not is_own and policy.get("model_type") in _WHOLE_HEADS,
-         f"{_name(drafter)}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
+        (not drafter.model and policy.get("model_type") in _WHOLE_HEADS,
+         f"{drafter.option}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
         (not _is_synced(config, drafter) and "dummy" in (load_format or ""),
          f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
          "sync brings its own; set auto"),
         (has_other_tokens,
-         f"{_name(drafter)}: its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}"),
+         f"{drafter.option}: its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}"),
     )  # fmt: skip
-
-
-def _name(drafter: _Drafter) -> str:
-    return f"rollout.spec.{OPTION}" if "model" in drafter else f"{MTP}.enable_rollout"
 
 
 def _is_synced(config: DictConfig, drafter: _Drafter) -> bool:
     """verl trains MTP heads with Megatron only, and syncs their weights then."""
-    return "model" not in drafter and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
+    return not drafter.model and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
 
 
 def _has_modules(head: _Fields, num_tokens: int) -> bool:

@@ -10,15 +10,15 @@ import ray
 POLL_S = 5.0
 
 
-def while_alive(servers: Sequence[Any], call: Callable[[], Any]) -> Any:
-    """What `call` returns, which may wait for these `SpecHttpServer`s.
+def call_and_watch(servers: Sequence[Any], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which may wait for these `SpecHttpServer`s: they are watched meanwhile.
 
     Raises:
         ActorDiedError, EngineDeadError: a server, or the engine of one, has died. `call` goes on in a thread.
         Exception: that of `call`, or of a server's worker that could not take what it was sent.
     """
     result: Future[Any] = Future()
-    threading.Thread(target=_run, args=(call, result), daemon=True).start()
+    threading.Thread(target=_keep_result, args=(call, result), daemon=True).start()
     asked: list[Any] = []
     while not wait([result], timeout=POLL_S).done:
         asked = asked or [server.require_engine.remote() for server in servers]
@@ -27,7 +27,7 @@ def while_alive(servers: Sequence[Any], call: Callable[[], Any]) -> Any:
     return result.result()
 
 
-def _run(call: Callable[[], Any], result: Future[Any]) -> None:
+def _keep_result(call: Callable[[], Any], result: Future[Any]) -> None:
     try:
         result.set_result(call())
     except BaseException as error:

@@ -1,11 +1,11 @@
 """The drafters of a rollout server's engine, one in each engine core."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
@@ -18,7 +18,6 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        # Requests, and samples that have said all, since the drafters were told.
         self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
@@ -35,12 +34,11 @@ class Drafters:
 
     async def note_new_weights(self) -> None:
         """The weights have changed."""
-        await self.call(ProposerControl.note_new_weights, *self.take_ended())
+        await self.call(ProposerControl.note_new_weights, self.take_ended())
 
-    def take_ended(self) -> tuple[list[str], list[str], list[str]]:
-        """The aborted and the finished requests, and the samples that have said all: a drafter cannot tell
-        these from those that go on."""
-        taken = self._aborted, self._finished, self._samples
+    def take_ended(self) -> Ended:
+        """What has ended since the last call: a drafter cannot tell it from what goes on."""
+        taken = Ended(self._aborted, self._finished, self._samples)
         self._aborted, self._finished, self._samples = [], [], []
         return taken
 
@@ -55,7 +53,8 @@ class Drafters:
 
     async def take_aborted(self) -> RequestCounters:
         """The sums over the requests that vLLM has aborted."""
-        of_cores = await EngineCores(self._engine()).call_all(TAKE_ABORTED)
+        cores = EngineCores(self._engine())
+        of_cores = await asyncio.gather(*(cores.call(core, TAKE_ABORTED) for core in range(len(cores))))
         return RequestCounters.sum(RequestCounters(**(counts or {})) for counts in of_cores)
 
     def _check(self, core: int, counts: dict[str, Any] | None, has_decoded: bool) -> None:
@@ -76,7 +75,7 @@ class Drafters:
     async def call_core(self, core: int, method: Callable[..., Answer], *args: Any) -> Answer | None:
         cores = EngineCores(self._engine())
         answers = await cores.call_workers(core, "rollout_spec_call", method.__name__, *args)
-        return next(iter(kept(answers)), None)
+        return next((answer for answer in answers if answer is not None), None)
 
     async def pieces(self, core: int, method: Callable[..., bytes | None], *args: Any) -> list[bytes]:
         """Those of a history whose first one the method gives; between two of them the engine can step."""
@@ -85,8 +84,3 @@ class Drafters:
             pieces.append(piece)
             piece = await self.call_core(core, ProposerControl.next_piece)
         return pieces
-
-
-def kept(answers: Sequence[Answer | None]) -> list[Answer]:
-    """The answers that are not None."""
-    return [answer for answer in answers if answer is not None]

@@ -19,7 +19,7 @@ from rollout_spec.drafting.history import HistoryError, read_file
 from rollout_spec.files import write_files
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.trainer import num_ranks, option, servers
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.vllm.control import Ended, ProposerControl
 
 FILE = "rollout_spec_history"
 
@@ -145,9 +145,9 @@ class ServerHistory:
     async def pack(self) -> list[bytes]:
         """The whole history of this server in pieces, for a file; none where its drafter is off."""
         await self._add_received()
-        await self._drafters.call(ProposerControl.note_ended, *self._drafters.take_ended())
+        await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
         for core in range(self._drafters.num_cores):  # all have the same
-            pieces = await self._drafters.pieces(core, ProposerControl.pack_history, (), ())
+            pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
             if pieces:
                 return pieces
         return []
@@ -156,7 +156,7 @@ class ServerHistory:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""
         ended, cores = self._drafters.take_ended(), range(self._drafters.num_cores)
         taken = await asyncio.gather(
-            *(self._drafters.pieces(core, ProposerControl.take_history, *ended) for core in cores)
+            *(self._drafters.pieces(core, ProposerControl.take_history, ended) for core in cores)
         )
         self._shared += chain.from_iterable(taken)
         for core, other in product(cores, cores):

@@ -5,7 +5,7 @@ from typing import Any
 
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.verl.deaths import while_alive
+from rollout_spec.verl.deaths import call_and_watch
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
 from rollout_spec.verl.metrics import take_reports, validation
 
@@ -33,7 +33,7 @@ def install() -> None:
         replicas = [each for each in self.replicas if getattr(each, "is_watched", False)]
         servers = [server for replica in replicas for server in replica.servers]
         call = functools.partial(update, self, *args, **kwargs)
-        return while_alive(servers, call) if servers else call()
+        return call_and_watch(servers, call) if servers else call()
 
     @wrap(PPOTrainer, "_compute_metrics", _PATCH)
     def compute_metrics(

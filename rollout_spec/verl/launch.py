@@ -16,9 +16,9 @@ failure: str | None = None
 """Why this process has no plugin."""
 
 
-def config_file(name: str) -> str:
-    """The absolute path of a file among the packaged configurations."""
-    return str(resources.files(CONFIGS).joinpath(name))
+def group_router_file() -> str:
+    """The absolute path of the packaged configuration with which verl takes `GroupRouter`."""
+    return str(resources.files(CONFIGS).joinpath("rollout_spec_router/group.yaml"))
 
 
 def refuse_old_verl() -> None:

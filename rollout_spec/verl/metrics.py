@@ -46,8 +46,8 @@ class Windows:
         self.is_validating = False
 
     def is_validation(self, name: Any) -> bool:
-        """Whether a request of this name validates; one that `agent_loop.sample_name` has not named does
-        while the trainer validates, which goes with a trainer that only validates then."""
+        """Whether a request of this name is a validation's. A name that `agent_loop.sample_name` has not
+        given does not say so: such a request is one while the trainer validates."""
         if isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val"):
             return bool(name[2] == "val")
         return self.is_validating
@@ -80,9 +80,9 @@ class Windows:
         """Whether the engine has no request."""
         return not any(request.is_admitted for request in self._requests)
 
-    async def wait_until_quiet(self, max_wait_s: float = MAX_WAIT_S) -> bool:
-        """Whether all requests, which were aborted, end in this time."""
-        end = time.monotonic() + max_wait_s
+    async def wait_until_quiet(self) -> bool:
+        """Whether all requests, which were aborted, end in MAX_WAIT_S."""
+        end = time.monotonic() + MAX_WAIT_S
         while not self.is_quiet and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
         return self.is_quiet

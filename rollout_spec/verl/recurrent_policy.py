@@ -37,7 +37,7 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     where = f"the {num_bytes / 2**30:.0f} GiB" if num_bytes else "each 10 GiB"
     num_bytes = num_bytes or _SHARE
     is_nemotron = policy_fields(config).get("architectures") == ["NemotronHForCausalLM"]
-    can_replay = is_nemotron and (minor(version() or "") or 99) >= 32
+    can_replay = is_nemotron and (minor(version()) or 99) >= 32
     return (
         f"{_NUM_TOKENS}={k}: the recurrent states of a request take {recurrent.mib(drafted)} MiB "
         f"({recurrent.mib(plain)} without drafts), so {where} of vLLM's cache hold at most "

@@ -15,7 +15,7 @@ from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import config_file
+from rollout_spec.verl.launch import group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
@@ -89,8 +89,8 @@ class SpecHttpServer(vLLMHttpServer):
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
         self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
-        self._counts = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
-        self._warned_missing_spec_decode_stats = self._counts  # so that verl does not: we have them
+        self._counts_requests = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
+        self._warned_missing_spec_decode_stats = self._counts_requests  # so that verl does not: we have them
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -124,7 +124,7 @@ class SpecHttpServer(vLLMHttpServer):
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        counters, core = _take_counters(output)
+        counters, core = _counts_of(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
@@ -178,7 +178,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._windows.is_untouched:
             return
         engine = await self._drafters.take_counters() if self._spec.enabled else None
-        aborted = await self._drafters.take_aborted() if self._counts else RequestCounters()
+        aborted = await self._drafters.take_aborted() if self._counts_requests else RequestCounters()
         self._windows.end(engine, aborted)
         self._recorder.flush(self.global_steps)
         await self._history.end_window()
@@ -228,11 +228,11 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     """Let the engine send siblings to one of its data-parallel ranks, if `routing` asks for it."""
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
-        router = OmegaConf.load(config_file("rollout_spec_router/group.yaml"))
+        router = OmegaConf.load(group_router_file())
         engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
 
 
-def _take_counters(output: TokenOutput) -> tuple[RequestCounters | None, int]:
+def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
     """The scheduler's counts, taken out of the output (None: it gave none), and the engine core's number."""
     params = output.extra_fields.pop("kv_transfer_params", None) or {}
     counts, core = params.pop(COUNTERS_KEY, None), params.pop(CORE_KEY, 0)

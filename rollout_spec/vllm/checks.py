@@ -131,7 +131,7 @@ def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
     speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    parallel, number = vllm_config.parallel_config, minor(version() or "")
+    parallel, number = vllm_config.parallel_config, minor(version())
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"

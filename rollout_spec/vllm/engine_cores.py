@@ -1,6 +1,5 @@
 """The engine cores behind one vLLM client: one, or one for each data-parallel rank."""
 
-import asyncio
 import inspect
 from typing import Any
 
@@ -38,10 +37,6 @@ class EngineCores:
             return await self._engine.engine_core.call_utility_async(method, *args)
         identity = self._client.core_engines[core]  # in the order of the ranks
         return await getattr(self._client, _CALL)(method, *args, engine=identity)
-
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """What a method of every engine core returns."""
-        return await asyncio.gather(*(self.call(core, method, *args) for core in range(len(self))))
 
     async def call_workers(self, core: int, method: str, *args: Any) -> list[Any]:
         """What a method of each worker of an engine core returns."""

@@ -92,6 +92,9 @@ def with_numbered_key(params: Any, index: int) -> Any:
 class RequestKeys:
     """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival.
 
+    MRV1 asks for the keys of all `rows` in every step, and shows which requests there are. MRV2 asks for the
+    key `of` a request that joins, and says which requests `end`.
+
     Args:
         engine: what tells engines apart that count arrivals.
     """
@@ -99,32 +102,31 @@ class RequestKeys:
     def __init__(self, *engine: int) -> None:
         self._engine = engine
         self._num_unnamed = 0
-        self._known: dict[str, tuple[Any, int]] = {}  # each request and its key, by the request's name
+        self._keys: dict[str, int] = {}  # by the request's name
+        self._live: dict[str, Any] = {}  # MRV1's requests in the last step, by name
 
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
         """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
-        before, self._known = self._known, {}
-        for name, request in live.items():
-            known = before.get(name)
-            if known is None or known[0] is not request:  # a caller may use the name of one that has ended
-                known = request, self.new_key(request.sampling_params)
-            self._known[name] = known
-        return [self._known[name][1] for name in request_ids]
+        # A caller may give the name of a request that has ended to a new one.
+        self.end([name for name, request in self._live.items() if live.get(name) is not request])
+        self._live = dict(live)
+        keys = {name: self.of(name, request.sampling_params) for name, request in live.items()}
+        return [keys[name] for name in request_ids]
 
     def of(self, name: str, params: Any) -> int:
         """The key of one request, which it keeps until `end`; params: its sampling parameters."""
-        if name not in self._known:
-            self._known[name] = None, self.new_key(params)
-        return self._known[name][1]
+        if name not in self._keys:
+            self._keys[name] = self.new_key(params)
+        return self._keys[name]
 
     def end(self, names: Collection[str]) -> None:
         """Requests have ended; their names may come again."""
         for name in names:
-            self._known.pop(name, None)
+            self._keys.pop(name, None)
 
     def forget(self) -> None:
         """The next request is the first one."""
-        self._num_unnamed, self._known = 0, {}
+        self._num_unnamed, self._keys = 0, {}
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""

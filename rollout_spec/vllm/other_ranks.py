@@ -57,13 +57,13 @@ class OtherRanks:
             from vllm.v1.worker import gpu_model_runner
 
             @wrap(gpu_model_runner, "coordinate_batch_across_dp", _WATCH)
-            def look(
+            def look_on_mrv1(
                 coordinate: Any, num_tokens_unpadded: int, *args: Any, parallel_config: Any, **kwargs: Any
             ) -> Any:
                 result = coordinate(num_tokens_unpadded, *args, parallel_config=parallel_config, **kwargs)
                 return _tell("parallel_config", parallel_config, num_tokens_unpadded, result)
 
-    def look(self, num_own: int, agreed: Any) -> None:
+    def note(self, num_own: int, agreed: Any) -> None:
         """`num_own`: this rank's tokens in the next step; `agreed`: what vLLM tells of all."""
         if agreed is not None:  # else no rank has a token
             nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
@@ -80,7 +80,7 @@ def _tell(name: str, owned: Any, num_own: int, result: Any) -> Any:
     """Tell those of a model runner that has `owned` under this name."""
     for each in list(_watching):
         if getattr(each._runner, name, None) is owned:
-            each.look(num_own, result[1])
+            each.note(num_own, result[1])
     return result
 
 

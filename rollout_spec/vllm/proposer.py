@@ -1,6 +1,5 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import fills_drafts
 from rollout_spec.vllm.keys import names_of
-from rollout_spec.vllm.options import drafts_with_model, engine_options
+from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
 
 BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
@@ -47,35 +46,34 @@ class SuffixProposer:
     Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
     """
 
-    def __init__(self, vllm_config: VllmConfig, config: SpecConfig | None = None) -> None:
-        config = config or engine_options(vllm_config)
-        assert config is not None, "vLLM builds this class only where its configuration names it"
-        self.config = config
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
         # vLLM's scheduler takes the drafts of the first tensor-parallel rank of an engine core; the others
         # get them back from it. Data-parallel ranks are engine cores of their own. With an external launcher
         # every worker has a scheduler, which must decide as the others' do.
         parallel = vllm_config.parallel_config
         has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
         self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
-        # Most tokens of a model that drafts beside the text; 0: there is none.
-        self.most_model_tokens = config.most_model_tokens if drafts_with_model(vllm_config) else 0
-        self._make_drafter = functools.partial(
-            Drafter, config, fills=fills_drafts(vllm_config), model_tokens=self.most_model_tokens
-        )
-        # None: its drafts are not used, or it has failed.
-        self.drafter: Drafter | None = self._make_drafter() if self.is_used else None
+        self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
         self.other_ranks = OtherRanks(vllm_config)
         self._runner: Any = None  # a `Runner`, once there is one
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
-        # Takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
-        self.receive: Callable[[], None] = lambda: None
         self._counts = Counts()
 
-    def bind(self, runner: Runner) -> None:
-        """Give the proposer the model runner, whose batch names the rows' requests (`plugin`)."""
-        self._runner = runner
+    def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], None] = lambda: None) -> None:
+        """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
+
+        Args:
+            runner: its batch names the rows' requests.
+            config: the engine's options.
+            receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
+        """
+        self._runner, self.config, self.receive = runner, config, receive
+        # Most tokens of a model that drafts beside the text; 0: there is none.
+        self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
+        self.drafter = self._new_drafter()
         if self.is_used:
-            logger.info("rollout_spec: drafting is active in this engine: %s", self.config.to_dict())
+            logger.info("rollout_spec: drafting is active in this engine: %s", config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
                 self.other_ranks.watch(runner)
 
@@ -91,7 +89,13 @@ class SuffixProposer:
     def start_afresh(self) -> None:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
         self.take_counters()
-        self.drafter = self._make_drafter() if self.is_used else None
+        self.drafter = self._new_drafter()
+
+    def _new_drafter(self) -> Drafter | None:
+        if not self.is_used:
+            return None
+        fills = fills_drafts(self._vllm_config)
+        return Drafter(self.config, fills=fills, model_tokens=self.most_model_tokens)
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
@@ -137,22 +141,21 @@ class SuffixProposer:
         **others: Any,
     ) -> list[list[int]]:
         """`propose`, with the number of tokens that each row got; `others` are those of `Drafter.draft`."""
-        if not self.is_used:
-            return [[] for _ in nums_new_tokens]
-        if self.drafter is not None:
-            try:
+        try:
+            if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **others)
                 self._counts.log(self.drafter)
                 return drafts
-            except NativeError as error:  # the index is as it was before the step
-                self._counts.warn("step", f"this step goes without drafts: {error}")
-            except Exception as error:
-                self.fail(error)
-                return [[] for _ in nums_new_tokens]
-        self._counts.count_failed_step()
+            if self.is_used:
+                self._counts.count_failed_step()
+        except NativeError as error:  # the index is as it was before the step
+            self._counts.count_failed_step()
+            self._counts.warn("step", f"this step goes without drafts: {error}")
+        except Exception as error:
+            self.fail(error)
         return [[] for _ in nums_new_tokens]
 
     def _until_ends(

@@ -76,7 +76,7 @@ def of_our_drafter(
         has_own_runner: whether the platform has, as NPUs have.
         longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
-    k, minor = config.num_speculative_tokens, versions.minor(versions.version() or "")
+    k, minor = config.num_speculative_tokens, versions.minor(versions.version())
     is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
     return {
         "untested_vllm": not config.untested_vllm and versions.untested(),

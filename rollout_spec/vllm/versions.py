@@ -17,23 +17,23 @@ def version() -> str | None:
     return found and found.partition("+")[0]
 
 
-def minor(version: str) -> int | None:
-    """N of a release 0.N.M; None of what a build from source may be called."""
-    found = re.match(r"0\.(\d+)\.\d", version)
+def minor(release: str | None) -> int | None:
+    """N of a release 0.N.M; None of what a build from source may be called, and where there is none."""
+    found = re.match(r"0\.(\d+)\.\d", release or "")
     return int(found[1]) if found else None
 
 
 def untested() -> str | None:
     """The installed vLLM, if it is newer than all that were tested."""
     found = version()
-    numbers = [number for number in map(minor, (*TESTED, found or "")) if number is not None]
+    numbers = [number for number in map(minor, (*TESTED, found)) if number is not None]
     return found if len(numbers) > len(TESTED) and numbers[-1] > max(numbers[:-1]) else None
 
 
 def refuse_old_version() -> None:
     """Raise a ConfigError if vLLM is older than what was tested: nothing says what its hooks would do."""
     found = version()
-    number = minor(found) if found else None
+    number = minor(found)
     if number is not None and number < OLDEST:
         raise ConfigError(
             f"vllm {found} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
@@ -49,7 +49,7 @@ def v2_architectures() -> frozenset[str] | None:
 
 def mrv2_has_draft_models() -> bool:
     """Whether MRV2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
-    number = minor(version() or "")
+    number = minor(version())
     return number is None or number >= 32
 
 

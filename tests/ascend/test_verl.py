@@ -90,6 +90,6 @@ def test_a_weight_sync_reaches_the_drafter_and_sleep_leaves_it_at_work(coarse_mo
             assert len(proposer_of(llm).drafter.request_ids) > 0
             llm.collective_rpc("sleep", kwargs={"level": 1})  # as verl's server has it on NPUs
             llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
-            llm.collective_rpc("rollout_spec_call", args=("note_new_weights", []))
+            llm.collective_rpc("rollout_spec_call", args=("note_new_weights",))
             assert len(proposer_of(llm).drafter.request_ids) == 0
         assert llm.collective_rpc("_use_mtp_drafter_weight_sync") == [False], "ours has no weights to take"

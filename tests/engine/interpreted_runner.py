@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 from rollout_spec.drafting.history import prompt_key
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import v2_architectures, version
 from tests.engine.conftest import OFF, close, core_of, engine_settings, runner_of
@@ -204,7 +204,7 @@ def interrupted(llm, name, runner):
     engine.abort_request(aborted, internal=False)
     in_flight = [len(arrivals)]
     if (proposer := proposer_of(runner)) is not None:
-        ProposerControl(proposer).note_new_weights(aborted)
+        ProposerControl(proposer).note_new_weights(Ended(aborted))
     in_flight.append(len(arrivals))
     [rest] = serve(llm, [request(name, {"prompt_token_ids": PROMPT + tokens}, len(tokens))])
     return {"interrupted": tokens + rest["tokens"], "sync_in_flight": in_flight}

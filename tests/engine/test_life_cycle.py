@@ -145,9 +145,9 @@ def test_requests_in_flight_go_on(make_engine, what):
         assert not any(output.finished for output in engine.step())
     proposer.take_counters()
     if level is None:
-        from rollout_spec.vllm.control import ProposerControl
+        from rollout_spec.vllm.control import Ended, ProposerControl
 
-        ProposerControl(proposer).note_new_weights((), ())
+        ProposerControl(proposer).note_new_weights(Ended((), ()))
         assert llm.reset_prefix_cache(reset_running_requests=True)
     else:
         llm.sleep(level=level, mode="keep")

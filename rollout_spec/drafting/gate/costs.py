@@ -71,9 +71,8 @@ class Costs:
     """Seconds of plain steps, and of steps with drafts, which engines run through different code.
 
     What a draft promises is corrected by what came true. Ranks that step together take as long as the one
-    that verifies most. Each decides by itself, as if the others did as it does. All go without drafts in the
-    same steps: a rank's plain step beside the others' drafts would take as long as theirs, so that drafts
-    seemed to cost nothing.
+    that verifies most. Each decides by itself, as if the others decided the same. All measure plain steps at
+    the same time: beside a rank with drafts a plain step takes as long, so drafts would seem to cost nothing.
 
     Args:
         fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.

@@ -85,8 +85,8 @@ class StepCost:
     ) -> _Floats:
         """As `seconds`, for steps of at least `num_tokens` tokens, which take at least `seconds` seconds.
 
-        What was measured once is believed by half, the other half is a guess from fewer tokens; what was
-        never lies between its neighbours.
+        A time that was measured once counts half; the other half is a guess from the time of fewer tokens.
+        A time that was never measured lies between its neighbours.
         """
         below = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
         measured, weights = self._at_knots(num_context).tolist(), self._weights.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.index import ModelDrafts as OnHost
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
@@ -27,8 +27,8 @@ SHARED_NOISE = Patch(
 )
 
 
-class ModelDrafts:
-    """What a model drafts in a step, drawn with the noise of the target.
+class ModelPasses:
+    """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
     Args:
         rows: knows its rows' noise.
@@ -38,7 +38,7 @@ class ModelDrafts:
         num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
     """
 
-    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None = None) -> None:
+    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None) -> None:
         self._rows, self.proposer = rows, proposer
         self._num_tokens = self.num_now = 0 if proposer is None else proposer.most_model_tokens
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,29 +74,25 @@ class ModelDrafts:
         num = max(self.num_now, 1)  # the first pass, for no token
         self.proposer.note_passes(num, self._num_tokens - num)
 
-    def on_host(self) -> OnHost | None:
+    def on_host(self) -> ModelDrafts | None:
         """All that was drawn, for the proposer; waits for the device. None: nothing was."""
         assert self.proposer is not None
         if not self._drawn or not self.proposer.is_used:
             return None
         tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
-        return OnHost(tokens.astype(np.int32), log_odds.astype(np.float32))
+        return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
 class SharedNoise(SpecDecodeBaseProposer):
-    """A model that draws its drafts with the target's noise.
+    """A model that draws its drafts with the target's noise."""
 
-    Attributes:
-        drafts: gets them.
-    """
-
-    drafts: ModelDrafts
+    passes: ModelPasses
 
     def _sample_draft_tokens(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> Any:
         """Once a pass: int64 [num_rows], and no distribution."""
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = self.model.compute_logits(hidden_states).float()
-        return self.drafts.draw(logits, sampling_metadata), None
+        return self.passes.draw(logits, sampling_metadata), None
 
 
 class BesideText(SharedNoise):
@@ -107,6 +103,6 @@ class BesideText(SharedNoise):
     """
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = super().propose(self.drafts.num_now, *args, **kwargs)
-        self.drafts.note_passes()
+        drafts = super().propose(self.passes.num_now, *args, **kwargs)
+        self.passes.note_passes()
         return drafts

@@ -20,44 +20,45 @@ KEPT_LOGPROBS = Patch(
 )
 
 
-def kept_logprobs(
-    verifier: RejectionSampler,
-    max_num_logprobs: int,
-    metadata: Any,
-    target_logits: torch.Tensor,
-    bonus_logits: torch.Tensor,
-    sampled_token_ids: torch.Tensor,
-) -> LogprobsTensors:
-    """For vLLM's `RejectionSampler._get_logprobs_tensors`; zeros where no token is.
+class KeptVerifier(RejectionSampler):
+    """It takes the logarithms of the tokens that are kept."""
 
-    Args:
-        metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
-        target_logits: [num_tokens, vocab_size], at the draft positions.
-        bonus_logits: [batch_size, vocab_size], after the drafts.
-        sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
+    def _get_logprobs_tensors(
+        self,
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: torch.Tensor,
+        target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor,
+        sampled_token_ids: torch.Tensor,
+    ) -> LogprobsTensors:
+        """A row for each place of `sampled_token_ids`; zeros where no token is.
 
-    Returns:
-        A row for each place of `sampled_token_ids`.
+        Args:
+            metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
+            target_logits: [num_tokens, vocab_size], at the draft positions.
+            bonus_logits: [batch_size, vocab_size], after the drafts.
+            sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
 
-    Memory: two temporaries of as many rows of logits as tokens are kept.
-    """
-    rows = sampled_token_ids.cpu().numpy()  # the one wait: on the device, each `nonzero` would be another
-    requests, columns = (rows != PLACEHOLDER_TOKEN_ID).nonzero()
-    counts = np.array(metadata.num_draft_tokens)
-    is_draft = columns < counts[requests]
-    at = (counts.cumsum() - counts)[requests] + columns
-    order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes after them
-    places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
-    arrays = at[is_draft], requests[~is_draft], places, tokens
-    together = sent(np.concatenate(arrays, dtype=np.int64), target_logits.device)  # in one copy
-    drafted, after, places, tokens = together.split([len(array) for array in arrays])
-    kept = torch.cat([target_logits[drafted].float(), bonus_logits[after].float()])
-    if not verifier.is_logits_logprobs_mode:
-        kept = verifier.sampler.compute_logprobs(kept)
-    found = verifier.sampler.gather_logprobs(kept, max_num_logprobs, tokens)
-    return LogprobsTensors(
-        *(
-            part.new_zeros(rows.size, *part.shape[1:]).index_put_((places,), part)
-            for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
+        Memory: two temporaries of as many rows of logits as tokens are kept.
+        """
+        rows = sampled_token_ids.cpu().numpy()  # the one wait: on the device, each `nonzero` would be another
+        requests, columns = (rows != PLACEHOLDER_TOKEN_ID).nonzero()
+        counts = np.array(metadata.num_draft_tokens)
+        is_draft = columns < counts[requests]
+        at = (counts.cumsum() - counts)[requests] + columns
+        order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes after them
+        places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
+        arrays = at[is_draft], requests[~is_draft], places, tokens
+        together = sent(np.concatenate(arrays, dtype=np.int64), target_logits.device)  # in one copy
+        drafted, after, places, tokens = together.split([len(array) for array in arrays])
+        kept = torch.cat([target_logits[drafted].float(), bonus_logits[after].float()])
+        if not self.is_logits_logprobs_mode:
+            kept = self.sampler.compute_logprobs(kept)
+        found = self.sampler.gather_logprobs(kept, max_num_logprobs, tokens)
+        return LogprobsTensors(
+            *(
+                part.new_zeros(rows.size, *part.shape[1:]).index_put_((places,), part)
+                for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
+            )
         )
-    )

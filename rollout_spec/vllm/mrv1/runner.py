@@ -22,7 +22,7 @@ from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv1 import drafters, sampler
-from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelDrafts
+from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
@@ -87,42 +87,34 @@ class CatchingUpRunner(GPUModelRunner):
 
 
 class SharedNoiseRunner(GPUModelRunner):
-    """Its model drafts with the noise of the target.
+    """Its model drafts with the noise of the target."""
 
-    Attributes:
-        model_drafts: those of the step.
-    """
-
-    model_drafts: ModelDrafts
+    model_passes: ModelPasses  # those of the step
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
-        self.model_drafts.begin(sampled_token_ids)
+        self.model_passes.begin(sampled_token_ids)
         return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
 
 
 class BesideTextRunner(SharedNoiseRunner):
-    """Its model drafts beside a `SuffixProposer`, which has the last word.
+    """Its model drafts beside a `SuffixProposer`, which has the last word."""
 
-    Attributes:
-        drafts: for the next step; None: the step had no requests.
-    """
-
-    drafts: DraftTokenIds | None = None
+    drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        self.model_drafts.plan(plan_of(scheduler_output).model_tokens)
+        self.model_passes.plan(plan_of(scheduler_output).model_tokens)
         return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        self.model_drafts.forget()
+        self.model_passes.forget()
         self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
             drafts = proposer.draft(
                 list(map(len, output.sampled_token_ids)), batch.token_ids_cpu, batch.num_tokens_no_spec,
-                in_time=self.model_drafts.num_now > 0, model_drafts=self.model_drafts.on_host(),
+                in_time=self.model_passes.num_now > 0, model_drafts=self.model_passes.on_host(),
             )  # fmt: skip
             self.drafts = DraftTokenIds(list(output.req_ids), drafts)
             attach(output, Report(proposer.model_tokens))
@@ -153,12 +145,15 @@ def bind(worker: Any, config: SpecConfig) -> None:
     rows.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
-    if config.coupled and has_model_drafter(runner.vllm_config):
-        bind_model_drafter(runner, rows, config)
+    if drafts_with_model(runner.vllm_config):
+        setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
     proposer = proposer_of(runner)
+    if proposer is not None:
+        proposer.bind(runner, config)
+    if config.coupled and has_model_drafter(runner.vllm_config):
+        bind_model_drafter(runner, rows, proposer)
     if proposer is None:
         return
-    proposer.bind(runner)
     # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
     # tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
     runner.effective_drafter_max_model_len = 1 << 31
@@ -168,16 +163,12 @@ def bind(worker: Any, config: SpecConfig) -> None:
         _capture_plain_steps(runner)
 
 
-def bind_model_drafter(runner: Any, rows: RowSampling, config: SpecConfig) -> None:
+def bind_model_drafter(runner: Any, rows: RowSampling, proposer: SuffixProposer | None) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
-    beside_text, proposer = drafts_with_model(runner.vllm_config), None
-    if beside_text:
-        proposer = SuffixProposer(runner.vllm_config, config)
-        setattr(runner, BESIDE_MODEL, proposer)
-    runner.model_drafts = runner.drafter.drafts = ModelDrafts(rows, proposer)
-    put_before(BesideTextRunner if beside_text else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(drafters.BesideText if beside_text else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
+    runner.model_passes = runner.drafter.passes = ModelPasses(rows, proposer)
+    put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
+    put_before(drafters.BesideText if proposer else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:

@@ -39,7 +39,7 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
-from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, kept_logprobs
+from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
 
 logger = init_logger(f"vllm.{__name__}")
@@ -183,21 +183,6 @@ class RowVerifier(RejectionSampler):
     ) -> Any:
         known = self.rows.know(sampling_metadata, metadata.num_draft_tokens)
         return super().forward(metadata, draft_probs, logits, known)
-
-
-class KeptVerifier(RejectionSampler):
-    """It takes the logarithms of the tokens that are kept."""
-
-    def _get_logprobs_tensors(
-        self,
-        max_num_logprobs: int,
-        metadata: Any,
-        logits: torch.Tensor,
-        target_logits: torch.Tensor,
-        bonus_logits: torch.Tensor,
-        sampled_token_ids: torch.Tensor,
-    ) -> Any:
-        return kept_logprobs(self, max_num_logprobs, metadata, target_logits, bonus_logits, sampled_token_ids)
 
 
 class CoupledTopKTopPSampler(torch.nn.Module):

@@ -101,10 +101,10 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
-        """Count room that stayed empty as no drafts; but vLLM takes it back, as that of rejected ones."""
+        """Let vLLM count no drafts in the room that stayed empty; it takes the room's tokens back anyway."""
         rooms = scheduler_output.scheduled_spec_decode_tokens
         for request_id in list(rooms):
-            # 0.24 would take back what is stale from a request that has begun anew in reset_prefix_cache.
+            # Not from a request that reset_prefix_cache has restarted since: that is a fault of vLLM 0.24.
             if getattr(self.requests.get(request_id), "async_tokens_to_discard", 0):
                 del rooms[request_id]
         scheduler_output.num_invalid_spec_tokens = {
@@ -134,24 +134,7 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
 
     Raises ConfigError: it is asked for and cannot be had.
     """
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.
-    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
-    reason = None
-    if not vllm_config.use_v2_model_runner:
-        reason = "needs vLLM's MRV2 together with the drafter, which this engine does not have"
-    elif scheduler.scheduler_cls not in (None, SCHEDULER, AHEAD_SCHEDULER):
-        reason = f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
-    elif not Executor.get_class(vllm_config).supports_async_scheduling():
-        backend = parallel.distributed_executor_backend
-        reason = f"distributed_executor_backend={backend!r} does not support it"
-    elif current_platform.is_rocm() and parallel.enable_dbo and parallel.all2all_backend == _CORRUPTING:
-        reason = f"with enable_dbo and all2all_backend={_CORRUPTING!r}, tokens can be wrong on ROCm"
-    elif any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
-        reason = (
-            "with enable_return_routed_experts, vLLM finds a token's experts by its scheduler's numbers of "
-            "tokens"
-        )
+    scheduler, reason = vllm_config.scheduler_config, _why_not_ahead(vllm_config)
     if drafts_with_model(vllm_config) and scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
@@ -166,3 +149,23 @@ def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
             "rollout_spec: steps are scheduled one by one, so the device waits for the host between them; "
             "async_scheduling: %s", reason,
         )  # fmt: skip
+
+
+def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
+    """Why an engine with our drafter cannot schedule ahead; None: it can."""
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    # What returns experts is an option of the model before vLLM 0.32, of `aux_output_config` from then on.
+    owners = vllm_config.model_config, getattr(vllm_config, "aux_output_config", None)
+    if not vllm_config.use_v2_model_runner:
+        return "needs vLLM's MRV2 together with the drafter, which this engine does not have"
+    if scheduler.scheduler_cls not in (None, SCHEDULER, AHEAD_SCHEDULER):
+        return f"scheduler_cls={scheduler.scheduler_cls!r} does not know the drafter"
+    if not Executor.get_class(vllm_config).supports_async_scheduling():
+        backend = parallel.distributed_executor_backend
+        return f"distributed_executor_backend={backend!r} does not support it"
+    if current_platform.is_rocm() and parallel.enable_dbo and parallel.all2all_backend == _CORRUPTING:
+        return f"with enable_dbo and all2all_backend={_CORRUPTING!r}, tokens can be wrong on ROCm"
+    if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
+        by = "its scheduler's numbers of tokens"
+        return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
+    return None

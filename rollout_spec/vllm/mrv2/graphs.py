@@ -1,12 +1,10 @@
 """Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
-With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
-drafter that chooses are seldom so. Here they are captured for plain steps; `cuda_graphs` says where not.
-
-Steps with drafts get graphs for 1 to K + 1 tokens in each row. vLLM 0.29 and later capture such graphs
-(`varlen_decode`) for a feature of their own. Those of plain steps are tried first: in a graph for K + 1
-tokens a row, attention takes kernels that are slower for one token (Triton's without a split of the KV cache,
-which 0.33's have up to 8 tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
+`cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens in each row.
+vLLM 0.29 and later capture such graphs (`varlen_decode`) for a feature of their own. Those of plain steps are
+tried first: in a graph for K + 1 tokens a row, attention takes kernels that are slower for one token
+(Triton's without a split of the KV cache, which 0.33's have up to 8 tokens a row; FlashAttention 3's with
+tiles of 128 rows, not 64).
 """
 
 import contextlib
@@ -49,7 +47,7 @@ def check_graphs() -> None:
 
 @contextlib.contextmanager
 def for_plain_steps(runner: Any) -> Iterator[None]:
-    """A runner's full graphs are those of plain steps here; else `decode_query_len` has other uses."""
+    """In here a runner has the full graphs of plain steps; outside, `decode_query_len` has other uses."""
     decode_query_len = runner.decode_query_len
     if has_plain_graphs(runner):
         runner.decode_query_len = 1

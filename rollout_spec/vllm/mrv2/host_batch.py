@@ -38,13 +38,16 @@ class HostBatch:
         """The runner's, by which `OtherRanks` knows whose step vLLM tells of."""
         return self._runner.cudagraph_manager
 
-    def remove(self, request_ids: Collection[str]) -> None:
-        """Forget requests that have ended."""
-        self.suspend(request_ids)
-        for request_id in request_ids:
+    def change(self, scheduler_output: Any) -> None:
+        """The requests that go and come with a step."""
+        self._suspend(scheduler_output.finished_req_ids)
+        for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
+        self._suspend(scheduler_output.preempted_req_ids or ())
+        for request in scheduler_output.scheduled_new_reqs:
+            self._add(request)
 
-    def suspend(self, request_ids: Collection[str]) -> None:
+    def _suspend(self, request_ids: Collection[str]) -> None:
         """Requests have no row any more; the last row takes the place of each."""
         rows = self.input_batch.req_ids
         for request_id in request_ids:
@@ -57,9 +60,9 @@ class HostBatch:
             self._last_levels[row] = self._last_levels[last]
             self.tokens[row, :level] = self.tokens[last, :level]
 
-    def add(self, request: Any) -> None:
+    def _add(self, request: Any) -> None:
         """Take in one of a scheduler's new requests, which may be one that was preempted."""
-        self.suspend([request.req_id])
+        self._suspend([request.req_id])
         tokens, row = request.prefill_token_ids, len(self.input_batch.req_ids)
         self.requests.setdefault(request.req_id, request)  # the same object also where it has come back
         self.input_batch.req_ids.append(request.req_id)

@@ -6,7 +6,6 @@ there by then, with room for drafts: they go into it, and the runner never sees 
 With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
 """
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,16 +40,16 @@ class _Arrival:
 
     def __init__(self, request_ids: list[str], ranks: Ranks | None, *on_device: torch.Tensor) -> None:
         self.request_ids, self.ranks = request_ids, ranks
-        self._on_device = on_device  # theirs until they have been copied
+        self._on_device = on_device  # held until they have been copied
         self._on_host = [async_copy_to_np(each) for each in on_device]
         self._event = torch.cuda.Event(blocking=True)
         self._event.record()
         self.ended: float | None = None  # when the host first knew that the step had ended
 
-    def forget(self, request_id: str) -> None:
-        """Drop this request's tokens from the step: it was preempted and starts again."""
-        if request_id in self.request_ids:
-            self.request_ids = [each if each != request_id else "" for each in self.request_ids]
+    def forget(self, request_ids: set[str]) -> None:
+        """Drop these requests' tokens from the step: they were preempted and start again."""
+        if not request_ids.isdisjoint(self.request_ids):
+            self.request_ids = ["" if each in request_ids else each for each in self.request_ids]
 
     def note_end(self) -> None:
         if self.ended is None:
@@ -72,20 +71,19 @@ class _Arrival:
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    It is also the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
+    In each step vLLM calls `begin_step`, `give_drafts`, `take_sampled` and `report`, in this order. A
+    scheduler that waits takes the drafts from the runner's `draft_tokens_handler`, which this is too.
 
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.
         has_room: whether the step that begins next has room for drafts; always, where the scheduler waits.
-            All workers are told so.
-        model_tokens: how many a model is to draft for it, at most; which they are told too.
+        model_tokens: how many tokens a model is to draft for it, at most. All workers are told these two.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
-        self.proposer = SuffixProposer(runner.vllm_config, config)
-        self.proposer.bind(self._batch)
-        self.proposer.receive = functools.partial(self._receive, 0, in_time=False)
+        self.proposer = SuffixProposer(runner.vllm_config)
+        self.proposer.bind(self._batch, config, self._receive)
         self.sampled_tokens: torch.Tensor | None = None
         self.has_room = True
         self.model_tokens = self.proposer.most_model_tokens
@@ -102,20 +100,16 @@ class HostDrafts:
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
-        batch, plan = self._batch, plan_of(scheduler_output)
-        self._plan = plan
-        self._receive(plan.num_in_flight or 0, in_time=False)
+        self._plan = plan = plan_of(scheduler_output)
+        self._receive(plan.num_in_flight or 0)
         self.has_room = plan.room > 0 or not plan.is_ahead
         if plan.model_tokens is not None:
             self.model_tokens = plan.model_tokens
         try:
-            batch.remove(scheduler_output.finished_req_ids)
-            batch.suspend(scheduler_output.preempted_req_ids or ())
-            for request in scheduler_output.scheduled_new_reqs:
-                batch.add(request)
-                # One that was preempted and is back at once: its scheduler drops what is on its way to it.
-                for arrival in self._arrivals:
-                    arrival.forget(request.req_id)
+            self._batch.change(scheduler_output)
+            # One that was preempted and is back at once: its scheduler drops what is on its way to it.
+            for arrival in self._arrivals:
+                arrival.forget({request.req_id for request in scheduler_output.scheduled_new_reqs})
         except Exception as error:
             self.proposer.fail(error)
 
@@ -166,7 +160,7 @@ class HostDrafts:
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
         self._drafts = DraftTokenIds([], [])
-        self._receive(0, in_time=True, rooms=np.array(of_rows, np.int32))
+        self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
         drafts: dict[str, list[int]] = get_tp_group().broadcast_object(
             {
                 name: draft[: rooms[name]]
@@ -199,7 +193,7 @@ class HostDrafts:
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
         if not self._plan.is_ahead:
             self._drafts = DraftTokenIds([], [])
-            self._receive(0, in_time=True)
+            self._receive(in_time=True)
         return self.no_drafts(input_batch)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -207,8 +201,11 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _receive(self, num_in_flight: int, *, in_time: bool, rooms: Any = None) -> None:
-        """Index the tokens of all steps but the latest few, and draft; rooms: as of `Drafter`."""
+    def _receive(self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None) -> None:
+        """Index the tokens of all steps but the last `num_in_flight`, and draft.
+
+        in_time, rooms: as of `Drafter.draft`, after the last step.
+        """
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
             given, is_last = arrival.wait(self.proposer.catch_up), not self._arrivals
@@ -250,7 +247,7 @@ class HostDrafts:
 
 
 class TimedOutput(AsyncOutput):
-    """A step's output, whose tokens are on their way to the host twice."""
+    """A step's output. vLLM copies its tokens to the host too: when they are there, the step has ended."""
 
     arrival: _Arrival
 

@@ -38,7 +38,7 @@ ENGINE_PATCHES = (
     *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
 )  # fmt: skip
 
-# What is called besides, or replaced as a whole.
+# What we call, wrap or stand in for, beside the methods that our classes override.
 _CALLED = (
     (model_runner, "init_speculator", ("vllm_config", "device")),
     (model_runner, V2_NAME, ("cudagraph_manager", "num_reqs", "num_tokens")),
@@ -48,11 +48,7 @@ _CALLED = (
 
 
 class KeyedRunner(GPUModelRunner):
-    """It draws every token with noise of the request's key and the position, drafts or not.
-
-    Attributes:
-        keys: the requests'.
-    """
+    """It draws every token with noise of the request's key and the position, drafts or not."""
 
     keys: RequestKeys
 
@@ -67,15 +63,10 @@ class KeyedRunner(GPUModelRunner):
 
 
 class DraftingRunner(GPUModelRunner):
-    """Its drafts come from the host.
+    """Its drafts come from the host."""
 
-    Attributes:
-        host_drafts: gets the tokens of every step, and gives drafts.
-        why_no_graphs: why steps with drafts can have no full graphs with this vLLM; None: they can.
-    """
-
-    host_drafts: HostDrafts
-    why_no_graphs: str | None = None
+    host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
+    why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):

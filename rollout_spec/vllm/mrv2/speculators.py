@@ -5,7 +5,9 @@ their positions. So they are accepted as often as two distributions that share t
 near the most that is possible.
 """
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,13 +59,9 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
 
 
 class SuffixSpeculator(BaseSpeculator):
-    """A speculator whose drafts are those of `SuffixProposer`.
+    """A speculator whose drafts are those of `SuffixProposer`."""
 
-    Attributes:
-        host: given to it when the runner is there.
-    """
-
-    host: HostDrafts
+    host: HostDrafts  # given to it when the runner is there
     supports_mm_inputs = False
     draft_logits = None
 
@@ -90,11 +88,9 @@ class SuffixSpeculator(BaseSpeculator):
         **__: Any,
     ) -> torch.Tensor:
         """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
-        return (
-            self.host.no_drafts(input_batch)
-            if dummy_run
-            else self.host.take_sampled(input_batch, num_sampled)
-        )
+        if dummy_run:
+            return self.host.no_drafts(input_batch)
+        return self.host.take_sampled(input_batch, num_sampled)
 
 
 class SharedNoise(DraftModelSpeculator):
@@ -125,22 +121,15 @@ class BesideText(SharedNoise):
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
     the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the
     same.
-
-    Attributes:
-        host: gets its drafts.
-        num_tokens: the most that it drafts.
     """
 
-    host: HostDrafts
-    num_tokens: int
+    host: HostDrafts  # gets its drafts
+    num_tokens: int  # the most that it drafts
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
-        self.num_speculative_steps = 0
-        try:
+        with _as_if_drafting(self, 0):
             super().init_cudagraph_manager(cudagraph_mode)
-        finally:
-            self.num_speculative_steps = self.num_tokens
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
             manager.decode_query_len = self.num_tokens + 1
@@ -161,11 +150,9 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        self.num_speculative_steps = num = max(1, self.host.model_tokens) if self.host.has_room else 1
-        try:
+        num = max(1, self.host.model_tokens) if self.host.has_room else 1
+        with _as_if_drafting(self, num):
             drafts = super().propose(input_batch, *given, **more)
-        finally:
-            self.num_speculative_steps = self.num_tokens
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
         taken: tuple[torch.Tensor, ...] = ()
@@ -173,3 +160,13 @@ class BesideText(SharedNoise):
             # Both are overwritten by the next passes, which may come before they are on the host.
             taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.take_sampled(input_batch, num_sampled, taken)
+
+
+@contextlib.contextmanager
+def _as_if_drafting(speculator: BesideText, num: int) -> Iterator[None]:
+    """vLLM's own reads here that it drafts this number of tokens."""
+    speculator.num_speculative_steps = num
+    try:
+        yield
+    finally:
+        speculator.num_speculative_steps = speculator.num_tokens

@@ -32,7 +32,7 @@ _SAMPLE = (
     ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
      "expanded_local_pos", "seq_lens_upper_bound_np"),
 )  # fmt: skip
-# `return_logprobs`, which comes next, tells the second from the third.
+# The third list begins as the second does; only the second goes on with `return_logprobs`.
 SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in _SAMPLE))
 _SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
 
@@ -98,8 +98,8 @@ def draw_as_target(
 def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
     """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
     given = dict(zip(_VERIFY_NAMES, values, strict=True))
-    # Before 0.32 nothing tells a padded request's placeholders from drafts: they are what the row had
-    # before, and were inputs, so one that is right may stay.
+    # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the row
+    # had before, and the model has read them: one that is right may stay.
     return {"verify_draft_sampled": given["draft_sampled"], **given}
 
 
