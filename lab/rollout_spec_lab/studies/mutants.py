@@ -65,7 +65,7 @@ TARGETS = (
             "rollout_spec/drafting/groups.py",
             "rollout_spec/drafting/history.py",
         ),
-        ("tests/test_gate.py", "tests/test_drafter.py", "tests/test_history.py", "tests/test_proposer.py"),
+        tuple(f"tests/test_{name}.py" for name in ("gate", "drafter", "groups", "history", "proposer")),
         "not promises_that",
     ),
     Target(
