@@ -41,7 +41,7 @@ class Ours:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
             time.perf_counter = clock.now  # by which `HostDrafts` says when a step ended
-            for name in ("begin_step", "give_drafts", "draft"):
+            for name in ("begin_step", "give_drafts", "take_sampled"):
                 self._time(HostDrafts, name)
             self._time(RequestKeys, "of")
 
