@@ -21,8 +21,9 @@ from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check, latency
-from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
+from rollout_spec_lab.gpu_check.gpu_check import Check, step_times
 from rollout_spec_lab.gpu_check.page import tables, verdict
+from rollout_spec_lab.gpu_check.plan import Plan
 from tests.test_device_waits import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
