@@ -53,7 +53,7 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
     return title, [*SETTING, *baselines], rows
 
 
-def host_table(record: dict[str, Any]) -> Table:
+def host_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench host` measured: a row for each number of rows, device and method."""
     first = record["plan"]["methods"][0]
     columns = ["rows", "device", "method", "steps/s", f"/ {first}", "tokens/s", f"/ {first}", "vLLM ms",
@@ -68,10 +68,10 @@ def host_table(record: dict[str, Any]) -> Table:
             f"{row['vllm_ms']:.2f}", f"{row['drafter_ms']:.2f}", f"{row['draft_tokens_per_step']:.1f}",
             "" if acceptance is None else f"{acceptance:.2f}",
         ])  # fmt: skip
-    return "Steps on a simulated device, and the host's time in one", columns, rows
+    yield "Steps on a simulated device, and the host's time in one", columns, rows
 
 
-def verify_table(record: dict[str, Any]) -> Table:
+def verify_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench verify` measured: a row for each cell."""
     names = list(record["cells"][0]["ms"])
     rows = [
@@ -82,4 +82,35 @@ def verify_table(record: dict[str, Any]) -> Table:
         ]
         for cell in record["cells"]
     ]
-    return f"Verification on {record['device']}, ms (waits of the host)", ["rows", "drafts", *names], rows
+    yield f"Verification on {record['device']}, ms (waits of the host)", ["rows", "drafts", *names], rows
+
+
+def native_tables(record: dict[str, Any]) -> Iterator[Table]:
+    """What `bench native` measured: a row for each figure."""
+    step, whole, targets = record["step"], record["whole_steps"], record["targets"]
+    figures = {
+        f"{name} at {size}": figures[name]
+        for name in ("us_per_token", "bytes_per_token")
+        for size, figures in record["sizes"].items()
+    }
+    figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
+    figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
+    title = (
+        f"{record['text']} text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
+        f"whole step: the drafter's, {whole['rows']} rows, requests that come and go, groups that are evicted"
+    )
+    yield title, ["", "here", "at most"], [
+        [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
+        for name, value in figures.items()
+    ]  # fmt: skip
+
+
+def specdecode_tables(found: dict[str, list[dict[str, Any]]]) -> Iterator[Table]:
+    """Of each dataset in what `bench specdecode` measured: the methods."""
+    for name, results in found.items():
+        title = f"{name}: tokens per step, and times the speed without drafts"
+        rows = [
+            [one["method"], *(f"{figure:.2f}" for figure in (one["tokens_per_step"], *one["speed"].values()))]
+            for one in results
+        ]
+        yield title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.host import make_record, measure
-    from rollout_spec_lab.bench.tables import host_table
+    from rollout_spec_lab.bench.tables import host_tables
 
     plan = _plan(args)
     lines = recording(plan.trace, plan.limit_groups)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             record = make_record(plan, found)
             if args.output:
                 write(record, folder / "host.json")
-    return shown(record, args.json, lambda record: [host_table(record)])
+    return shown(record, args.json, host_tables)
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -30,17 +30,19 @@ def latencies(device: torch.device) -> dict[str, float]:
     stream, graph, work = torch.cuda.Stream(device), torch.cuda.CUDAGraph(), torch.zeros(1024, device=device)
     with torch.cuda.graph(graph):
         work.add_(1)
-    launched, rounds = list[float](), iter(range(1, 1 << 30))
+    launched, rounds, ended = list[float](), iter(range(1, 1 << 30)), torch.cuda.Event()
 
     def copy() -> float:
         began = time.perf_counter()
         on_host.copy_(tokens, non_blocking=True)
+        ended.record()
         return began
 
     def launch() -> float:
         began = time.perf_counter()
         graph.replay()
         launched.append(time.perf_counter() - began)
+        ended.record()
         return began
 
     def raise_flag() -> float:
@@ -53,19 +55,18 @@ def latencies(device: torch.device) -> dict[str, float]:
         flag[0] = number
         return began
 
-    ended, found = torch.cuda.Event(), dict[str, float]()
     with torch.cuda.stream(stream):
-        for name, begin in (("copy", copy), ("graph", launch), ("flag", raise_flag)):
-            found[name] = _median(begin, ended, records=begin is not raise_flag)
+        found = {
+            name: _median(begin, ended)
+            for name, begin in (("copy", copy), ("graph", launch), ("flag", raise_flag))
+        }
     return found | {"launch": statistics.median(launched) * 1e6}
 
 
-def _median(begin: Callable[[], float], ended: Any, records: bool) -> float:
+def _median(begin: Callable[[], float], ended: Any) -> float:
     seconds = []
     for _ in range(ROUNDS):
         began = begin()
-        if records:
-            ended.record()
         while not ended.query():
             pass
         seconds.append(time.perf_counter() - began)
