@@ -32,7 +32,12 @@ NGRAM = (2, 5)
 OF_MODELS = ("model", "sam+model")
 PRICED = ("sam", "sam+model")
 NUM_HALVINGS = 8
-FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
+FIGURES = {  # of a result, and what a table calls them
+    "tokens_per_step": "tokens/step",
+    "draft_tokens_per_step": "drafted/step",
+    "acceptance_rate": "acceptance",
+    "tail_tokens_per_step": "tail",
+}
 
 
 class MissingError(UserError):
@@ -271,14 +276,9 @@ def over_baselines(
         results: of one trace; a method that is not among them, or drafted nothing, has no ratios.
     """
     setting = ("num_speculative_tokens", "history")
-    same = [
-        other
-        for other in results
-        if other["method"] in SUFFIX
-        and all(other[name] == result[name] for name in setting)
-        and other["draft_tokens_per_step"]
-    ]
-    tokens, drafted = FIGURES[:2]
+    tokens, drafted, *_ = FIGURES
     return {
-        other["method"]: (result[tokens] / other[tokens], result[drafted] / other[drafted]) for other in same
+        other["method"]: (result[tokens] / other[tokens], result[drafted] / other[drafted])
+        for other in results
+        if other["method"] in SUFFIX and other[drafted] and all(other[n] == result[n] for n in setting)
     }

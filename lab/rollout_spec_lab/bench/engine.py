@@ -27,6 +27,7 @@ from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summa
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
 WORKER = "rollout_spec_lab.bench.engine_worker"
+RECORDS = "sam+model"  # the method with which `record_proposals` asks a model
 
 Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
@@ -224,12 +225,11 @@ class Plan:
         return {name: getattr(self, name) for name in names} | {
             "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
             "requests": load.requests(repeat), "temperature": load.temperature,
-            "natural_ends": load.natural_ends,
-            "recorded": load.all_recorded,
+            "natural_ends": load.natural_ends, "recorded": load.all_recorded,
         }  # fmt: skip
 
     def serve(self, repeat: int, method: str, folder: Path, seconds: float | None = None) -> dict[str, Any]:
-        """What `engine_worker.run` gives, as `answer` does."""
+        """What `engine_worker.run` gives in the end."""
         job, environment = self.job(repeat, method), Method(method).environment
         return last(answers(WORKER, job, method, folder, seconds, environment))
 
@@ -257,9 +257,9 @@ def take_turns(
             yield served
 
 
-def recorded(plan: Plan, folder: Path) -> dict[str, Any]:
+def record_proposals(plan: Plan, folder: Path) -> dict[str, Any]:
     """The first repeat's `responses`, each token with what the model drafts after it (`proposals`)."""
-    method = f"sam+model:{plan.engine['max_num_seqs']}"  # whose gate is always open
+    method = f"{RECORDS}:{plan.engine['max_num_seqs']}"  # whose gate is always open
     return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
 
 
@@ -275,15 +275,14 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
     }
     # vLLM's other drafters take time of their own in each step.
     comparable = [line for method in _comparable(plan) for line in lines[method]]
-    load = dataclasses.asdict(dataclasses.replace(plan.load, recorded=None))
-    del load["recorded"]
+    load, described = plan.load, ("group_size", "median_tokens", "sigma", "max_tokens", "natural_ends")
     return {
         "environment": environment(),
         "engines": {method: served[method][0]["settings"] for method in plan.methods},
-        "load": load | {
-            "num_prompts": len(load.pop("prompts")),
-            "num_requests": len(plan.load.requests(0)),
-            "is_recorded": plan.load.recorded is not None,
+        "load": {name: getattr(load, name) for name in (*described, "temperature", "seed")} | {
+            "num_prompts": len(load.prompts),
+            "num_requests": len(load.requests(0)),
+            "is_recorded": load.recorded is not None,
             "max_num_seqs": plan.engine["max_num_seqs"],
             "dtype": plan.dtype,
             "repeats": len(served[plan.methods[0]]),

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-Table = tuple[str, list[str], list[list[str]]]
+from rollout_spec_lab.bench.drafters import FIGURES
 
-FIGURES = {
-    "tokens/step": "tokens_per_step",
-    "drafted/step": "draft_tokens_per_step",
-    "acceptance": "acceptance_rate",
-    "tail": "tail_tokens_per_step",
-}
+Table = tuple[str, list[str], list[list[str]]]
 SETTING = ("method", "P", "K", "history")
 
 
@@ -35,8 +30,8 @@ def _setting(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _figures(trace: str, results: list[dict[str, Any]]) -> Table:
-    rows = [[*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES.values())] for row in results]
-    return trace, [*SETTING, *FIGURES], rows
+    rows = [[*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES)] for row in results]
+    return trace, [*SETTING, *FIGURES.values()], rows
 
 
 def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:

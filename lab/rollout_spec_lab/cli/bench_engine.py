@@ -16,6 +16,7 @@ from rollout_spec_lab.cli.inputs import (
     add_compared_arguments,
     add_model_argument,
     add_output,
+    add_tail_argument,
     checked_methods,
     default_dtype,
     model_folder,
@@ -63,11 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
     )
 
-    add_compared_arguments(
+    compared = add_compared_arguments(
         parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
         f"({','.join(METHODS)}, without what is not installed)", REFUSED,
     )  # fmt: skip
+    add_tail_argument(compared)
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
     drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
@@ -85,7 +87,7 @@ WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec_lab.bench.engine import recorded
+    from rollout_spec_lab.bench.engine import record_proposals
     from rollout_spec_lab.bench.rollouts import tables, write_proposals
 
     plan = _plan(args)
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
         record = serve(args, plan, folder, {}, kind)
         if args.record_proposals:
-            write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
+            write_proposals(record_proposals(plan, folder), plan.load.prompts, plan.load.group_size, folder)
     return shown(record, args.json, tables)
 
 
@@ -122,7 +124,7 @@ def serve(
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.engine import Load, Plan, random_prompts
+    from rollout_spec_lab.bench.engine import RECORDS, Load, Plan, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
@@ -131,7 +133,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     spec = spec_of(args, REFUSED)
     methods = checked_methods("bench engine", METHODS, args.methods, spec)
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
-    drafter = needed_model_drafter(args.model_drafter, methods, most, args.record_proposals)
+    drafting = [*methods, *[RECORDS] * args.record_proposals]
+    drafter = needed_model_drafter(args.model_drafter, drafting, most)
     # Before the model is made, which takes longer.
     rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or default_dtype()

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED, has_tail=False,
+        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
     )  # fmt: skip
     add_output(parser, "host.json")
     add_example(

@@ -15,6 +15,7 @@ from rollout_spec_lab.cli.inputs import (
     add_compared_arguments,
     add_output,
     add_recording_arguments,
+    add_tail_argument,
     checked_methods,
     default_dtype,
     dummy_model,
@@ -58,10 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
-    add_compared_arguments(
+    compared = add_compared_arguments(
         parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)",
         REFUSED,
     )  # fmt: skip
+    add_tail_argument(compared)
     add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "

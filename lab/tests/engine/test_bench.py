@@ -48,7 +48,7 @@ def test_what_a_model_drafts_behind_every_token_is_recorded(
         load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
         model_drafter={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3},
     )  # fmt: skip
-    recorded = engine.recorded(plan, tmp_path)
+    recorded = engine.record_proposals(plan, tmp_path)
     write_proposals(recorded, load.prompts, load.group_size, tmp_path)
     lines = list(read_trace(tmp_path / "proposals.jsonl"))
     assert [len(line.responses) for line in lines] == [2, 2]
