@@ -56,13 +56,9 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**env, **private},
-                start_new_session=True,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**env, **private}, start_new_session=True,
+            )  # fmt: skip
         yield process
     finally:
         # A second signal must not leave half of it running.

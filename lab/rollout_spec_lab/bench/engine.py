@@ -7,9 +7,9 @@ what its steps say.
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -128,13 +128,9 @@ class Load:
             Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
         """
         return [
-            {
-                "prompt": prompt,
-                "max_tokens": int(length),
-                "name": ["bench", self.seed, repeat, prompt, sample],
-            }
-            for prompt, of_prompt in enumerate(self._lengths(repeat))
-            for sample, length in enumerate(of_prompt)
+            {"prompt": i, "max_tokens": int(length), "name": ["bench", self.seed, repeat, i, sample]}
+            for i, lengths in enumerate(self._lengths(repeat))
+            for sample, length in enumerate(lengths)
         ]
 
     def _lengths(self, repeat: int) -> list[list[int]]:
@@ -228,7 +224,7 @@ class Plan:
             "natural_ends": load.natural_ends, "recorded": load.all_recorded,
         }  # fmt: skip
 
-    def serve(self, repeat: int, method: str, folder: Path, seconds: float | None = None) -> dict[str, Any]:
+    def serve(self, repeat: int, method: str, folder: Path, seconds: float = math.inf) -> dict[str, Any]:
         """What `engine_worker.run` gives in the end."""
         job, environment = self.job(repeat, method), Method(method).environment
         return last(answers(WORKER, job, method, folder, seconds, environment))
@@ -244,11 +240,9 @@ def turns(methods: Sequence[str], repeats: int) -> list[tuple[int, str]]:
 
 
 def take_turns(
-    methods: Sequence[str],
-    repeats: int,
-    serve: Callable[[int, str], dict[str, Any]],
+    methods: Sequence[str], repeats: int, serve: Callable[[int, str], dict[str, Any]],
     tracked: Callable[[list[Any]], Iterable[Any]] = iter,
-) -> Iterator[Served]:
+) -> Iterator[Served]:  # fmt: skip
     """What was served so far, after each repeat of `turns`; `tracked` shows progress through them."""
     served: Served = {method: [] for method in methods}
     for repeat, method in tracked(turns(methods, repeats)):
@@ -300,12 +294,7 @@ def _comparable(plan: Plan) -> list[str]:
     return [method for method in plan.methods if Method(method).name in ("off", "sam")]
 
 
-def predict(
-    record: Mapping[str, Any],
-    plan: Plan,
-    served: Served,
-    rooflines: Mapping[str, Times] = MappingProxyType({}),
-) -> None:
+def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Mapping[str, Times]) -> None:
     """Add to results of plain vLLM and ours the tokens per second that `simulate` says.
 
     predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and

@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,50 +24,37 @@ from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, setting
 from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
 from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
+from rollout_spec_lab.bench.stopwatch import Stopwatch
 
 
-class Ours:
+class Ours(Stopwatch):
     """The host's seconds for a step's drafter, ours or vLLM's, and for the noise keys of the rows.
 
     To be made before the engine: what it times is bound then. Our gate goes by the simulated clock.
     """
 
     def __init__(self, clock: Clock, v2: bool) -> None:
-        self._clock = clock
-        self.seconds = 0.0
-        self._time(RowSampling, "know")
+        super().__init__(clock.host_s)
+        self.time(RowSampling, "know")
         vars(proposer)["Drafter"] = functools.partial(Drafter, clock=clock.now)
         if v2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
             time.perf_counter = clock.now  # by which `HostDrafts` says when a step ended
-            for name in ("begin_step", "give_drafts", "take_sampled"):
-                self._time(HostDrafts, name)
-            self._time(RequestKeys, "of")
+            self.time(HostDrafts, "begin_step", "give_drafts", "take_sampled")
+            self.time(RequestKeys, "of")
 
     def time_drafter(self, runner: Any) -> None:
         """Time what MRV1 calls."""
         self._drafter = getattr(runner, "drafter", None)
         if self._drafter is not None:
-            self._time(self._drafter, "propose")
+            self.time(self._drafter, "propose")
 
     def forget_costs(self) -> None:
         """The gate learns anew what steps take: those of another device's are worth nothing."""
         if isinstance(self._drafter, proposer.SuffixProposer):
             assert self._drafter.drafter is not None
             self._drafter.drafter._gate = make_gate(self._drafter.config)
-
-    def _time(self, owner: Any, name: str) -> None:
-        setattr(owner, name, self._timed(getattr(owner, name)))
-
-    def _timed(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = self._clock.host_s()
-            found = part(*args, **kwargs)
-            self.seconds += self._clock.host_s() - begin
-            return found
-
-        return timed
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -144,12 +144,9 @@ def dummy_model(config: Path | None, folder: Path) -> str:
 
 
 def checked_methods(
-    command: str,
-    methods: Sequence[str],
-    given: str | None,
-    spec: Mapping[str, Any],
+    command: str, methods: Sequence[str], given: str | None, spec: Mapping[str, Any],
     drafting: Callable[[str], str] = str,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """`--methods`, or those of `methods` that are installed; `drafting`: of a label what `Method` knows.
 
     Raises UserError: there is no such method, one is named twice, or misses a package.
