@@ -11,19 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import (
-    add_model_argument,
-    default_dtype,
-    dummy_model,
-    installed,
-    json_object,
-    model_folder,
-    needed_model_drafter,
-    prompt_rows,
-    recording,
-    rooflines,
-    shown,
-)
+from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2
 
 if TYPE_CHECKING:
@@ -34,13 +22,23 @@ if TYPE_CHECKING:
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
 METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
 OF_MODEL = ("model", "sam+model")
-OUTPUT = Path("outputs/gpu-check")
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    served = parser.add_argument_group("what is served")
-    add_model_argument(served)
+    _add_served(parser.add_argument_group("what is served"))
+    _add_asked(parser.add_argument_group("what is asked"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, default=Path("outputs/gpu-check"), metavar="DIR",
+        help="write gpu-check.json, index.html and the rollouts there",
+    )  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
+    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
+
+
+def _add_served(served: Any) -> None:
+    inputs.add_model_argument(served)
     served.add_argument(
         "--model-config", type=Path, metavar="FILE",
         help="a config.json instead of --model: random weights; its rollouts need --recording",
@@ -60,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--rows", type=number(int, 1), nargs="+", metavar="N", help="of the steps that are timed (1 4 16 64)"
     )
-    asked = parser.add_argument_group("what is asked")
+
+
+def _add_asked(asked: Any) -> None:
     asked.add_argument(
         "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
         help="for all of it; what there is no time for is named",
@@ -73,15 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
     )
     asked.add_argument(
-        "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
+        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="DIR",
-        help="write gpu-check.json, index.html and the rollouts there",
-    )  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
-    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     importlib.import_module("jinja2")  # not at the end of all minutes
     methods = _methods(args)
-    drafter = needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
+    drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
     with timed("gpu-check", plan.seconds) as show:
@@ -99,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         for record in Check(plan, args.output, show).run():
             record["plan"] = {
                 "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
-                "dtype": default_dtype(),
+                "dtype": inputs.default_dtype(),
                 "minutes": args.minutes,
                 "methods": ",".join(methods),
                 "model_drafter": args.model_drafter,
@@ -109,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
             record["verdict"] = verdict(record)
             paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
-    return shown(record, args.json, tables, [*record["verdict"], files])
+    return inputs.shown(record, args.json, tables, [*record["verdict"], files])
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
     from rollout_spec_lab.bench.engine import Method, require
 
     if args.methods is None:
-        return installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
+        return inputs.installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
     methods = [Method(label).label for label in args.methods.split(",")]
     if methods[0] != "off" or len(set(methods)) < len(methods):
         raise UserError(f"--methods {args.methods}: must begin with off and name no method twice")
@@ -145,14 +138,14 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
 
     if args.model and args.model_config:
         raise UserError("--model-config: instead of --model, not beside it")
-    parts, on_device, dtype = _parts(args), device_arguments(), default_dtype()
+    parts, on_device, dtype = _parts(args), device_arguments(), inputs.default_dtype()
     size = plan.CPU if on_device else plan.ACCELERATOR
     size = size._replace(nums_rows=sorted(args.rows or size.nums_rows))
-    lines = recording(args.recording) if args.recording else []
+    lines = inputs.recording(args.recording) if args.recording else []
     if args.model_config:
-        model = dummy_model(args.model_config, args.output)
+        model = inputs.dummy_model(args.model_config, args.output)
     else:
-        model = model_folder(args.model, dtype)
+        model = inputs.model_folder(args.model, dtype)
     policy = plan.Policy(size, model, not args.model_config, dtype, on_device, args.engine)
     rollouts = plan.rollouts(policy, _load(policy, lines), methods, drafter, args.repeats)
     jobs = {
@@ -166,7 +159,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
         60.0 * args.minutes,
         {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
-        rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
+        inputs.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
     )
 
 
@@ -181,7 +174,7 @@ def _load(policy: Policy, lines: list[Rollout]) -> engine.Load:
     if lines:
         prompts = [line.prompt_token_ids.tolist() for line in lines[: size.num_prompts]]
     elif policy.has_weights:
-        prompts = tokenized(policy.folder, prompt_rows("", None, size.num_prompts, SEED, "bench"))
+        prompts = tokenized(policy.folder, inputs.prompt_rows("", None, size.num_prompts, SEED, "bench"))
     else:
         vocab_size = policy.config.get("vocab_size", 1 << 31)
         prompts = engine.random_prompts(size.num_prompts, vocab_size, SEED)
