@@ -123,9 +123,10 @@ def _remove_segments(began: float) -> None:
 
 
 def _used_segments() -> set[int]:
-    """The inodes of shared memory that a process has open or mapped; open first: one maps before one closes.
+    """The inodes of shared memory that a process has open or mapped.
 
-    Not the names: a semaphore is mapped under one that it has lost.
+    What is open is read first: a process maps a segment, and only then closes it. Names do not do: a
+    semaphore has lost the name under which it is mapped.
     """
     used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):

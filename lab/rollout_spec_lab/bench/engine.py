@@ -107,8 +107,8 @@ class Load:
             request generates exactly its length, whatever the method: ends of text are ignored.
         max_tokens: no response is longer.
         natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
-        recorded: responses to each prompt. They come, whatever is sampled; all but `temperature` and `seed`
-            goes by them.
+        recorded: responses to each prompt, which come whatever is sampled. They decide on the lengths; of
+            the other fields only `temperature` and `seed` count then.
     """
 
     prompts: Sequence[Sequence[int]]

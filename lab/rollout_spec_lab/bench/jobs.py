@@ -33,7 +33,7 @@ def answers(
     worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float = math.inf,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """What `python -m WORKER JOB RESULT` has found so far, whenever that is more, and in the end.
+    """Run `python -m WORKER JOB RESULT`; gives what it has found so far, whenever that is more.
 
     Args:
         name: of the job, for messages.

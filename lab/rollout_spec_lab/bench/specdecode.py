@@ -70,7 +70,7 @@ class TimeModel(NamedTuple):
 
 
 def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Request]:
-    """Requests of which both runs have as many entries as the response has tokens: likely the same text."""
+    """Requests whose two runs both have an entry for each token of the response: likely of one text."""
     found = []
     with (checkout / f"data/{MODEL}/combined_{dataset}.jsonl").open() as opened:
         for text in opened:

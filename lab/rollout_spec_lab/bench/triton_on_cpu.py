@@ -1,4 +1,4 @@
-"""For programs, before all else: vLLM's CPU engine finds Triton, so it may take MRV2.
+"""Programs import it first. Then vLLM's CPU engine finds Triton, and may take MRV2.
 
 Triton's wheel has no backend for CPUs, which vLLM asks for. With TRITON_INTERPRET=1 none is used.
 """

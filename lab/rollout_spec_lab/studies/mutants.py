@@ -120,7 +120,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
-    """Args: sample: how many mutants of each file are tried; None for all."""
+    """What became of each file's mutants; sample: how many of a file are tried, None: all."""
     folder = BUILD / "_".join(Path(file).stem for file in files)
     copy_tree(folder)
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
