@@ -13,9 +13,9 @@ import torch
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
-from rollout_spec_lab.bench.engine import rollout_of
 from rollout_spec_lab.bench.host import Cell, Plan, make_record, requests_of, split
 from rollout_spec_lab.bench.host_device import Clock, Event
+from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.tables import host_tables
 from rollout_spec_lab.cli import main

@@ -19,11 +19,11 @@ from rollout_spec.vllm import proposer
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec_lab.bench.engine import rollout_of
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
 from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
 from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
+from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 
 

@@ -112,7 +112,8 @@ def serve(
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.engine import RECORDS, Load, Plan, random_prompts
+    from rollout_spec_lab.bench.engine import RECORDS, Plan
+    from rollout_spec_lab.bench.load import Load, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")

@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
-    from rollout_spec_lab.bench.engine import Method, Plan, first_responses, recorded_load
+    from rollout_spec_lab.bench.engine import Method, Plan
+    from rollout_spec_lab.bench.load import first_responses, recorded_load
 
     spec = inputs.spec_of(args, REFUSED)
     methods = inputs.checked_methods("bench rollout", METHODS, args.methods, spec)

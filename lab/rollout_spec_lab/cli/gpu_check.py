@@ -16,7 +16,7 @@ from rollout_spec_lab.gpu_check import PARTS, V2
 
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
-    from rollout_spec_lab.bench import engine
+    from rollout_spec_lab.bench.load import Load
     from rollout_spec_lab.gpu_check.plan import Plan, Policy
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
@@ -163,22 +163,22 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     )
 
 
-def _load(policy: Policy, lines: list[Rollout]) -> engine.Load:
+def _load(policy: Policy, lines: list[Rollout]) -> Load:
     """Without weights the recording is served, if there is one; else its prompts are."""
-    from rollout_spec_lab.bench import engine
+    from rollout_spec_lab.bench import load
     from rollout_spec_lab.gpu_check.plan import SEED
 
     size = policy.size
     if lines and not policy.has_weights:
-        return engine.recorded_load(lines, size.recorded_tokens, policy.folder)
+        return load.recorded_load(lines, size.recorded_tokens, policy.folder)
     if lines:
         prompts = [line.prompt_token_ids.tolist() for line in lines[: size.num_prompts]]
     elif policy.has_weights:
         prompts = tokenized(policy.folder, inputs.prompt_rows("", None, size.num_prompts, SEED, "bench"))
     else:
         vocab_size = policy.config.get("vocab_size", 1 << 31)
-        prompts = engine.random_prompts(size.num_prompts, vocab_size, SEED)
-    return engine.Load(
+        prompts = load.random_prompts(size.num_prompts, vocab_size, SEED)
+    return load.Load(
         prompts=prompts, group_size=size.group_size, median_tokens=size.median_tokens, sigma=SIGMA,
         max_tokens=min(size.max_tokens, policy.longest - max(map(len, prompts))), temperature=0.7, seed=SEED,
     )  # fmt: skip

@@ -72,7 +72,7 @@ def add_recording_arguments(group: Any) -> None:
 def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
     """Its first training step."""
     from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.engine import rollout_of
+    from rollout_spec_lab.bench.load import rollout_of
 
     return rollout_of(list(read_trace(trace)), limit_groups)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.step_times import Times
 from rollout_spec_lab.bench import engine
+from rollout_spec_lab.bench.load import Load
 
 SEED = 0
 ROOM = 512  # tokens after a context, for the steps that are timed
@@ -91,7 +92,7 @@ class Policy:
 
 
 def rollouts(
-    policy: Policy, load: engine.Load, methods: Sequence[str], drafter: Mapping[str, Any] | None, repeats: int
+    policy: Policy, load: Load, methods: Sequence[str], drafter: Mapping[str, Any] | None, repeats: int
 ) -> engine.Plan:
     longest = max(map(len, load.prompts)) + load.max_tokens
     return engine.Plan(

@@ -14,7 +14,7 @@ from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.replay import IndexProposer, ReplayResult, replay_line
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
-from rollout_spec_lab.bench.engine import Load, random_prompts
+from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.test_runner_v2 import interpreted
 
