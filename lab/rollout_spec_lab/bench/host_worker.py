@@ -51,7 +51,7 @@ class Ours(Stopwatch):
             self.time(self._drafter, "propose")
 
     def forget_costs(self) -> None:
-        """The gate learns anew what steps take: those of another device's are worth nothing."""
+        """Give the drafter a new gate: the old one knows what steps of another device take."""
         if isinstance(self._drafter, proposer.SuffixProposer):
             assert self._drafter.drafter is not None
             self._drafter.drafter._gate = make_gate(self._drafter.config)
