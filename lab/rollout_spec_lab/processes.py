@@ -56,13 +56,9 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterat
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**env, **private},
-                start_new_session=True,
-            )
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**env, **private}, start_new_session=True,
+            )  # fmt: skip
         yield process
     finally:
         # A second signal must not leave half of it running.
@@ -127,9 +123,10 @@ def _remove_segments(began: float) -> None:
 
 
 def _used_segments() -> set[int]:
-    """The inodes of shared memory that a process has open or mapped; open first: one maps before one closes.
+    """The inodes of shared memory that a process has open or mapped.
 
-    Not the names: a semaphore is mapped under one that it has lost.
+    What is open is read first: a process maps a segment, and only then closes it. Names do not do: a
+    semaphore has lost the name under which it is mapped.
     """
     used: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):

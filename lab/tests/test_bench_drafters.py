@@ -17,8 +17,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout, read_trace, to_line
-from rollout_spec_lab.bench.drafters import Suffix, all_runs, measure, over_baselines
-from rollout_spec_lab.bench.tables import FIGURES, drafters_tables
+from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, measure, over_baselines
+from rollout_spec_lab.bench.tables import drafters_tables
 from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_drafters import METHODS
 
@@ -67,7 +67,7 @@ def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
         dear, cheap = only(results, method="sam", history=history)
         assert dear["draft_tokens_per_step"] < cheap["draft_tokens_per_step"]
         same = replay(lines, SpecConfig(num_speculative_tokens=4, history=history, min_survival=0.05))
-        assert all(cheap[figure] == getattr(same, figure) for figure in FIGURES.values())
+        assert all(cheap[figure] == getattr(same, figure) for figure in FIGURES)
 
 
 def test_the_command_prints_what_it_writes(tmp_path, capsys):

@@ -16,17 +16,10 @@ from rollout_spec.cli.inputs import device_arguments
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.engine import (
-    Load,
-    Method,
-    Plan,
-    first_responses,
-    make_record,
-    predict,
-    recorded_load,
-)
+from rollout_spec_lab.bench.engine import Method, Plan, make_record, predict
 from rollout_spec_lab.bench.engine_worker import _method_arguments
 from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.load import Load, first_responses, recorded_load
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli.bench_engine import METHODS

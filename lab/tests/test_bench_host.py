@@ -13,11 +13,11 @@ import torch
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
-from rollout_spec_lab.bench.engine import rollout_of
 from rollout_spec_lab.bench.host import Cell, Plan, make_record, requests_of, split
 from rollout_spec_lab.bench.host_device import Clock, Event
+from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import Recorded
-from rollout_spec_lab.bench.tables import host_table
+from rollout_spec_lab.bench.tables import host_tables
 from rollout_spec_lab.cli import main
 
 TRACE = str(DATA / "demo_trace.jsonl.gz")
@@ -181,7 +181,7 @@ def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
     assert sam["ratios"]["tokens_per_s"]["value"] == pytest.approx(2.0)
     assert (sam["draft_tokens_per_step"], sam["acceptance_rate"]) == (6.0, 0.5)
     assert record["plan"]["repeats"] == 2 and json.loads(json.dumps(record, allow_nan=False)) is not None
-    *_, shown = host_table(record)
+    [(*_, shown)] = host_tables(record)
     assert shown[1] == [
         "2", "20 ms", "sam", "40.0", "0.800", "200", "2.000", "3.00", "1.00", "6.0", "0.50"
     ]  # fmt: skip

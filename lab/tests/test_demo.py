@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from rollout_spec.config import UserError
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
-from rollout_spec_lab.bench.engine import Load
 from rollout_spec_lab.bench.jobs import EngineError
+from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline
 from rollout_spec_lab.cli.inputs import prompt_rows
 from rollout_spec_lab.demo import data, model, report, runner

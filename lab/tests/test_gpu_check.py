@@ -16,13 +16,15 @@ import torch
 from rollout_spec.config import UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec_lab.bench import engine, jobs
+from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check, latency
-from rollout_spec_lab.gpu_check.gpu_check import Check, Plan, step_times
+from rollout_spec_lab.gpu_check.gpu_check import Check, step_times
 from rollout_spec_lab.gpu_check.page import tables, verdict
+from rollout_spec_lab.gpu_check.plan import Plan
 from tests.test_device_waits import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
@@ -35,7 +37,7 @@ NAMES = [part for part in PARTS if "rollouts: " not in part]
 
 def checked(folder: Path, seconds: float, parts: list[str] = NAMES) -> list[dict[str, Any]]:
     """What there was after each part."""
-    load = engine.Load([[1, 2, 3]], 2)
+    load = Load([[1, 2, 3]], 2)
     rollouts = engine.Plan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
     check = Check(Plan(seconds, {part: {} for part in parts}, rollouts), folder)
     return [json.loads(json.dumps(record)) for record in check.run()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec_lab.bench.specdecode import Clock, price, read, recorded_steps, speed, with_eagle
+from rollout_spec_lab.bench.specdecode import TimeModel, price, read, recorded_steps, speed, with_eagle
 from rollout_spec_lab.cli import main
 
 CLOCK = {
@@ -51,12 +51,12 @@ def test_the_model_says_what_was_accepted_and_then_a_wrong_token(checkout: Path)
 
 def test_speed_and_price_by_hand(checkout: Path) -> None:
     """Two rows: prefill 13 ms, 7 plain steps of 11 ms; two steps of 15 and 17 ms, and EAGLE's 5 ms each."""
-    clock, [request] = Clock.read(checkout), read(checkout, "gsm8k")
+    model, [request] = TimeModel.read(checkout), read(checkout, "gsm8k")
     steps = [recorded_steps(request.eagle, None, np.ones(8))]
-    assert speed(clock, [request], steps, 2, 0.0, 0.0) == pytest.approx((13 + 77) / (13 + 15 + 17 + 10))
-    assert speed(clock, [request], steps, 2, 0.5, 0.0) == pytest.approx((13 + 77) / (13 + 22.5 + 25.5 + 10))
+    assert speed(model, [request], steps, 2, 0.0, 0.0) == pytest.approx((13 + 77) / (13 + 15 + 17 + 10))
+    assert speed(model, [request], steps, 2, 0.5, 0.0) == pytest.approx((13 + 77) / (13 + 22.5 + 25.5 + 10))
     # 3.5 tokens a row in a mean step of 9 + 2 x 3.5 + 5 ms; a draft token takes 1 ms.
-    assert price(clock, [request], steps, 2) == pytest.approx(2 * 3.5 / 21)
+    assert price(model, [request], steps, 2) == pytest.approx(2 * 3.5 / 21)
 
 
 def test_the_command_has_all_methods(

@@ -19,20 +19,21 @@ from rollout_spec.predict.replay import IndexProposer, Proposer, ReplayResult, d
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
-SUFFIX: dict[str, dict[str, float]] = {  # but for depth and factor of the tuned one, vLLM's defaults
-    name: {
-        "max_tree_depth": depth,
-        "max_spec_factor": factor,
-        "min_token_prob": 0.1,
-        "max_cached_requests": 10_000,
-    }
-    for name, depth, factor in (("suffix_server", 24, 1.0), ("suffix_server_tuned", 64, 4.0))
+_CACHE = {"min_token_prob": 0.1, "max_cached_requests": 10_000}  # vLLM's defaults, as all of suffix_server
+SUFFIX: dict[str, dict[str, float]] = {
+    "suffix_server": _CACHE | {"max_tree_depth": 24, "max_spec_factor": 1.0},
+    "suffix_server_tuned": _CACHE | {"max_tree_depth": 64, "max_spec_factor": 4.0},
 }
 NGRAM = (2, 5)
 OF_MODELS = ("model", "sam+model")
 PRICED = ("sam", "sam+model")
 NUM_HALVINGS = 8
-FIGURES = ("tokens_per_step", "draft_tokens_per_step", "acceptance_rate", "tail_tokens_per_step")
+FIGURES = {  # of a result, and what a table calls them
+    "tokens_per_step": "tokens/step",
+    "draft_tokens_per_step": "drafted/step",
+    "acceptance_rate": "acceptance",
+    "tail_tokens_per_step": "tail",
+}
 
 
 class MissingError(UserError):
@@ -180,12 +181,9 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
 
 
 def all_runs(
-    methods: Sequence[str],
-    config: SpecConfig,
-    ks: Sequence[int],
-    histories: Sequence[int],
+    methods: Sequence[str], config: SpecConfig, ks: Sequence[int], histories: Sequence[int],
     prices: Sequence[float],
-) -> list[tuple[str, SpecConfig]]:
+) -> list[tuple[str, SpecConfig]]:  # fmt: skip
     """Every combination for `measure`; those that are not PRICED run once."""
     return [
         (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
@@ -271,14 +269,9 @@ def over_baselines(
         results: of one trace; a method that is not among them, or drafted nothing, has no ratios.
     """
     setting = ("num_speculative_tokens", "history")
-    same = [
-        other
-        for other in results
-        if other["method"] in SUFFIX
-        and all(other[name] == result[name] for name in setting)
-        and other["draft_tokens_per_step"]
-    ]
-    tokens, drafted = FIGURES[:2]
+    tokens, drafted, *_ = FIGURES
     return {
-        other["method"]: (result[tokens] / other[tokens], result[drafted] / other[drafted]) for other in same
+        other["method"]: (result[tokens] / other[tokens], result[drafted] / other[drafted])
+        for other in results
+        if other["method"] in SUFFIX and other[drafted] and all(other[n] == result[n] for n in setting)
     }

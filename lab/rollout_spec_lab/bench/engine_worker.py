@@ -10,7 +10,7 @@ import dataclasses
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.jobs import EngineError, reply
 from rollout_spec_lab.bench.recorded import Recorded
+from rollout_spec_lab.bench.stopwatch import Stopwatch
 from rollout_spec_lab.bench.timeline import Timeline
 
 # vLLM asks for all three and has a default for none. 8 draft tokens, as in earlier records: what sam drafts
@@ -43,11 +44,10 @@ class Watch:
     def __init__(self, engine: Any) -> None:
         runner = runner_of(engine)
         ours = proposer_of(runner)
-        self._ours = ours
+        self._ours, self.drafting = ours, Stopwatch(time.thread_time)
         self._drafter: Any = ours or getattr(runner, "drafter", None)
         if self._drafter is not None:
-            name = SuffixProposer.draft.__name__ if ours else "propose"  # what both runners call
-            setattr(self._drafter, name, self._timed(getattr(self._drafter, name)))
+            self.drafting.time(self._drafter, "draft" if ours else "propose")  # what both runners call
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
         self.start()
@@ -55,7 +55,7 @@ class Watch:
     def start(self) -> None:
         self.counters()
         self.timeline = Timeline()
-        self.draft_cpu_s = 0.0
+        self.drafting.seconds = 0.0
         self._last = time.perf_counter()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
@@ -81,15 +81,6 @@ class Watch:
 
     def log(self) -> None:
         """vLLM asks every few seconds."""
-
-    def _timed(self, draft: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
-            drafts = draft(*args, **kwargs)
-            self.draft_cpu_s += time.thread_time() - begin
-            return drafts
-
-        return timed
 
     def counters(self) -> EngineCounters:
         """Of our drafter since the last call; zeros where there is another or none."""
@@ -162,7 +153,7 @@ def rollout(
         raise EngineError("a request did not get its recorded tokens")
     return {
         "timeline": dataclasses.asdict(watch.timeline),
-        "draft_cpu_s": watch.draft_cpu_s,
+        "draft_cpu_s": watch.drafting.seconds,
         "counters": watch.counters().to_dict(),
         "responses": responses,
     }

@@ -116,13 +116,9 @@ class Plan:
 
 
 def requests_of(
-    lines: Sequence[Rollout],
-    number: int,
-    rows: int,
-    num_steps: int | None,
-    max_tokens: int | None,
+    lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int | None,
     vocab_size: int,
-) -> list[Request]:
+) -> list[Request]:  # fmt: skip
     """Requests for a cell, more than its rows take in `num_steps`; siblings are next to each other.
 
     The recording begins again where it ends. Each time and in each cell it has tokens of its own, so nothing

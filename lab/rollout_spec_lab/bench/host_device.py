@@ -140,13 +140,9 @@ class Device:
 
         class AsyncOutput(gpu_model_runner.AsyncGPUModelRunnerOutput):
             def __init__(
-                self,
-                model_runner_output: Any,
-                sampled_token_ids: torch.Tensor,
-                invalid_req_indices: list[int],
-                vocab_size: int,
-                **_: Any,
-            ) -> None:
+                self, model_runner_output: Any, sampled_token_ids: torch.Tensor,
+                invalid_req_indices: list[int], vocab_size: int, **_: Any,
+            ) -> None:  # fmt: skip
                 self._model_runner_output = model_runner_output
                 self._invalid_req_indices = invalid_req_indices
                 self._sampled_token_ids = self.sampled_token_ids_cpu = sampled_token_ids

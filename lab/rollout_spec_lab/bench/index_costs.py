@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.environment import environment
 from rollout_spec.predict.engine import Engine, step_together
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.step_times import StepTimes
+from rollout_spec_lab.bench.stopwatch import Stopwatch
 
 NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 32768, 131072)
@@ -139,25 +139,6 @@ def _repeating_rows(text: Int32Array, num_groups: int, tokens_per_row: int, num_
     return token_ids
 
 
-class _Stopwatch:
-    """A drafter that counts the time spent in it."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.nanoseconds = 0
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._drafter, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter_ns()
-            result = method(*args, **kwargs)
-            self.nanoseconds += time.perf_counter_ns() - begin
-            return result
-
-        return timed
-
-
 def make_requests(text: Int32Array, num_prompts: int) -> list[Request]:
     """Groups of GROUP_SIZE siblings: passages of the same part of the text. Every prompt comes twice, with
     all others in between."""
@@ -188,7 +169,7 @@ def measure_whole_steps(
     """
     requests = make_requests(text, num_prompts=48)
     runs = [_time_engine(requests, num_rows, max_index_mb) for _ in range(repeats)]
-    ms = np.array(runs).min(axis=0)[1:] / 1e6
+    ms = 1e3 * np.array(runs).min(axis=0)[1:]
     median, p99 = np.median(ms), np.quantile(ms, 0.99)
     return {
         "rows": num_rows,
@@ -201,15 +182,15 @@ def measure_whole_steps(
 
 
 def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> NDArray[np.float64]:
-    """Nanoseconds in the drafter of every step of an engine that serves the requests."""
+    """Seconds in the drafter of every step of an engine that serves the requests."""
     config = SpecConfig(history=GROUP_SIZE, batch_threshold=num_rows, max_index_mb=max_index_mb)
     engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), num_rows, num_rows)
     assert engine.drafter is not None
-    watch: Any = _Stopwatch(engine.drafter)
-    engine.drafter = watch
+    stopwatch = Stopwatch(time.perf_counter)
+    stopwatch.time(engine.drafter, "add", "remove", "draft")
     engine.enqueue(requests)
-    totals = [0]
+    totals = [0.0]
     while engine.num_waiting:  # so every row is taken
         step_together([engine])
-        totals.append(watch.nanoseconds)
-    return np.diff(np.array(totals, float))
+        totals.append(stopwatch.seconds)
+    return np.diff(totals)

@@ -30,18 +30,14 @@ class TimeLimitError(EngineError):
 
 
 def answers(
-    worker: str,
-    job: Mapping[str, Any],
-    name: str,
-    folder: Path,
-    seconds: float | None = None,
+    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float = math.inf,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[dict[str, Any]]:
-    """What `python -m WORKER JOB RESULT` has found so far, whenever that is more, and in the end.
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Run `python -m WORKER JOB RESULT`; gives what it has found so far, whenever that is more.
 
     Args:
         name: of the job, for messages.
-        seconds: that it may take; None: any.
+        seconds: that it may take.
         environment: its variables, beside those of this process.
 
     Raises:
@@ -58,7 +54,7 @@ def answers(
         "PYTHONSAFEPATH": "1",  # a checkout that nothing was built in would hide the installed package
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
-    until, said = math.inf if seconds is None else time.monotonic() + seconds, ""
+    until, said = time.monotonic() + seconds, ""
     with started([sys.executable, "-m", worker, str(task), str(result)], log, env) as process:
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

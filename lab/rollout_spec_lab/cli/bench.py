@@ -1,27 +1,14 @@
 """`rollout-spec-lab bench`: measurements on this machine, a module each."""
 
 import argparse
+import importlib
 
 from rollout_spec.cli import add_example, sentence
-from rollout_spec_lab.cli import (
-    bench_drafters,
-    bench_engine,
-    bench_host,
-    bench_native,
-    bench_rollout,
-    bench_specdecode,
-    bench_verify,
-)
 
 HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core, SpecDecode-Bench"
 KINDS = {
-    "drafters": bench_drafters,
-    "engine": bench_engine,
-    "rollout": bench_rollout,
-    "host": bench_host,
-    "verify": bench_verify,
-    "native": bench_native,
-    "specdecode": bench_specdecode,
+    name: importlib.import_module(f"rollout_spec_lab.cli.bench_{name}")
+    for name in ("drafters", "engine", "rollout", "host", "verify", "native", "specdecode")
 }
 
 

@@ -115,26 +115,19 @@ def _of_trace(
     args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
 ) -> list[dict[str, Any]]:
     from rollout_spec.cli.console import tracked
-    from rollout_spec_lab.bench.drafters import (
-        OF_MODELS,
-        SUFFIX,
-        all_runs,
-        at_equal_drafts,
-        measure,
-        over_baselines,
-    )
+    from rollout_spec_lab.bench import drafters
 
     lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
     check_steps(lines, trace)
-    for method in (method for method in methods if method in OF_MODELS):
+    for method in (method for method in methods if method in drafters.OF_MODELS):
         if not all(line.proposals for line in lines):
             raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
-    runs = all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
-    results = measure(tracked(lines, trace.name), runs)
+    runs = drafters.all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
+    results = drafters.measure(tracked(lines, trace.name), runs)
     if args.equal_drafts:
-        baselines = [result for result in results if result["method"] in SUFFIX]
+        baselines = [result for result in results if result["method"] in drafters.SUFFIX]
         wanted = tracked(baselines, f"{trace.name}: equal drafts")
-        results += [at_equal_drafts(lines, config, baseline) for baseline in wanted]
+        results += [drafters.at_equal_drafts(lines, config, baseline) for baseline in wanted]
     for result in results:
-        result["over"] = over_baselines(result, results)
+        result["over"] = drafters.over_baselines(result, results)
     return results

@@ -12,19 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import (
-    add_compared_arguments,
-    add_model_argument,
-    add_output,
-    checked_methods,
-    default_dtype,
-    model_folder,
-    needed_model_drafter,
-    output_folder,
-    prompt_rows,
-    shown,
-    spec_of,
-)
+from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
     from rollout_spec.predict.step_times import Times
@@ -36,12 +24,34 @@ REFUSED = {  # as --spec, and why
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "model_tokens": "--model-drafter sets it",
 }
+WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_load(parser)
+    compared = inputs.add_compared_arguments(
+        parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
+        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
+    )  # fmt: skip
+    inputs.add_tail_argument(compared)
+    drawn = parser.add_argument_group("what is drawn, and by which model")
+    add_model_drafter(drawn)
+    drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
+    drawn.add_argument(
+        "--record-proposals", action="store_true",
+        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts after each token",
+    )  # fmt: skip
+    inputs.add_output(parser, WRITTEN)
+    add_example(
+        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
     count = number(int, 1)
     served = parser.add_argument_group("what is served")
-    add_model_argument(served)
+    inputs.add_model_argument(served)
     served.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
     served.add_argument("--prompts", type=Path, metavar="FILE", help="verl's parquet (the demo's)")
     served.add_argument(
@@ -63,38 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
     )
 
-    add_compared_arguments(
-        parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
-    )  # fmt: skip
-    drawn = parser.add_argument_group("what is drawn, and by which model")
-    add_model_drafter(drawn)
-    drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
-    drawn.add_argument(
-        "--record-proposals", action="store_true",
-        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts after each token",
-    )  # fmt: skip
-    add_output(parser, WRITTEN)
-    add_example(
-        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
-    )
-
-
-WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
-
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec_lab.bench.engine import recorded
+    from rollout_spec_lab.bench.engine import record_proposals
     from rollout_spec_lab.bench.rollouts import tables, write_proposals
 
     plan = _plan(args)
-    with output_folder(args.output) as folder:
+    with inputs.output_folder(args.output) as folder:
         kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
         record = serve(args, plan, folder, {}, kind)
         if args.record_proposals:
-            write_proposals(recorded(plan, folder), plan.load.prompts, plan.load.group_size, folder)
-    return shown(record, args.json, tables)
+            write_proposals(record_proposals(plan, folder), plan.load.prompts, plan.load.group_size, folder)
+    return inputs.shown(record, args.json, tables)
 
 
 def serve(
@@ -122,20 +112,22 @@ def serve(
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.engine import Load, Plan, random_prompts
+    from rollout_spec_lab.bench.engine import RECORDS, Plan
+    from rollout_spec_lab.bench.load import Load, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
     if args.record_proposals and not (args.model_drafter and args.output):
         raise UserError("--record-proposals: needs --model-drafter and --output")
-    spec = spec_of(args, REFUSED)
-    methods = checked_methods("bench engine", METHODS, args.methods, spec)
+    spec = inputs.spec_of(args, REFUSED)
+    methods = inputs.checked_methods("bench engine", METHODS, args.methods, spec)
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
-    drafter = needed_model_drafter(args.model_drafter, methods, most, args.record_proposals)
+    drafting = [*methods, *[RECORDS] * args.record_proposals]
+    drafter = inputs.needed_model_drafter(args.model_drafter, drafting, most)
     # Before the model is made, which takes longer.
-    rows = prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
-    dtype = args.dtype or default_dtype()
-    model = model_folder(args.model, dtype)
+    rows = inputs.prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
+    dtype = args.dtype or inputs.default_dtype()
+    model = inputs.model_folder(args.model, dtype)
     temperature = 1.0 if args.prompts else 0.7
     if args.load == "random":
         vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_device_arguments, number, roofline
-from rollout_spec_lab.cli.inputs import (
-    add_compared_arguments,
-    add_output,
-    add_recording_arguments,
-    checked_methods,
-    output_folder,
-    recording,
-    shown,
-    spec_of,
-    write,
-)
+from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, Plan
@@ -36,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
         "what is served: recorded tokens, so that drafts are accepted as they were"
     )
-    add_recording_arguments(served)
+    inputs.add_recording_arguments(served)
     served.add_argument(
         "--max-tokens", type=count, metavar="N", help="no response is longer (1024; all, with --rollout)"
     )
@@ -60,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("which steps are measured")
     measured.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
     measured.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")
-    add_compared_arguments(
+    inputs.add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED, has_tail=False,
+        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
     )  # fmt: skip
-    add_output(parser, "host.json")
+    inputs.add_output(parser, "host.json")
     add_example(
         parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )
@@ -74,27 +64,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.host import make_record, measure
-    from rollout_spec_lab.bench.tables import host_table
+    from rollout_spec_lab.bench.tables import host_tables
 
     plan = _plan(args)
-    lines = recording(plan.trace, plan.limit_groups)
-    with output_folder(args.output) as folder:
+    lines = inputs.recording(plan.trace, plan.limit_groups)
+    with inputs.output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
         for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
             record = make_record(plan, found)
             if args.output:
-                write(record, folder / "host.json")
-    return shown(record, args.json, lambda record: [host_table(record)])
+                inputs.write(record, folder / "host.json")
+    return inputs.shown(record, args.json, host_tables)
 
 
 def _plan(args: argparse.Namespace) -> Plan:
     from rollout_spec_lab.bench.host import Plan, drafting
 
-    spec = spec_of(args, REFUSED)
+    spec = inputs.spec_of(args, REFUSED)
     longest = args.max_tokens or (None if args.rollout else 1024)
     return Plan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
-        methods=checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
+        methods=inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
         steps=None if args.rollout else args.steps, max_tokens=longest, repeats=args.repeats,
     )  # fmt: skip

@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import device_arguments, number
 from rollout_spec.config import UserError
+from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve
-from rollout_spec_lab.cli.inputs import (
-    add_compared_arguments,
-    add_output,
-    add_recording_arguments,
-    checked_methods,
-    default_dtype,
-    dummy_model,
-    json_object,
-    output_folder,
-    recording,
-    rooflines,
-    shown,
-    spec_of,
-)
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -37,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
         "what is served", "Steps are real. The recording's tokens come instead of what is sampled."
     )
-    add_recording_arguments(served)
+    inputs.add_recording_arguments(served)
     served.add_argument(
         "--max-tokens", type=number(int, 1), default=1024, metavar="N", help="no response is longer"
     )
@@ -56,13 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     device.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
     device.add_argument(
-        "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
+        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
-    add_compared_arguments(
+    compared = inputs.add_compared_arguments(
         parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)",
         REFUSED,
     )  # fmt: skip
-    add_output(parser, WRITTEN)
+    inputs.add_tail_argument(compared)
+    inputs.add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
         "--model-config recipes/models/qwen3_8b.json --gpu h100",
@@ -72,34 +60,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.rollouts import tables
 
-    predicted = rooflines(args.model_config, args.gpu)
-    with output_folder(args.output) as folder:
-        model = dummy_model(args.model_config, folder)
+    predicted = inputs.rooflines(args.model_config, args.gpu)
+    with inputs.output_folder(args.output) as folder:
+        model = inputs.dummy_model(args.model_config, folder)
         if not args.rows:
-            return shown(serve(args, _plan(args, model), folder, predicted), args.json, tables)
+            return inputs.shown(serve(args, _plan(args, model), folder, predicted), args.json, tables)
         plans = {rows: _plan(args, model, rows) for rows in args.rows}
         found = {}
         for rows, plan in plans.items():
             (of_rows := folder / f"rows-{rows}").mkdir(exist_ok=True)
             found[str(rows)] = serve(args, plan, of_rows, predicted)
-    return shown(found, args.json, lambda found: chain.from_iterable(map(tables, found.values())))
+    return inputs.shown(found, args.json, lambda found: chain.from_iterable(map(tables, found.values())))
 
 
 def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
-    from rollout_spec_lab.bench.engine import Method, Plan, first_responses, recorded_load
+    from rollout_spec_lab.bench.engine import Method, Plan
+    from rollout_spec_lab.bench.load import first_responses, recorded_load
 
-    spec = spec_of(args, REFUSED)
-    methods = checked_methods("bench rollout", METHODS, args.methods, spec)
+    spec = inputs.spec_of(args, REFUSED)
+    methods = inputs.checked_methods("bench rollout", METHODS, args.methods, spec)
     if any(Method(label).has_model for label in methods):
         raise UserError(f"--methods {args.methods}: no model drafts here")
-    lines = recording(args.trace, args.limit_groups)
+    lines = inputs.recording(args.trace, args.limit_groups)
     if rows:
         lines = first_responses(lines, rows)
     load = recorded_load(lines, args.max_tokens, model)
     engine = {"load_format": "dummy", "max_model_len": max(map(len, load.prompts)) + load.max_tokens}
     engine |= {**device_arguments(), **args.engine}
     return Plan(
-        load=load, methods=methods, model=model, dtype=args.dtype or default_dtype(),
+        load=load, methods=methods, model=model, dtype=args.dtype or inputs.default_dtype(),
         engine=engine | {"max_num_seqs": rows or args.max_num_seqs}, spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, repeats=args.repeats,
         tail_threshold=args.tail_threshold,

@@ -1,17 +1,11 @@
 """`rollout-spec-lab bench specdecode`: SpecDecode-Bench, with our drafter beside its methods."""
 
-from __future__ import annotations
-
 import argparse
-from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import number, path
 from rollout_spec_lab.cli.inputs import add_output, shown
-
-if TYPE_CHECKING:
-    from rollout_spec_lab.bench.tables import Table
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
 
@@ -39,18 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import tracked
     from rollout_spec_lab.bench.specdecode import measure
+    from rollout_spec_lab.bench.tables import specdecode_tables
 
     found: dict[str, list[dict[str, Any]]] = {
         name: measure(args.checkout, name, args.rows, args.limit, args.fresh)
         for name in tracked(args.datasets, "replaying")
     }
-    return shown(found, args.json, lambda found: starmap(_table, found.items()))
-
-
-def _table(name: str, results: list[dict[str, Any]]) -> Table:
-    title = f"{name}: tokens per step, and times the speed without drafts"
-    rows = [
-        [each["method"], *(f"{figure:.2f}" for figure in (each["tokens_per_step"], *each["speed"].values()))]
-        for each in results
-    ]
-    return title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows
+    return shown(found, args.json, specdecode_tables)

@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # The answer is on standard output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from rollout_spec_lab.bench.tables import verify_table
+    from rollout_spec_lab.bench.tables import verify_tables
     from rollout_spec_lab.bench.verify import device_of, record_of, sentences
 
     rows, drafts = SIZES[device_of(args.device).type != "cpu"]
     for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
         if args.output:
             write(record, args.output)
-    return shown(record, args.json, lambda record: [verify_table(record)], sentences(record))
+    return shown(record, args.json, verify_tables, sentences(record))

@@ -83,16 +83,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
             raise UserError(f"{override!r}: a Hydra override looks like key=value")
     quick = (*QUICK_OVERRIDES, *QUICK_RECIPE_OVERRIDES[args.recipe]) if args.quick else ()
     return Plan(
-        output=args.output,
-        recipe=args.recipe,
-        trainer=args.trainer,
-        steps=args.steps or default,
-        turn_seconds=QUICK_TURN_SECONDS if args.quick else Plan.turn_seconds,
-        seed=args.seed,
-        model=args.model,
-        train_file=args.train_file,
-        overrides=(*quick, *args.overrides),
-    )
+        output=args.output, recipe=args.recipe, trainer=args.trainer, steps=args.steps or default,
+        turn_seconds=QUICK_TURN_SECONDS if args.quick else Plan.turn_seconds, seed=args.seed,
+        model=args.model, train_file=args.train_file, overrides=(*quick, *args.overrides),
+    )  # fmt: skip
 
 
 def facts(plan: Plan) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,52 +11,34 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import (
-    add_model_argument,
-    default_dtype,
-    dummy_model,
-    installed,
-    json_object,
-    model_folder,
-    needed_model_drafter,
-    prompt_rows,
-    recording,
-    rooflines,
-    shown,
-)
+from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2
 
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
-    from rollout_spec_lab.bench import engine
-    from rollout_spec_lab.gpu_check.gpu_check import Plan
+    from rollout_spec_lab.bench.load import Load
+    from rollout_spec_lab.gpu_check.plan import Plan, Policy
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
 METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
 OF_MODEL = ("model", "sam+model")
-OUTPUT = Path("outputs/gpu-check")
-# What is served: for an accelerator, and for a CPU.
-SIZES: dict[bool, dict[str, Any]] = {
-    True: {
-        "num_prompts": 16, "group_size": 8, "max_num_seqs": 64, "median_tokens": 256.0, "max_tokens": 2048,
-        "tail_threshold": 8, "certified_tokens": 128, "contexts": [256, 2048, 7168],
-        "nums_rows": [1, 4, 16, 64], "nums_drafts": [0, 1, 3, 7, 15], "num_steps": 8,
-        "vocab_size": 151_936, "recorded_tokens": 4096,
-    },
-    False: {
-        "num_prompts": 4, "group_size": 4, "max_num_seqs": 8, "median_tokens": 40.0, "max_tokens": 200,
-        "tail_threshold": 3, "certified_tokens": 32, "contexts": [64, 384], "nums_rows": [1, 4, 8],
-        "nums_drafts": [0, 3, 7], "num_steps": 4, "vocab_size": 32_000, "recorded_tokens": 200,
-    },
-}  # fmt: skip
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
-ROOM = 512  # tokens after a context, for the steps that are timed
-SEED = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    served = parser.add_argument_group("what is served")
-    add_model_argument(served)
+    _add_served(parser.add_argument_group("what is served"))
+    _add_asked(parser.add_argument_group("what is asked"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output", type=Path, default=Path("outputs/gpu-check"), metavar="DIR",
+        help="write gpu-check.json, index.html and the rollouts there",
+    )  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
+    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
+
+
+def _add_served(served: Any) -> None:
+    inputs.add_model_argument(served)
     served.add_argument(
         "--model-config", type=Path, metavar="FILE",
         help="a config.json instead of --model: random weights; its rollouts need --recording",
@@ -77,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument(
         "--rows", type=number(int, 1), nargs="+", metavar="N", help="of the steps that are timed (1 4 16 64)"
     )
-    asked = parser.add_argument_group("what is asked")
+
+
+def _add_asked(asked: Any) -> None:
     asked.add_argument(
         "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
         help="for all of it; what there is no time for is named",
@@ -90,15 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
     )
     asked.add_argument(
-        "--engine", type=json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
+        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, default=OUTPUT, metavar="DIR",
-        help="write gpu-check.json, index.html and the rollouts there",
-    )  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
-    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     importlib.import_module("jinja2")  # not at the end of all minutes
     methods = _methods(args)
-    drafter = needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
+    drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
     with timed("gpu-check", plan.seconds) as show:
@@ -116,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         for record in Check(plan, args.output, show).run():
             record["plan"] = {
                 "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
-                "dtype": default_dtype(),
+                "dtype": inputs.default_dtype(),
                 "minutes": args.minutes,
                 "methods": ",".join(methods),
                 "model_drafter": args.model_drafter,
@@ -126,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
             record["verdict"] = verdict(record)
             paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
-    return shown(record, args.json, tables, [*record["verdict"], files])
+    return inputs.shown(record, args.json, tables, [*record["verdict"], files])
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
     from rollout_spec_lab.bench.engine import Method, require
 
     if args.methods is None:
-        return installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
+        return inputs.installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
     methods = [Method(label).label for label in args.methods.split(",")]
     if methods[0] != "off" or len(set(methods)) < len(methods):
         raise UserError(f"--methods {args.methods}: must begin with off and name no method twice")
@@ -158,94 +134,51 @@ def _parts(args: argparse.Namespace) -> list[str]:
 
 
 def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> Plan:
-    from rollout_spec_lab.gpu_check.gpu_check import Plan
+    from rollout_spec_lab.gpu_check import plan
 
     if args.model and args.model_config:
         raise UserError("--model-config: instead of --model, not beside it")
-    on_device = device_arguments()
-    parts, size = _parts(args), SIZES[not on_device]
-    config = args.model_config or (args.model and args.model / "config.json")
-    dtype = default_dtype()
-    lines = recording(args.recording) if args.recording else []
+    parts, on_device, dtype = _parts(args), device_arguments(), inputs.default_dtype()
+    size = plan.CPU if on_device else plan.ACCELERATOR
+    size = size._replace(nums_rows=sorted(args.rows or size.nums_rows))
+    lines = inputs.recording(args.recording) if args.recording else []
     if args.model_config:
-        model = dummy_model(args.model_config, args.output)
+        model = inputs.dummy_model(args.model_config, args.output)
     else:
-        model = model_folder(args.model, dtype)
-    longest = _longest(Path(model))
-    load = _load(args, size, model, longest, lines)
-    serving = {"max_num_seqs": size["max_num_seqs"], **on_device, **args.engine}
-    if args.model_config:
-        serving["load_format"] = "dummy"
-    rollouts = _rollouts_plan(args, load, methods, drafter, size, model, serving)
-    certified = min(size["certified_tokens"], load.max_tokens)
-    certify = {
-        "model": model, "prompts": load.prompts[:4], "temperatures": [1.0],
-        "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
-        "group_sizes": [4], "max_tokens": certified, "top_k": 0, "top_p": 1.0, "seed": SEED, "dtype": dtype,
-        "tolerance": None, "distribution_samples": 0, "model_drafter": drafter,
-        "engine": {**rollouts.engine, **({"skip_tokenizer_init": True} if args.model_config else {})},
-    }  # fmt: skip
-    contexts = [one for one in size["contexts"] if one + ROOM <= longest] or [longest // 2]
-    rows, drafts = sorted(args.rows or size["nums_rows"]), size["nums_drafts"]
-    room: dict[str, Any] = {"max_num_seqs": max(rows), "max_model_len": min(longest, max(contexts) + ROOM)}
-    if not on_device:
-        room["max_num_batched_tokens"] = max(2048, max(rows) * (1 + max(drafts)))  # all rows in one step
-    jobs: dict[str, dict[str, Any]] = {
-        "start": {
-            "folder": str(args.output / "tiny"), "dtype": dtype, "engine": {**on_device, **args.engine}
-        },
-        "verify": {"nums_rows": rows, "nums_drafts": drafts, "vocab_size": size["vocab_size"]},
-        "certify": {"plan": certify},
-        "steps": {
-            "model": model, "dtype": dtype, "seed": SEED, "natural_ends": False, "method": "sam:0",
-            "spec": {"num_speculative_tokens": max(drafts)}, "engine": serving | room | args.engine,
-            "contexts": contexts, "nums_rows": rows, "nums_drafts": drafts, "num_steps": size["num_steps"],
-        },
-    }  # fmt: skip
+        model = inputs.model_folder(args.model, dtype)
+    policy = plan.Policy(size, model, not args.model_config, dtype, on_device, args.engine)
+    rollouts = plan.rollouts(policy, _load(policy, lines), methods, drafter, args.repeats)
+    jobs = {
+        "start": plan.start(policy, args.output / "tiny"),
+        "verify": plan.verify(size),
+        "certify": plan.certify(policy, rollouts),
+        "steps": plan.steps(policy),
+    }
     says_nothing = args.model_config and not lines
-    return Plan(
+    return plan.Plan(
         60.0 * args.minutes,
         {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
-        rooflines(config, args.gpu),
+        inputs.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
     )
 
 
-def _load(
-    args: argparse.Namespace, size: dict[str, Any], model: str, longest: int, lines: list[Rollout]
-) -> engine.Load:
-    from rollout_spec_lab.bench import engine
+def _load(policy: Policy, lines: list[Rollout]) -> Load:
+    """Without weights the recording is served, if there is one; else its prompts are."""
+    from rollout_spec_lab.bench import load
+    from rollout_spec_lab.gpu_check.plan import SEED
 
-    vocab_size = json.loads((Path(model) / "config.json").read_text()).get("vocab_size", 1 << 31)
-    if lines and args.model_config:
-        return engine.recorded_load(lines, size["recorded_tokens"], model)
+    size = policy.size
+    if lines and not policy.has_weights:
+        return load.recorded_load(lines, size.recorded_tokens, policy.folder)
     if lines:
-        prompts = [line.prompt_token_ids.tolist() for line in lines[: size["num_prompts"]]]
-    elif args.model_config:
-        prompts = engine.random_prompts(size["num_prompts"], vocab_size, SEED)
+        prompts = [line.prompt_token_ids.tolist() for line in lines[: size.num_prompts]]
+    elif policy.has_weights:
+        prompts = tokenized(policy.folder, inputs.prompt_rows("", None, size.num_prompts, SEED, "bench"))
     else:
-        prompts = tokenized(model, prompt_rows("", None, size["num_prompts"], SEED, "bench"))
-    return engine.Load(
-        prompts=prompts, group_size=size["group_size"], median_tokens=size["median_tokens"], sigma=SIGMA,
-        max_tokens=min(size["max_tokens"], longest - max(map(len, prompts))), temperature=0.7, seed=SEED,
+        vocab_size = policy.config.get("vocab_size", 1 << 31)
+        prompts = load.random_prompts(size.num_prompts, vocab_size, SEED)
+    return load.Load(
+        prompts=prompts, group_size=size.group_size, median_tokens=size.median_tokens, sigma=SIGMA,
+        max_tokens=min(size.max_tokens, policy.longest - max(map(len, prompts))), temperature=0.7, seed=SEED,
     )  # fmt: skip
-
-
-def _rollouts_plan(
-    args: argparse.Namespace, load: engine.Load, methods: list[str], drafter: dict[str, Any] | None,
-    size: dict[str, Any], model: str, serving: dict[str, Any],
-) -> engine.Plan:  # fmt: skip
-    from rollout_spec_lab.bench import engine
-
-    longest = max(map(len, load.prompts)) + load.max_tokens
-    return engine.Plan(
-        load=load, methods=methods, model=model, dtype=default_dtype(), spec={}, model_drafter=drafter,
-        repeats=args.repeats, tail_threshold=size["tail_threshold"],
-        engine=serving | {"max_model_len": longest},
-    )  # fmt: skip
-
-
-def _longest(model: Path) -> int:
-    """Tokens that the model takes in all; what its configuration does not say is not checked here."""
-    config = json.loads((model / "config.json").read_text())
-    return int(config.get("max_position_embeddings") or 1 << 20)

@@ -32,14 +32,13 @@ def add_model_argument(group: Any) -> None:
 
 
 def add_compared_arguments(
-    parser: argparse.ArgumentParser, methods: str, refused: Mapping[str, str], has_tail: bool = True
-) -> None:
-    """Add the methods and their options, which `spec_of` and `checked_methods` read.
+    parser: argparse.ArgumentParser, methods: str, refused: Mapping[str, str]
+) -> argparse._ArgumentGroup:
+    """Add the methods and their options, which `spec_of` and `checked_methods` read; returns their group.
 
     Args:
         methods: the help of --methods.
         refused: as in `add_spec_argument`.
-        has_tail: whether `--tail-threshold` is there, too.
     """
     compared = parser.add_argument_group("what is compared")
     compared.add_argument("--methods", metavar="M,M", help=f"each is compared with the first: {methods}")
@@ -52,11 +51,14 @@ def add_compared_arguments(
     compared.add_argument(
         "--repeats", type=number(int, 1), default=3, metavar="N", help="turns of each method"
     )
-    if has_tail:
-        compared.add_argument(
-            "--tail-threshold", type=number(int, 0), default=8, metavar="N",
-            help="the tail is what comes after the last step with more running requests",
-        )  # fmt: skip
+    return compared
+
+
+def add_tail_argument(group: Any) -> None:
+    group.add_argument(
+        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
+        help="the tail is what comes after the last step with more running requests",
+    )  # fmt: skip
 
 
 def add_recording_arguments(group: Any) -> None:
@@ -70,7 +72,7 @@ def add_recording_arguments(group: Any) -> None:
 def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
     """Its first training step."""
     from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.engine import rollout_of
+    from rollout_spec_lab.bench.load import rollout_of
 
     return rollout_of(list(read_trace(trace)), limit_groups)
 
@@ -142,12 +144,9 @@ def dummy_model(config: Path | None, folder: Path) -> str:
 
 
 def checked_methods(
-    command: str,
-    methods: Sequence[str],
-    given: str | None,
-    spec: Mapping[str, Any],
+    command: str, methods: Sequence[str], given: str | None, spec: Mapping[str, Any],
     drafting: Callable[[str], str] = str,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """`--methods`, or those of `methods` that are installed; `drafting`: of a label what `Method` knows.
 
     Raises UserError: there is no such method, one is named twice, or misses a package.
@@ -178,14 +177,9 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
     return found
 
 
-def needed_model_drafter(
-    text: str | None, labels: Sequence[str], most: int, records: bool = False
-) -> dict[str, Any] | None:
-    """`--model-drafter` for `--methods`, as `certify.engine_arguments.model_drafter` reads it.
-
-    Args:
-        most: draft tokens of a row.
-        records: it drafts, whatever the methods are.
+def needed_model_drafter(text: str | None, labels: Sequence[str], most: int) -> dict[str, Any] | None:
+    """`--model-drafter` for `--methods`, as `certify.engine_arguments.model_drafter` reads it; most: draft
+    tokens of a row.
 
     Raises UserError: it is no drafter; a method needs one; nothing uses it.
     """
@@ -193,7 +187,7 @@ def needed_model_drafter(
     using = [label for label in labels if Method(label).has_model]
     if using and drafter is None:
         raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
-    if drafter and not (using or records):
+    if drafter and not using:
         raise UserError("--model-drafter: no method uses it: name model or sam+model in --methods")
     return drafter
 

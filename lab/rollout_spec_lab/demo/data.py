@@ -102,15 +102,8 @@ def _records(rng: random.Random) -> Problem:
 
 # Long and short answers alternate: what is left when the short ones have ended is the long tail.
 FAMILIES: tuple[Callable[[random.Random], Problem], ...] = (
-    _records,
-    _comparison,
-    _order,
-    _sorting,
-    _times_table,
-    _story,
-    _sequence,
-    _shopping,
-)
+    _records, _comparison, _order, _sorting, _times_table, _story, _sequence, _shopping,
+)  # fmt: skip
 
 
 def make_rows(num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from rollout_spec.files import as_json, write_files
 from rollout_spec.report.comparison import FILES, draw, sentences, table_columns, table_rows
 from rollout_spec.report.measures import Comparison
 from rollout_spec.report.page import render
+from rollout_spec_lab.bench.tables import Table
 from rollout_spec_lab.demo.turns import Turns
-
-Table = tuple[str, list[str], list[list[str]]]
 
 
 def to_dict(comparison: Comparison, turns: Turns) -> dict[str, Any]:
@@ -83,10 +82,6 @@ def write(comparison: Comparison, turns: Turns, folder: Path, facts: Mapping[str
         "demo", headline(turns), text(comparison, turns), tables(comparison, turns), facts, picture,
         "Each measure over the training steps, off and sam",
     )  # fmt: skip
-    contents: dict[str, bytes | str] = {
-        "json": as_json(to_dict(comparison, turns)),
-        "png": picture,
-        "html": page,
-    }
-    write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
+    summary = as_json(to_dict(comparison, turns))
+    write_files(folder, {FILES["json"]: summary, FILES["png"]: picture, FILES["html"]: page})
     return {kind: folder / name for kind, name in FILES.items()}

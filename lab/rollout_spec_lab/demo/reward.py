@@ -60,11 +60,8 @@ def _list(text: str, truth: str) -> dict[str, float]:
     if not found:
         return {"format": 0.0, "close": 0.0, "correct": 0.0}
     hits = sum(a == b for a, b in zip(found, right, strict=False))
-    return {
-        "format": float(marked),
-        "close": hits / max(len(found), len(right)),
-        "correct": float(found == right),
-    }
+    close = hits / max(len(found), len(right))
+    return {"format": float(marked), "close": close, "correct": float(found == right)}
 
 
 def _json(text: str, truth: str) -> dict[str, float]:

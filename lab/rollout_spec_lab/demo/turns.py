@@ -18,8 +18,9 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
 from rollout_spec.report.runs import plain, ratio
-from rollout_spec_lab.bench.engine import Load, Plan
+from rollout_spec_lab.bench.engine import Plan
 from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline, measure
 from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 from rollout_spec_lab.verl_cpu.environment import engine_environment

@@ -11,36 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.environment import environment
-from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
 from rollout_spec_lab.gpu_check import PARTS, V2
+from rollout_spec_lab.gpu_check.plan import Plan
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
 RESERVE = 0.05  # of all the time, for what comes after the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
 
 Show = Callable[[str, float], None]  # what is being done, and how many seconds have passed
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Args:
-        seconds: for all of it.
-        jobs: of `worker`, by the names of the parts, in their order; rollouts and thresholds have none.
-        rollouts: with as many of its `repeats` as there is time for; or why there are none.
-        rooflines: of the device by model runner, to predict steps and rollouts with (`engine.predict`).
-    """
-
-    seconds: float
-    jobs: Mapping[str, Mapping[str, Any]]
-    rollouts: engine.Plan | str
-    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)
 
 
 class Check:

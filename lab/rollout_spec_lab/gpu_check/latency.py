@@ -7,15 +7,24 @@ stream would wait for a flag of the host's, behind work that is launched already
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from rollout_spec.config import UserError
 
 ROUNDS = 200
 ROWS, TOKENS = 64, 9  # of a step, and of a row of it
 _BEFORE_FLAG = 2e-4  # seconds, after which the stream surely waits
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, float]:
+    """`latencies`; a UserError where they cannot be measured."""
+    if not torch.cuda.is_available():
+        raise UserError("only a GPU has a stream that can wait for the host")
+    return latencies(torch.device("cuda"))
 
 
 def latencies(device: torch.device) -> dict[str, float]:
@@ -25,47 +34,54 @@ def latencies(device: torch.device) -> dict[str, float]:
     stream has waiting behind it has run, and the host knows it. `graph`: the same for a launch of that work,
     which is a graph of one kernel. `launch`: the host's part of that.
     """
-    tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=device)
-    on_host, flag = pinned(tokens.shape, torch.int64), pinned((1,), torch.int32)
-    stream, graph, work = torch.cuda.Stream(device), torch.cuda.CUDAGraph(), torch.zeros(1024, device=device)
-    with torch.cuda.graph(graph):
-        work.add_(1)
-    launched, rounds = list[float](), iter(range(1, 1 << 30))
+    stream = torch.cuda.Stream(device)
+    to_device = _ToDevice(device, stream)
+    begins = {"copy": to_device.copy, "graph": to_device.launch, "flag": to_device.raise_flag}
+    with torch.cuda.stream(stream):
+        found = {name: _median(begin, to_device.ended) for name, begin in begins.items()}
+    return found | {"launch": statistics.median(to_device.launched) * 1e6}
 
-    def copy() -> float:
+
+class _ToDevice:
+    """What a host begins on a device; each method gives the time at which it began."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._tokens = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=device)
+        self._on_host, self._flag = pinned(self._tokens.shape, torch.int64), pinned((1,), torch.int32)
+        self._stream, self._graph = stream, torch.cuda.CUDAGraph()
+        self._work = torch.zeros(1024, device=device)
+        with torch.cuda.graph(self._graph):
+            self._work.add_(1)
+        self.ended, self.launched, self._num_flags = torch.cuda.Event(), list[float](), 0
+
+    def copy(self) -> float:
         began = time.perf_counter()
-        on_host.copy_(tokens, non_blocking=True)
+        self._on_host.copy_(self._tokens, non_blocking=True)
+        self.ended.record()
         return began
 
-    def launch() -> float:
+    def launch(self) -> float:
         began = time.perf_counter()
-        graph.replay()
-        launched.append(time.perf_counter() - began)
+        self._graph.replay()
+        self.launched.append(time.perf_counter() - began)
+        self.ended.record()
         return began
 
-    def raise_flag() -> float:
-        number = next(rounds)
-        wait_for(stream, flag, number)
-        graph.replay()
-        ended.record()
+    def raise_flag(self) -> float:
+        self._num_flags += 1
+        wait_for(self._stream, self._flag, self._num_flags)
+        self._graph.replay()
+        self.ended.record()
         time.sleep(_BEFORE_FLAG)
         began = time.perf_counter()
-        flag[0] = number
+        self._flag[0] = self._num_flags
         return began
 
-    ended, found = torch.cuda.Event(), dict[str, float]()
-    with torch.cuda.stream(stream):
-        for name, begin in (("copy", copy), ("graph", launch), ("flag", raise_flag)):
-            found[name] = _median(begin, ended, records=begin is not raise_flag)
-    return found | {"launch": statistics.median(launched) * 1e6}
 
-
-def _median(begin: Callable[[], float], ended: Any, records: bool) -> float:
+def _median(begin: Callable[[], float], ended: Any) -> float:
     seconds = []
     for _ in range(ROUNDS):
         began = begin()
-        if records:
-            ended.record()
         while not ended.query():
             pass
         seconds.append(time.perf_counter() - began)

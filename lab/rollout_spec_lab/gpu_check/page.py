@@ -1,6 +1,6 @@
 """What `gpu-check` found as sentences, tables and a page; `record` is what its `--json` prints."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +35,29 @@ def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
 
 def verdict(record: Mapping[str, Any]) -> list[str]:
     """What was found, a sentence or two of each part; what was not, and why."""
-    says = {
-        "doctor": _doctor, "latency": _latency, "start": _start,
-        "verify": lambda found, record: verified(found), "certify": _certify, "rollouts": _rollouts,
-        "steps": _steps, "thresholds": _thresholds,
+    says: dict[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
+        "doctor": _doctor, "latency": _latency, "start": _start, "verify": verified,
+        "certify": lambda found: _certify(found, record["plan"]["batch_invariant"]),
+        "rollouts": _rollouts, "steps": _steps, "thresholds": _thresholds,
     }  # fmt: skip
     found = [
         f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
         for part, say in says.items()
         for name in (part + V2, part)
         if record.get(name)
-        for sentence in say(record[name], record)
+        for sentence in say(record[name])
     ]
     return found + [
         f"{part['part']}: {part['status']}: {part['reason']}." for part in record["parts"] if part["reason"]
     ]
 
 
-def _doctor(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _doctor(found: Mapping[str, Any]) -> Iterator[str]:
     failed = [check["name"] for check in found["checks"] if check["status"] == "fail"]
     yield f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here."
 
 
-def _latency(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _latency(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"Tokens are on the host after {found['copy']:.1f} us. A graph runs {found['flag']:.1f} us after the "
         f"host's flag, and {found['graph']:.1f} us after its launch (of it the host's part: "
@@ -65,7 +65,7 @@ def _latency(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[st
     )
 
 
-def _start(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _start(found: Mapping[str, Any]) -> Iterator[str]:
     for kind, engine in found["engines"].items():
         yield (
             f"An engine ({kind}) starts in {engine['seconds']:.0f} s; {engine['same']} of {engine['of']} "
@@ -73,10 +73,10 @@ def _start(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]
         )
 
 
-def _certify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _certify(found: Mapping[str, Any], is_invariant: bool) -> Iterator[str]:
     lossless = "Not lossless here" if found["verdict"] == "not certified" else "Lossless here"
     yield f"{lossless}: {found['verdict']}. {of_certificate(found)[0]}"
-    if record["plan"]["batch_invariant"]:
+    if is_invariant:
         is_equal = not found["differences"] and not found["max_logprob_difference"]
         yield (
             "In vLLM's batch-invariant mode, tokens and log-probabilities are "
@@ -84,7 +84,7 @@ def _certify(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[st
         )
 
 
-def _rollouts(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _rollouts(found: Mapping[str, Any]) -> Iterator[str]:
     results = {result["method"]: result for result in found["results"]}
     first, *others = results
     for method in others:
@@ -124,7 +124,7 @@ def _ratio(ratio: Mapping[str, Any]) -> str:
     return f"{value:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
-def _steps(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _steps(found: Mapping[str, Any]) -> Iterator[str]:
     yield waits.sentence(found["waits"])
     for context in sorted({row["context"] for row in found["steps"]}):
         rows = [row for row in found["steps"] if row["context"] == context]
@@ -144,7 +144,7 @@ def _num_tokens(row: Mapping[str, Any]) -> int:
     return row["num_rows"] * (1 + row["num_drafts"])
 
 
-def _thresholds(found: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[str]:
+def _thresholds(found: Mapping[str, Any]) -> Iterator[str]:
     speedups, best = found["speedups"], found["best"]
     yield (
         f"By simulation of this load with these step times, batch_threshold={best} is best "

@@ -31,7 +31,7 @@ KINDS = {"plain": (None, False), "drafts": (DRAFTS, False), "drafts and a head":
 NUM_SAMPLES, NUM_TOKENS = 16, 64
 
 
-def starts(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """After each engine what there is: of each its seconds until it could serve, and draft tokens.
 
     `same`: of the tokens without drafts, those that a kind has too. Rounding may change some.

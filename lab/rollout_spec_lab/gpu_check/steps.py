@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,60 +30,83 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         steps and sampling (both tables of `Steps`), skipped (cells without memory, and those that are still
         to come), waits (see `Sampling`) and settings (of the engine).
     """
-    engine = make_engine(dict(job))
-    core = engine.engine_core.engine_core
-    runner = runner_of(engine)
-    drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
-    drafts.take_the_place_of(runner.drafter)
-    watch, sampling = Watch(engine), Sampling(runner)
-    cache = core.vllm_config.cache_config
-    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    most = core.scheduler.max_num_scheduled_tokens
-    found, skipped, longest = Steps(), list[str](), 0.0
+    timing = Timing(job)
     # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
-    cells = [(context, num_rows) for context in job["contexts"] for num_rows in job["nums_rows"]]
-    for number, (context, num_rows) in enumerate(cells, start=1):
+    cells = [Cell(context, num_rows) for context in job["contexts"] for num_rows in job["nums_rows"]]
+    for number, cell in enumerate(cells, start=1):
+        timing.time(cell)
+        yield timing.found(cells[number:])
+
+
+class Cell(NamedTuple):
+    """So many rows, each with a prompt of as many tokens."""
+
+    context: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} rows of {self.context} tokens"
+
+
+class Timing:
+    """An engine whose steps are timed, cell by cell."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self._job = job
+        self._engine = make_engine(dict(job))
+        core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
+        self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
+        self._drafts.take_the_place_of(runner.drafter)
+        self._watch, self._sampling = Watch(self._engine), Sampling(runner)
+        cache = core.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._most = core.scheduler.max_num_scheduled_tokens
+        self._steps, self._skipped, self._longest = Steps(), list[str](), 0.0
+
+    def time(self, cell: Cell) -> None:
+        """Serve a cell, or note why it is left out."""
         begin = time.monotonic()
-        cell = _name(context, num_rows)
-        prompts = _random_prompts(engine, num_rows, context)
         # Rows whose prompt comes first decode while the others' is read.
-        num_tokens = drafts.num_tokens + num_rows * context // most + 1
-        if num_rows * (context + num_tokens) > kv_tokens:
-            skipped.append(f"{cell}: more than the {kv_tokens:,} tokens of the KV cache")
-        elif begin + longest > BEGAN + job["seconds"]:
-            skipped.append(f"{cell}: not reached")
+        num_tokens = self._drafts.num_tokens + cell.num_rows * cell.context // self._most + 1
+        if cell.num_rows * (cell.context + num_tokens) > self._kv_tokens:
+            self._skipped.append(f"{cell}: more than the {self._kv_tokens:,} tokens of the KV cache")
+        elif begin + self._longest > BEGAN + self._job["seconds"]:
+            self._skipped.append(f"{cell}: not reached")
         else:
-            skipped += [
-                f"{cell}, {k} drafts: more than the {most:,} tokens that a step may have"
-                for k in job["nums_drafts"]
-                if num_rows * (1 + k) > most
+            self._skipped += [
+                f"{cell}, {k} drafts: more than the {self._most:,} tokens that a step may have"
+                for k in self._job["nums_drafts"]
+                if cell.num_rows * (1 + k) > self._most
             ]
-            params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-            # What is timed has run before.
-            for mode in ("time", "waits", None) if context == job["contexts"][0] else (None,):
-                sampling.mode = mode
-                drafts.start(num_rows, most)
-                watch.start()
-                serve(engine, prompts, [params] * num_rows)
-            line = watch.timeline
-            columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
-            for running, rows, num_drafts, seconds in columns:
-                if rows == running == num_rows:
-                    found.add(context, rows, num_drafts / rows, seconds)
-            longest = max(longest, time.monotonic() - begin)
-        yield {
-            "steps": found.table(job["nums_drafts"]),
-            "sampling": [
-                row for row in sampling.steps.table(job["nums_drafts"]) if row["num_rows"] in job["nums_rows"]
-            ],
-            "waits": sampling.waits if can_count_waits() else None,
-            "skipped": skipped + [f"{_name(*cell)}: not reached" for cell in cells[number:]],
-            "settings": settings_of(core.vllm_config),
+            self._serve(cell, num_tokens)
+            self._longest = max(self._longest, time.monotonic() - begin)
+
+    def _serve(self, cell: Cell, num_tokens: int) -> None:
+        """Each row gets `num_tokens`; what is timed has run before."""
+        prompts = _random_prompts(self._engine, cell)
+        params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)] * cell.num_rows
+        for mode in ("time", "waits", None) if cell.context == self._job["contexts"][0] else (None,):
+            self._sampling.mode = mode
+            self._drafts.start(cell.num_rows, self._most)
+            self._watch.start()
+            serve(self._engine, prompts, params)
+        line = self._watch.timeline
+        columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
+        for running, rows, num_drafts, seconds in columns:
+            if rows == running == cell.num_rows:
+                self._steps.add(cell.context, rows, num_drafts / rows, seconds)
+
+    def found(self, left: Sequence[Cell]) -> dict[str, Any]:
+        """What `measure` gives while these cells are still to come."""
+        nums_drafts, nums_rows = self._job["nums_drafts"], self._job["nums_rows"]
+        sampling = self._sampling.steps.table(nums_drafts)
+        return {
+            "steps": self._steps.table(nums_drafts),
+            "sampling": [row for row in sampling if row["num_rows"] in nums_rows],
+            "waits": self._sampling.waits if can_count_waits() else None,
+            "skipped": [*self._skipped, *(f"{cell}: not reached" for cell in left)],
+            "settings": settings_of(self._engine.vllm_config),
         }
-
-
-def _name(context: int, num_rows: int) -> str:
-    return f"{num_rows} rows of {context} tokens"
 
 
 class ForcedDrafts:
@@ -185,6 +208,7 @@ class _Sampler:
         return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)
 
 
-def _random_prompts(engine: Any, number: int, num_tokens: int) -> list[list[int]]:
+def _random_prompts(engine: Any, cell: Cell) -> list[list[int]]:
     vocab_size = engine.vllm_config.model_config.get_vocab_size()
-    return np.random.default_rng(num_tokens).integers(0, vocab_size, (number, num_tokens)).tolist()
+    rng = np.random.default_rng(cell.context)
+    return rng.integers(0, vocab_size, (cell.num_rows, cell.context)).tolist()

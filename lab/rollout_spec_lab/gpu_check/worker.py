@@ -4,12 +4,13 @@ One that takes long writes what it has found after each cell.
 Each imports what it needs, so that a package that cannot be imported costs only the parts that need it.
 """
 
+import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import AUTO, SpecConfig, UserError
+from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec_lab.bench.jobs import reply
 
 THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
@@ -21,24 +22,6 @@ def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     from rollout_spec.doctor.diagnosis import report
 
     return report()
-
-
-def latency(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians in microseconds: see `latency.latencies`."""
-    import torch
-
-    from rollout_spec_lab.gpu_check.latency import latencies
-
-    if not torch.cuda.is_available():
-        raise UserError("only a GPU has a stream that can wait for the host")
-    return latencies(torch.device("cuda"))
-
-
-def start(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Whether engines start: see `start.starts`."""
-    from rollout_spec_lab.gpu_check.start import starts
-
-    return starts(job)
 
 
 def verification(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -58,13 +41,6 @@ def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
     record = certify(Plan(**job["plan"]))
     record["plan"]["prompts"] = len(record["plan"]["prompts"])
     return record
-
-
-def steps(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What steps take: see `steps.measure`."""
-    from rollout_spec_lab.gpu_check.steps import measure
-
-    return measure(job)
 
 
 def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -87,10 +63,17 @@ def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]] = {
-    "doctor": doctor, "latency": latency, "start": start, "verify": verification, "certify": certificate,
-    "steps": steps, "thresholds": thresholds,
+    "doctor": doctor, "verify": verification, "certify": certificate, "thresholds": thresholds,
 }  # fmt: skip
 
 
+def run(job: Mapping[str, Any]) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    """A job's part: one of the above, or `measure` of the module that has its name."""
+    part = job["part"]
+    if part in PARTS:
+        return PARTS[part](job)
+    return importlib.import_module(f"rollout_spec_lab.gpu_check.{part}").measure(job)
+
+
 if __name__ == "__main__":
-    reply(lambda job: PARTS[job["part"]](job))
+    reply(run)

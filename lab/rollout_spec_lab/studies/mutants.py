@@ -59,11 +59,8 @@ TARGETS = (
         is_silent=True,
     ),
     Target(
-        (
-            "rollout_spec/drafting/gate/costs.py",
-            "rollout_spec/drafting/gate/gate.py",
-            "rollout_spec/drafting/groups.py",
-            "rollout_spec/drafting/history.py",
+        tuple(
+            f"rollout_spec/drafting/{name}.py" for name in ("gate/costs", "gate/gate", "groups", "history")
         ),
         tuple(f"tests/test_{name}.py" for name in ("gate", "drafter", "groups", "history", "proposer")),
         "not promises_that",
@@ -123,7 +120,7 @@ def copy_tree(folder: Path) -> None:
 
 
 def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
-    """Args: sample: how many mutants of each file are tried; None for all."""
+    """What became of each file's mutants; sample: how many of a file are tried, None: all."""
     folder = BUILD / "_".join(Path(file).stem for file in files)
     copy_tree(folder)
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
@@ -161,22 +158,15 @@ def mutate_python(files: list[str], target: Target, jobs: int, sample: int | Non
 
 def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
     """Of pytest with each mutant of a file; None where it has not been tried."""
-    codes: dict[str, int | None] = json.loads((folder / "mutants" / f"{path}.meta").read_text())[
-        "exit_code_by_key"
-    ]
-    return codes
+    return json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
 
 
 def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
     """What it prints; its progress goes to stderr where it is `shown`."""
     # This environment's packages come before mutmut's; the package itself comes from the copy.
     site = next(path for path in sys.path if path.endswith("site-packages"))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{site}:{folder}/lab",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    threads = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{site}:{folder}/lab", **threads}
     mutmut = [str(Path(sys.prefix) / "mutants" / "bin" / "python"), "-m", "mutmut", *command]
     to = sys.stderr if shown else subprocess.PIPE
     done = subprocess.run(mutmut, cwd=folder, env=environment, stdout=to, stderr=subprocess.STDOUT, text=True)

@@ -1,5 +1,6 @@
 """What the platform `cpu` cannot do through verl's own extension points: a `Patch` each, and its function."""
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -44,7 +45,6 @@ _SAVED = Patch(
     upstream="verl/utils/fsdp_utils.py, fsdp2_sharded_save_to_cpu (trainer_mode=separate_async)",
     until="verl copies what it saves",
 )
-
 _CRITIC = Patch(
     name="critic-without-flash-attention",
     reason='"is not a value head model, please install trl": verl loads a critic with flash-attn, which has '
@@ -52,7 +52,6 @@ _CRITIC = Patch(
     upstream="verl/utils/model.py, load_valuehead_model",
     until="verl asks for the attention that is configured",
 )
-
 _POSITIONS = Patch(
     name="positions-of-one-length",
     reason='training on images fails ("split_with_sizes expects split_sizes to sum exactly to") where all '
@@ -63,6 +62,7 @@ _POSITIONS = Patch(
 )
 
 
+@functools.cache
 def apply() -> None:
     """Apply all of them, those of modules that are not imported yet when they are; safe to call again."""
     import verl.utils.distributed
@@ -71,15 +71,10 @@ def apply() -> None:
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # verl's own override
     record(_FSDP)
     use_gloo_alone(verl.utils.distributed)
-    if not _waiting:
-        _waiting.append(True)
-        when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
-        when_imported("verl.utils.fsdp_utils", copy_saved_weights)
-        when_imported("verl.utils.model", load_critics)
-        when_imported("verl.utils.tensordict_utils", pack_positions)
-
-
-_waiting: list[bool] = []
+    when_imported("vllm.model_executor.layers.utils", keep_linear_weights)
+    when_imported("verl.utils.fsdp_utils", copy_saved_weights)
+    when_imported("verl.utils.model", load_critics)
+    when_imported("verl.utils.tensordict_utils", pack_positions)
 
 
 class _EngineDistribution(importlib.metadata.Distribution):

@@ -9,7 +9,8 @@ import pytest
 from rollout_spec.vllm import ascend
 
 ascend.import_worker()  # or vllm-ascend's modules import each other in circles
-from rollout_spec_lab.cli import gpu_check, main  # noqa: E402
+from rollout_spec_lab.cli import main  # noqa: E402
+from rollout_spec_lab.gpu_check import plan  # noqa: E402
 
 
 @pytest.mark.skipif(
@@ -20,8 +21,8 @@ def test_gpu_check_does_all_its_parts(
     chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the docs have a first user run it, with a CPU's load: the stub says that it is an accelerator."""
-    small = gpu_check.SIZES[False] | {"contexts": [64], "nums_rows": [1, 4], "nums_drafts": [0, 15]}
-    monkeypatch.setitem(gpu_check.SIZES, True, small)
+    small = plan.CPU._replace(contexts=[64], nums_rows=[1, 4], nums_drafts=[0, 15])
+    monkeypatch.setattr(plan, "ACCELERATOR", small)
     options = ["--minutes", "60", "--repeats", "1", "--methods", "off,sam", "--output", str(tmp_path)]
     assert main(["gpu-check", "--model", chat_model, "--engine", '{"enforce_eager": true}', *options]) == 0
     record = json.loads((tmp_path / "gpu-check.json").read_text())

@@ -23,7 +23,7 @@ def job_of(model: str, **engine: Any) -> dict[str, Any]:
 
 
 def recorded_load() -> dict[str, Any]:
-    from rollout_spec_lab.bench.engine import Load
+    from rollout_spec_lab.bench.load import Load
 
     load = Load(PROMPTS[:1], recorded=[RECORDED])
     return {"prompts": load.prompts, "requests": load.requests(0), "temperature": 1.0, "recorded": RECORDED}

@@ -14,7 +14,7 @@ from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.replay import IndexProposer, ReplayResult, replay_line
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
-from rollout_spec_lab.bench.engine import Load, random_prompts
+from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.test_runner_v2 import interpreted
 
@@ -48,7 +48,7 @@ def test_what_a_model_drafts_behind_every_token_is_recorded(
         load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
         model_drafter={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 3},
     )  # fmt: skip
-    recorded = engine.recorded(plan, tmp_path)
+    recorded = engine.record_proposals(plan, tmp_path)
     write_proposals(recorded, load.prompts, load.group_size, tmp_path)
     lines = list(read_trace(tmp_path / "proposals.jsonl"))
     assert [len(line.responses) for line in lines] == [2, 2]

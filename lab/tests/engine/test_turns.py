@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec_lab.bench.engine import Load, Plan
+from rollout_spec_lab.bench.engine import Plan
+from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.demo.turns import LEAST_PAIRS, METHODS, serve_in_turns
 
 PROMPTS = [[1, *[5, 9] * 14, 7], [1, 8, 4], [1, 30, 31, 32]]
