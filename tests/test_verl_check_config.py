@@ -19,7 +19,7 @@ from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, launch
-from rollout_spec.verl.check_config import check_config, check_overrides, check_whole
+from rollout_spec.verl.check_config import check_config, check_overrides, check_whole, one_line_errors
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -225,7 +225,7 @@ def started(monkeypatch, tmp_path):
         ("-m +rollout.spec=sam,of", "rollout.spec=of: must be one of sam, off"),
         ("+rollout.spec=sam rollout.spec.mode=early", "rollout.spec.mode: unknown field (known fields: "),
         ("+rollout.spec=sam trainer.nnodes=${oc.env:WORDS}", "trainer.nnodes='2': must be a whole number"),
-        ("+rollout.spec=sam trainer.nnodes=${oc.env:NO}", "the check failed with InterpolationResolution"),
+        ("+rollout.spec=sam trainer.nnodes=${oc.env:NO}", "trainer.nnodes: KeyError raised while "),
     ],
 )
 def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, started, monkeypatch, capsys):
@@ -236,6 +236,12 @@ def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, star
     [line] = [each for each in error.splitlines() if "Warning" not in each and not each.startswith(" ")]
     assert line.startswith(f"rollout_spec: {refusal}") and ended.value.code == 2
     assert len(started.found) == ("off,sam" in arguments and DETERMINISM in arguments)
+
+
+def test_a_check_that_fails_itself_ends_the_command_too(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise TypeError("two\n lines")
+    assert capsys.readouterr().err == "rollout_spec: the check failed with TypeError: two lines\n"
 
 
 def test_each_job_of_a_sweep_is_fitted(started, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import check_corpus
@@ -66,8 +67,12 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, ConfigError) else f"the check failed with {type(error).__name__}: "
-        print(f"rollout_spec: {kind}{' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, OmegaConfBaseException) and error.full_key:  # as of ${oc.env:NAME} without NAME
+            kind, text = f"{error.full_key}: ", str(error).partition("\n")[0]
+        else:
+            kind = "" if isinstance(error, ConfigError) else f"the check failed with {type(error).__name__}: "
+            text = " ".join(str(error).split())
+        print(f"rollout_spec: {kind}{text}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
