@@ -72,6 +72,7 @@ def test_a_sample_whose_prompt_is_another_goes_on_elsewhere(rows):
     assert other is not first and not other.after_prompt and rows.groups.num_resumed == 0
     assert [one.tolist() for one in rows.history.get(group_key("group"))] == [[30, 31]]
     rows.end(other, [9, 9, *PROMPT, 50])
+    assert rows.index.text(other.sequence).tolist() == [9, 9, *PROMPT, 50]
     assert rows.add([9, 9, *PROMPT, 50], **of_sample()) is other, "its text is not what comes after a prompt"
 
 
@@ -94,7 +95,10 @@ def test_without_a_name_the_longest_text_that_a_prompt_begins_with_goes_on(rows)
     assert rows.add(short) is of_short
     assert rows.add([*apart, 50], group="other") not in (of_long, of_short, of_group)
     assert rows.add([*apart, 50], group="group") is of_group
-    assert rows.groups.num_resumed == 3
+    odd = rows.add([9, 9], group="group")  # which does not begin with the group's prompt
+    rows.end(odd, [9, 9, 50])
+    assert rows.add([9, 9, 50], group="group") is odd
+    assert rows.groups.num_resumed == 4
 
 
 def test_a_text_that_is_shorter_than_what_is_compared_first_is_found(rows):
@@ -128,3 +132,16 @@ def test_responses_for_which_an_index_has_no_room_are_counted(monkeypatch):
         for name in ("a", "b"):
             rows.add(PROMPT, group=name)
         assert rows.groups.num_texts_left_out == 4
+
+
+def test_what_is_parked_in_a_group_that_leaves_a_full_index_is_remembered():
+    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
+        rows = Rows(index, History(4, 1 << 20))
+        first = rows.park([*PROMPT, 30, 31], **of_sample())
+        for begin in range(100, 16_100, 400):
+            prompt = range(begin, begin + 400)
+            last = rows.add(prompt)
+            rows.end(last, prompt)
+        assert rows.add(prompt) is last
+        assert [one.tolist() for one in rows.history.get(group_key("group"))] == [[30, 31]]
+        assert rows.add([*PROMPT, 30, 31], **of_sample()) is not first
