@@ -122,16 +122,15 @@ class States:
 
 
 def states_of(
-    fields: Mapping[str, Any], state_dtype: str = "auto", tensor_parallel_size: int = 1
+    fields: Mapping[str, Any], state_dtype: str = "auto", tensor_parallel_size: int = 1, dtype_bytes: int = 2
 ) -> States | None:
     """Of a text model's config.json; None where its fields do not say how large a state is.
-
-    The model computes in values of two bytes.
 
     Args:
         fields: of config.json, or of its text_config.
         state_dtype: vLLM's mamba_ssm_cache_dtype.
         tensor_parallel_size: ranks that share each layer's heads.
+        dtype_bytes: of what the model computes in.
     """
     if fields.get("linear_num_value_heads"):  # the gated delta rule
         values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
@@ -150,8 +149,9 @@ def states_of(
     if state_dtype == "auto":  # as vLLM decides it
         for_nemotron = "float32" if "ssm_state_size" in fields else "auto"
         state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or for_nemotron
-    state_bytes, ranks = 4 if state_dtype == "float32" else 2, tensor_parallel_size
-    return States(_num_layers(fields), state_bytes * size // ranks, 2 * channels // ranks, width)
+    state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
+    ranks = tensor_parallel_size
+    return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
 
 
 def _num_layers(fields: Mapping[str, Any]) -> int:

@@ -214,7 +214,7 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
     message = f"patch '{patch}' does not fit the installed packages"
     capsys.readouterr()
     assert main(["doctor"]) == 1
-    line, _ = capsys.readouterr().out.splitlines()  # and the verdict
+    line, *_ = capsys.readouterr().out.splitlines()  # failures come first
     assert line.startswith(f"fail  engine patches  PatchError: {message}")
     with pytest.raises(
         (PatchError, ConfigError), match=r"^patch '[\w-]+' does not fit the installed packages[^\n]*$"
