@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 # `make test VLLM=0.32.0`: an engine of another version, in an environment of its own.
 VLLM ?=
-# `make test VERL=DIR`: a checkout of verl in an environment of its own, with the vLLM that it pins, or with VLLM.
+# `make test VERL=DIR VLLM=0.29.0`: a checkout of verl in an environment of its own, with that vLLM.
 VERL ?=
 # `cpu` or `cuda`; by default cuda where a GPU is.
 ENGINE ?= $(if $(filter GPU,$(shell nvidia-smi -L 2>/dev/null)),cuda,cpu)

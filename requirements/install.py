@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 UV = "uv==0.13.8"
+PIP = ["uv", "pip", "install", "--quiet", "--no-deps", "--python"]
 # The versions that VLLM= takes, and their environments.
 VLLMS = {"0.24.0": "cpu"} | {version: f"vllm-{version}" for version in ("0.23.0", "0.29.0", "0.32.0")}
 # vllm-ascend, and the environment it runs in. What it asks for is not installable without an NPU's libraries,
@@ -51,29 +51,18 @@ def once(stamp: Path, *commands: list[str | Path], sources: list[Path], **variab
     return stamp
 
 
-def vllm_of(verl: Path, name: str) -> str:
-    """The version of vLLM for a checkout of verl: the named one, or that which it pins."""
-    pinned = re.findall(r'"vllm==([^"]+)"', (verl / "pyproject.toml").read_text())
-    for version in (name, *pinned):
-        if version in VLLMS:
-            return version
-    pins = ", ".join(pinned) or "of any version"
-    raise SystemExit(f"VERL={verl} asks for vLLM {pins}: name one of {', '.join(VLLMS)} as VLLM=VERSION")
-
-
 def install(args: argparse.Namespace) -> dict[str, str]:
     """Install what is asked for; returns the variables with which a program finds it."""
     home, name, files = args.venv.absolute(), NAMES[args.name], [f"{NAMES[args.name]}.txt"]
     folder = home if name in ("cpu", "cuda") else home / name
     if args.verl:  # what the environment of its vLLM lacks and verl needs is as in `cpu`
-        vllm = vllm_of(args.verl, args.name)
-        files, folder = ["cpu.txt", f"{VLLMS[vllm]}.txt"], home / f"verl-{vllm}"
-    uv, python = home / "bin/uv", home / "bin/python"
-    if not uv.exists():
-        makes = [sys.executable, "-m", "venv", home], [home / "bin/pip", "install", "--quiet", UV]
+        files, folder = ["cpu.txt", *files], home / f"verl-{name}"
+    os.environ["PATH"] = f"{home}/bin:{os.environ['PATH']}"
+    if not (home / "bin/uv").exists():
+        makes = [sys.executable, "-m", "venv", home], ["pip", "install", "--quiet", UV]
         once(home / ".uv", *makes, sources=[])
-    pip = [uv, "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
-    steps = [[uv, "venv", "--quiet", "--clear", "--python", python, folder]] if folder != home else []
+    pip = [*PIP, folder / "bin/python"]
+    steps = [["uv", "venv", "--quiet", "--clear", "--python", home / "bin/python", folder]] * (folder != home)
     # Without byte code every process of Ray would compile what it imports.
     compiled = ["--compile-bytecode"] if args.verl or folder == home else []
     steps += [[*pip, *compiled, "--requirement", HERE / file] for file in files]
@@ -84,35 +73,30 @@ def install(args: argparse.Namespace) -> dict[str, str]:
     if not args.packages_only and name not in ("docs", "mutants"):
         sources = [packages, *(file for pattern in SOURCES for file in sorted(ROOT.glob(pattern)))]
         once(folder / ".checkout", [*editable, ROOT, "--editable", ROOT / "lab"], sources=sources)
-    more = install_ascend(home, args.name) if args.name.startswith("ascend-") else {}
+    path = {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
     if args.name in NEWER:
-        more = install_newer(home, args.name, folder)
-    return {"PATH": f"{folder}/bin:{home}/bin:{os.environ['PATH']}", **more}
+        return path | install_newer(folder, home / f"vllm-{args.name}")
+    return path | (install_ascend(home, home / args.name) if args.name.startswith("ascend-") else {})
 
 
-def install_newer(home: Path, version: str, folder: Path) -> dict[str, str]:
+def install_newer(folder: Path, target: Path) -> dict[str, str]:
     """Install a vLLM for GPUs with a CPU's kernels; returns the variable with which it is found."""
-    target = home / f"vllm-{version}"
-    pip = [home / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", folder / "bin/python"]
-    mend = f"""find {target} -name '*.so*' -delete
+    package = [*PIP, folder / "bin/python", "--target", target, target.name.replace("-", "==")]
+    kernels = f"""find {target} -name '*.so*' -delete
         cp {folder}/lib/python*/site-packages/vllm/*.so {target}/vllm
-        sed -i '/^Version:/s/$/+cpu/' {target}/vllm-{version}.dist-info/METADATA"""
-    commands = [*pip, "--target", target, f"vllm=={version}"], ["sh", "-ec", mend]
-    once(target / ".built", *commands, sources=[folder / ".packages"])
+        sed -i '/^Version:/s/$/+cpu/' {target}/vllm-*.dist-info/METADATA"""
+    once(target / ".built", package, ["sh", "-ec", kernels], sources=[folder / ".packages"])
     return {"PYTHONPATH": str(target)}
 
 
-def install_ascend(home: Path, name: str) -> dict[str, str]:
+def install_ascend(home: Path, target: Path) -> dict[str, str]:
     """Install vllm-ascend, built with the tools of `cpu`; returns the variables with which it is found."""
-    target = home / name
-    build = [home / "bin/uv", "pip", "install", "--quiet", "--no-deps", "--python", home / "bin/python"]
-    build += ["--no-build-isolation", "--no-binary", "vllm-ascend", "--target", target]
-    plain = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
-    package = f"vllm-ascend=={name.removeprefix('ascend-')}"
-    once(target / ".built", [*build, package], sources=[], **plain, PATH=f"{home}/bin:{os.environ['PATH']}")
+    package = [*PIP, home / "bin/python", "--no-build-isolation", "--no-binary", "vllm-ascend"]
+    package += ["--target", target, target.name.replace("ascend-", "vllm-ascend==")]
+    once(target / ".built", package, sources=[], COMPILE_CUSTOM_KERNELS="0", SOC_VERSION="ascend910b1")
     plugins = "ascend,ascend_kv_connector,ascend_model_loader,ascend_service_profiling"
-    variables = {"VLLM_PLUGINS": f"{plugins},rollout_spec,torch_npu_stub"}
-    return {**variables, "PYTHONPATH": f"tests/ascend/stub:{target}"}
+    plugins += ",rollout_spec,torch_npu_stub"
+    return {"VLLM_PLUGINS": plugins, "PYTHONPATH": f"tests/ascend/stub:{target}"}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The lock has what the distributions ask for; what VERL and VLLM choose; what is installed anew."""
+"""The lock has what the distributions ask for; what is installed anew."""
 
 import re
 import subprocess
@@ -43,27 +43,6 @@ def test_the_python_of_a_newer_vllm_passes_the_engine_tests(version):
     """With the kernels of an older one, as long as it has no wheel for CPUs."""
     run = subprocess.run(["make", "test", f"VLLM={version}"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:]
-
-
-ONE_OF = "name one of 0.24.0, 0.23.0, 0.29.0, 0.32.0 as VLLM=VERSION"
-
-
-@pytest.mark.parametrize(
-    ("pins", "name", "found"),
-    [
-        ('"vllm==0.31.5", "vllm==0.24.0"', "cuda", "0.24.0"),
-        ('"vllm==0.29.0",', "0.24.0", "0.24.0"),
-        ('"vllm==0.31.5",', "cpu", f"VERL={{}} asks for vLLM 0.31.5: {ONE_OF}"),
-        ('"vllm>=0.18.0",', "cpu", f"VERL={{}} asks for vLLM of any version: {ONE_OF}"),
-    ],
-)
-def test_a_checkout_of_verl_gets_the_vllm_that_it_pins_or_the_named_one(pins, name, found, tmp_path):
-    (tmp_path / "pyproject.toml").write_text(f"vllm = [\n    {pins}\n]\n")
-    try:
-        chosen = install.vllm_of(tmp_path, name)
-    except SystemExit as refusal:
-        chosen = str(refusal)
-    assert chosen == found.format(tmp_path)
 
 
 def test_a_step_is_done_again_when_its_command_or_its_sources_change(tmp_path):
