@@ -30,7 +30,7 @@ class Counters:
 
 @dataclasses.dataclass
 class EngineCounters(Counters):
-    """Counts of one engine's drafter since the last reading; a step is one `propose` call."""
+    """Counts of one engine's drafter since the last reading; a step is one draft for its rows."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
     num_steps_on: int = 0  # of these, steps that drafted, would have, or found nothing to draft

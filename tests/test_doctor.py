@@ -54,6 +54,8 @@ def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(mo
         ("0.30.0", diagnosis.WARN, "not tested: judged by guards at start"),
         ("0.1.dev7", diagnosis.WARN, "not tested: judged by guards at start"),  # a build without tags
         ("0.22.1", diagnosis.FAIL, "refused: too old"),
+        ("0.33.0", diagnosis.FAIL, "refused: newer than what was tested"),
+        ("1.0.0", diagnosis.FAIL, "refused: newer than what was tested"),
     ],
 )
 def test_doctor_says_what_is_known_of_a_vllm(version, status, state):

@@ -197,6 +197,17 @@ def test_a_prompts_step_in_two_runs_is_said_and_a_file_named_twice_is_read_once(
 
 
 LONG_VERL = lines([row | {"output": f"{row['output']} {'c ' * 9}"} for row in FORMS["verl"]])
+ASKED = "a b c " * 4
+WITH_PROMPT = [
+    {"gid": i, "prompt_ids": [*range(20)], "response_ids": [*range(number), 7, i]}
+    for i, number in enumerate((20, 20, 5))
+]
+
+
+def texts(response):
+    return lines([{"prompt": ASKED, "response": response.format(i=i), "score": i} for i in range(2)])
+
+
 RECORDED = to_line("g", 1, [1], [[*range(20)]]).encode()
 PADDED = [{"prompt_ids": [1], "response_ids": [2, i] + [0] * 16} for i in range(3)]
 WHOLE = [{"prompt_ids": [1], "response_ids": [*range(i, 20)]} for i in range(2)]
@@ -230,6 +241,10 @@ TWICE = "rows are there again, the first time in {0}/x.jsonl, then in {0}/"
             "3 of 5 responses end in a run of token 0: if that is padding, remove",
         ),
         (lines(PADDED[:2] + WHOLE), b"", {}, ""),
+        (texts("{i} " + "c " * 17), b"", {}, "2 of 2 responses end in a run of 'c ': if that is padding"),
+        (texts("{i} " + "c " * 9), b"", {}, ""),
+        (texts(ASKED + "{i}"), b"", {}, "2 of 2 responses begin with their prompt: remove it"),
+        (lines(WITH_PROMPT), b"", {}, "2 of 3 responses begin with their prompt: remove it"),
     ],
 )
 def test_what_speaks_against_rollouts_is_one_line(tmp_path, tokenizer, caplog, x, y, options, doubt):

@@ -278,6 +278,11 @@ def test_unknown_options_are_refused_among_other_overrides():
         ([], "++rollout.spec=sam"),
         ([], "+rollout.spec.history=0"),
         ([], "++rollout.spec.method=sam"),
+        ([], "++rollout.spec.history=0"),
+        ([], "rollout.spec.history=0"),
+        ([], "+rollout.sepc=sam"),
+        ([], "+rollout_spec=sam"),
+        ([], "+actor_rollout_ref.rollout.spec=sam"),
         (["+rollout.spec=sam"], "rollout.spec.method=off"),
     ],
 )
@@ -286,6 +291,11 @@ def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
         ConfigError, match=re.escape(f"{wrong}: write +rollout.spec=sam or +rollout.spec=off")
     ):
         check_overrides([*fine, wrong])
+
+
+def test_a_configuration_of_ones_own_may_have_our_options():
+    check_overrides(["--config-name=mine", "rollout.spec.history=0", "++rollout.spec.corpus=x"])
+    check_overrides(["+rollout.nnodes=2", "+rollout_spec_replay_buffer=bounded"])
 
 
 def run(command):

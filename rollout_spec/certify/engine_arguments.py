@@ -35,9 +35,10 @@ def drafting_arguments(
     options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """vLLM's arguments for fields of `rollout.spec`; with a drafter of `model_drafter`, beside that model."""
+    options = {"untested_vllm": True, **options}  # by these engines a newer vLLM is judged
     num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
     if drafter is None:
-        speculative, options = speculative_config(num_speculative_tokens), dict(options)
+        speculative = speculative_config(num_speculative_tokens)
     else:
         speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
         options = {**options, "model_tokens": drafter["num_speculative_tokens"]}

@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -87,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for a user error, 130 for Ctrl-C, 141
-    if the reader of the output has gone."""
+    """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for an error, 130 for Ctrl-C, 141 if
+    the reader of the output has gone."""
     args = argparse.Namespace()
     try:
         try:
@@ -111,7 +112,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     except Exception as error:
         line = _user_error(error)
         if line is None:
-            raise
+            traceback.print_exc()
+            return 2
         command = " ".join((parser.prog, args.command, *([args.kind] if "kind" in args else ())))
         print(f"{command}: {' '.join(line.split())}", file=sys.stderr)
         return 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
@@ -123,6 +125,11 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
 
     same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
     length = MAX_PROMPT_TOKENS + args.max_tokens
+    positions = json.loads((Path(model) / "config.json").read_text()).get("max_position_embeddings") or length
+    if length > positions:
+        most = f"at most {positions - MAX_PROMPT_TOKENS}"
+        why = f"the model has {positions} positions, and {MAX_PROMPT_TOKENS} are for the prompt"
+        raise UserError(f"--max-tokens {args.max_tokens}: must be {most}, because {why}")
     return Plan(
         model=model,
         prompts=tokenized(model, rows),

@@ -41,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(comparison.to_dict()), end="")
     else:
+        for sentence in comparison.warnings:
+            console.print(sentence, style="bold", highlight=False)
         columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
         print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
-        for sentence in sentences(comparison):
+        for sentence in sentences(comparison)[len(comparison.warnings) :]:
             console.print(sentence, highlight=False)
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = {"wandb": publish(comparison, wandb_run, paths["png"])} if wandb_run else {}

@@ -105,10 +105,10 @@ def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
     some = lines[:: max(1, len(lines) // SAMPLED_LINES)]
     texts = [text for line in some for text in line.responses if len(text) >= LONG]
     num_held = sum(holds(opened, text) for text in texts)
-    if num_held:
+    if 10 * num_held > len(texts):  # a few are the same by chance
         logger.warning(
-            "%s holds %d of %d replayed responses word for word, so the figures promise too much: build it "
-            "from other responses", corpus, num_held, len(texts),
+            "%s holds %d of %d replayed responses of %d tokens or more word for word, so the figures promise "
+            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
         )  # fmt: skip
 
 
@@ -119,7 +119,12 @@ def _print(record: dict[str, Any], title: str) -> None:
     console = make_console()
     for sentence in (record["headline"], *sentences(record)):
         console.print(sentence, highlight=False)
-    print_values(title, {name: value for name, value in record.items() if isinstance(value, (int, float))})
+    names = {
+        "tail_tokens_per_step": "tokens per step, where at most a quarter of a prompt's responses still run",
+        "tail_share": f"share of steps in which at most {record['batch']['tail_rows']} requests run",
+    }
+    values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    print_values(title, {names.get(name, name): value for name, value in values.items()})
     print_tables(console, tables(record))
 
 

@@ -93,6 +93,9 @@ def _known(name: str, version: str) -> Check:
     minor = versions.minor(version) if is_vllm else None
     if minor is not None and minor < versions.OLDEST:
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
+    if is_vllm and versions.is_untested(release):
+        option = "set rollout.spec.untested_vllm=true to try it"
+        return Check(name, FAIL, f"{version} (refused: newer than what was tested)", f"{option}; {fix}")
     state = "not tested: judged by guards at start" if is_vllm else "not tested"
     return Check(name, WARN, f"{version} ({state})", fix)
 

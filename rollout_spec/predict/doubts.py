@@ -1,14 +1,18 @@
-"""What speaks against rollouts: rows that are there twice, and padding."""
+"""What speaks against rollouts: rows that are there twice, padding, responses with their prompt."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.trace import Rollout
+
 LONG = 16  # tokens or characters: what is shorter is the same by chance
+REMOVE = "remove it, because it counts and is easy to draft"
 _Text = str | npt.NDArray[np.int32]
 
 
@@ -42,13 +46,31 @@ class Repeats:
             yield f"{self._num_again} of {self._num_rows} rows are there again, {self._again}: each counts"
 
 
-def padding(responses: Sequence[npt.NDArray[np.int32]]) -> Iterator[str]:
-    """Says it where most responses end in a run of one token."""
+def padding(responses: Sequence[_Text]) -> Iterator[str]:
+    """Says it where most responses end in a run of one token, or of one piece of text."""
     full = [one for one in responses if len(one)]
-    ends = Counter(int(one[-1]) for one in full if len(one) > LONG and (one[-LONG:] == one[-1]).all())
-    for token, num in ends.most_common(1):
+    ends = Counter(end for end in map(_run_at_end, full) if end)
+    for end, num in ends.most_common(1):
         if 2 * num > len(full):
-            yield (
-                f"{num} of {len(full)} responses end in a run of token {token}: if that is padding, remove "
-                "it, because it counts and is easy to draft"
-            )
+            yield f"{num} of {len(full)} responses end in a run of {end}: if that is padding, {REMOVE}"
+
+
+def _run_at_end(text: _Text) -> str | None:
+    if isinstance(text, str):
+        found = re.search(r"(.{1,40}?)\1{15}$", text[-41 * LONG :], re.DOTALL)
+        return found and repr(found[1])
+    is_run = len(text) > LONG and bool((text[-LONG:] == text[-1]).all())
+    return f"token {text[-1]}" if is_run else None
+
+
+def prompts_within(lines: Iterable[Any]) -> Iterator[str]:
+    """Says it where most responses begin with their prompt."""
+    num = num_within = 0
+    for line in lines:
+        prompt = line.prompt_token_ids if isinstance(line, Rollout) else line.prompt
+        for response in line.responses if len(prompt) >= LONG else ():
+            begin = response[: len(prompt)]
+            num += 1
+            num_within += begin == prompt if isinstance(begin, str) else np.array_equal(begin, prompt)
+    if 2 * num_within > num:
+        yield f"{num_within} of {num} responses begin with their prompt: {REMOVE}"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import UserError
-from rollout_spec.predict.doubts import Repeats, padding
+from rollout_spec.predict.doubts import Repeats, padding, prompts_within
 from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, read_objects, token_ids
 
 NAMES = {
@@ -141,7 +141,8 @@ def _doubts(
         yield "--columns: has no effect, because recordings have fields of their own"
     if tokenizer and not any(texts):
         yield "--tokenizer: has no effect, because these rollouts are token ids"
-    yield from padding([response for response in responses if not isinstance(response, str)])
+    yield from padding(responses)
+    yield from prompts_within(found)
 
 
 def _files(path: Path) -> list[Path]:

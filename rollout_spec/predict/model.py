@@ -47,19 +47,21 @@ class Model:
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
-        """From a Hugging Face config.json.
+        """From a Hugging Face config.json, or its folder.
 
         Raises:
             OSError: the file cannot be opened.
             RooflineError: a field is missing or wrong, or says that the model is of another kind.
         """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(path.read_text())
         except (ValueError, RecursionError) as error:
             raise RooflineError(f"{path}: not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise RooflineError(f"{path}: must be a JSON object")
-        where, nested = path, fields.get("text_config")
+        where, nested = str(path), fields.get("text_config")
         try:
             if isinstance(nested, dict) and "hidden_size" not in fields:  # it reads images or audio too
                 where = f"{path}: text_config"
@@ -73,15 +75,15 @@ class Model:
     @classmethod
     def _of(cls, fields: dict[str, Any]) -> Model:
         _refuse_other_kinds(fields)
-        states, linear_params = _linear_layers(fields)
+        dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+        if dtype not in _BYTES:
+            raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
+        states, linear_params = _linear_layers(fields, _BYTES[dtype])
         fields = _with_mixers_and_mlps(fields)
         experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
         is_narrow = experts and "moe_intermediate_size" in fields
         width = "moe_intermediate_size" if is_narrow else "intermediate_size"
         hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
-        dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
-        if dtype not in _BYTES:
-            raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
         model = cls(
             hidden_size=hidden_size,
             num_layers=_whole(fields, "num_hidden_layers"),
@@ -168,19 +170,19 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
             raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
 
 
-def _linear_layers(fields: dict[str, Any]) -> tuple[States | None, int]:
+def _linear_layers(fields: dict[str, Any], dtype_bytes: int) -> tuple[States | None, int]:
     """The states of the recurrent layers, and the parameters of one."""
     hidden_size = _whole(fields, "hidden_size")
     if fields.get("linear_num_value_heads"):  # the gated delta rule
         heads = _whole(fields, "linear_num_value_heads")
         values = heads * _whole(fields, "linear_value_head_dim")
         keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
-        return states_of(fields), hidden_size * (2 * keys + 3 * values + 2 * heads)
+        return states_of(fields, dtype_bytes=dtype_bytes), hidden_size * (2 * keys + 3 * values + 2 * heads)
     if fields.get("ssm_state_size"):  # Mamba 2
         heads = _whole(fields, "mamba_num_heads")
         values = heads * _whole(fields, "mamba_head_dim")
         keys = _whole(fields, "n_groups", 1) * _whole(fields, "ssm_state_size")
-        return states_of(fields), hidden_size * (2 * keys + 3 * values + heads)
+        return states_of(fields, dtype_bytes=dtype_bytes), hidden_size * (2 * keys + 3 * values + heads)
     return None, 0
 
 

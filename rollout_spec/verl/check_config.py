@@ -76,6 +76,16 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+_OF_NOBODY = (  # what looks like +rollout.spec=sam, and would do nothing
+    r"\+\+rollout\.spec=",
+    r"\+*rollout/spec=",
+    r"\+*rollout=.*\bspec\b",
+    r"\+*rollout\.spec\.method=",
+    r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
+    rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
+)
+
+
 def check_overrides(arguments: Sequence[str]) -> None:
     """Raise a ConfigError for an unknown method, for `rollout.spec.NAME=VALUE` where NAME is no option, and
     for what looks like `+rollout.spec=METHOD` and is none.
@@ -83,12 +93,12 @@ def check_overrides(arguments: Sequence[str]) -> None:
     Hydra would refuse the first two in many lines, before any check of ours, and do nothing for the third.
     """
     known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
+    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
     values = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
     chosen = [[each] if "{" in each else each.split(",") for each in values]
-    of_nobody = r"\+\+rollout\.spec=|\+*rollout(/spec=|=.*\bspec\b|\.spec\.method=)"
-    of_nobody += "" if chosen else r"|\+rollout\.spec\."
+    of_nobody = _OF_NOBODY if chosen or has_own_config else (*_OF_NOBODY, r"\+*rollout\.spec\.")
     for argument in arguments:
-        if re.match(of_nobody, argument):
+        if any(re.match(pattern, argument) for pattern in of_nobody):
             raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
     for method in itertools.chain(*chosen):
         if method not in METHODS:

@@ -17,17 +17,26 @@ def version() -> str | None:
     return found and found.partition("+")[0]
 
 
+def _numbers(release: str | None) -> tuple[int, ...]:
+    """MAJOR and MINOR of a release; () of what a build from source may be called, and where there is none."""
+    found = re.match(r"(\d+)\.(\d+)\.\d", release or "")
+    return tuple(map(int, found.groups())) if found else ()
+
+
 def minor(release: str | None) -> int | None:
-    """N of a release 0.N.M; None of what a build from source may be called, and where there is none."""
-    found = re.match(r"0\.(\d+)\.\d", release or "")
-    return int(found[1]) if found else None
+    """N of a release 0.N.M; None of any other, and of what a build from source may be called."""
+    major, *rest = _numbers(release) or (None,)
+    return rest[0] if major == 0 else None
+
+
+def is_untested(release: str | None) -> bool:
+    """Whether a release is newer than all that were tested; a build from source is none."""
+    return _numbers(release) > max(map(_numbers, TESTED))
 
 
 def untested() -> str | None:
     """The installed vLLM, if it is newer than all that were tested."""
-    found = version()
-    numbers = [number for number in map(minor, (*TESTED, found)) if number is not None]
-    return found if len(numbers) > len(TESTED) and numbers[-1] > max(numbers[:-1]) else None
+    return version() if is_untested(version()) else None
 
 
 def refuse_old_version() -> None:

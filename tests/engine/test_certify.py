@@ -34,6 +34,13 @@ def certified(model, folder, *arguments):
     return code, json.loads((folder / "certificate.json").read_text())
 
 
+def test_more_tokens_than_the_policy_has_positions_are_refused(chat_model, capsys):
+    from rollout_spec.cli import main
+
+    assert main(["certify", "--model", chat_model, "--max-tokens", "999999"]) == 2
+    assert "--max-tokens 999999: must be at most " in capsys.readouterr().err
+
+
 def test_several_configurations_top_k_top_p_and_the_distribution_test(chat_model, tmp_path):
     code, record = certified(
         chat_model, tmp_path, "--num-speculative-tokens", "5", "--batch-thresholds", "0", "64",

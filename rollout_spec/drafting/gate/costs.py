@@ -73,6 +73,7 @@ class Costs:
     What a draft promises is corrected by what came true. Ranks that step together take as long as the one
     that verifies most. Each decides by itself, as if the others decided the same. All measure plain steps at
     the same time: beside a rank with drafts a plain step takes as long, so drafts would seem to cost nothing.
+    Only a rank whose first request comes late measures its first ones alone.
 
     Args:
         fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.
@@ -85,7 +86,7 @@ class Costs:
         self._step: Step | None = None
         self._plain_seconds: float | None = None  # of a step like that one; None: to be computed
         self.is_probe = False
-        """Whether the step now running goes without drafts, to be measured; in all ranks."""
+        """Whether the step now running goes without drafts, to be measured."""
         self.probes_soon = False
         """The same of the step after the next one."""
         # The busiest rank's tokens / our rows in the last steps. One of them at least was plain; the smallest
