@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
+from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
@@ -34,6 +35,14 @@ from rollout_spec.verl.recorder import Recorder
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
 from tests.test_verl_check_config import composed
+
+
+def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
+    monkeypatch.delattr(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMHttpServer._park_until_admitted"
+    )
+    with pytest.raises(PatchError, match="_park_until_admitted takes nothing: it is gone"):
+        hooks.install()
 
 
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):
