@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
 SAMPLED_LINES = 100  # in which the texts of a corpus are looked for
-LONG = 16  # tokens: shorter responses are the same by chance
 logger = logging.getLogger(__name__)
 
 HELP = "replay recorded rollouts through the drafter, without a model"
@@ -100,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
     """Say it where the corpus was built from what is replayed: a training's next responses are new."""
     from rollout_spec.drafting.corpus import holds, open_corpus
+    from rollout_spec.predict.doubts import LONG
 
     opened = open_corpus(corpus)
     some = lines[:: max(1, len(lines) // SAMPLED_LINES)]
