@@ -1,9 +1,17 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `sample_tokens`, in it `_sample`, `_bookkeeping_sync`, and then `propose_draft_token_ids`, which
-asks the drafter, but for one beside a model: that is asked last, in `sample_tokens`.
-`sampler` hooks the samplers that `_sample` calls.
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. With our
+drafter, `sample_tokens` calls:
+
+1. `_sample`, which calls the samplers that `sampler` hooks;
+2. `_bookkeeping_sync`, which waits for the tokens;
+3. `propose_draft_token_ids`, which asks our drafter.
+
+With a model that drafts, `sample_tokens` calls:
+
+1. `_sample`, as above;
+2. `propose_draft_token_ids`, which asks the model: the tokens are still on the device;
+3. `_bookkeeping_sync`. Then `BesideTextRunner.sample_tokens` asks our drafter, if the engine has it too.
 """
 
 from typing import Any
