@@ -319,16 +319,12 @@ class Drafter:
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
             price or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
-        self._catch_up_in_step()
+        if self.index.catch_up(0):  # also where nobody waits for a device
+            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
+            self.catch_up(lambda: self._clock() < end)
         if result.num_left_out:
             self._forget_left_out(rows, result.num_draft_tokens)
         return result
-
-    def _catch_up_in_step(self) -> None:
-        """Index text that is behind for a short time, also where nobody waits for a device."""
-        if self.index.catch_up(0):
-            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
-            self.catch_up(lambda: self._clock() < end)
 
     def _forget_left_out(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
         """Rows that a step has left out (-1, here 0 then) have no place in the index any more."""
