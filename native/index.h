@@ -22,7 +22,7 @@ typedef struct {
     uint64_t idle_since; /* what num_idle_ever was when it became idle, 0: it has running sequences */
     int32_t prompt;      /* a sequence; until it is indexed as a whole, no other of the group is */
     uint64_t num_tokens;
-    uint64_t num_live; /* of them, of its sequences: as spare_text_leaves last counted */
+    uint64_t num_live; /* of them, of its sequences: as forget_most_spare_text last counted */
     rs_automaton automaton;
 } rs_group;
 

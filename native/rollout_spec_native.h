@@ -25,9 +25,9 @@
  *             survival, falls below min_survival.
  *
  * No function is thread safe for one index; different indexes are independent.
- * Every function that returns a status changes nothing when it fails, except that reserved memory may stay reserved and
- * idle groups be gone; but for rs_corpus_add. `error` may be NULL; when it is not, it is written on failure only. So may
- * an array of no tokens; nothing else.
+ * A function that fails changes nothing, but memory may stay reserved and idle groups be gone. Not so rs_corpus_add.
+ * `error` is written on failure only. It may be NULL.
+ * An array of no tokens may be NULL too; no other pointer may.
  *
  * A sequence runs or is parked; a parked one has its place until it runs again or is closed. A text is behind while not all
  * of it is indexed: rs_catch_up goes on with it.
@@ -43,7 +43,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 25, /* raised with every change of this file */
+    RS_ABI_VERSION = 25, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
     RS_MAX_BRANCHES = 64,
@@ -116,9 +116,9 @@ int32_t rs_abi_version(void);
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error);
 void rs_index_free(rs_index *index);
 
-/* The prompt, which is copied, is behind, and so are the group's sequences until all of it is indexed. An id is the one
- * closed last, or else the smallest that was never used: an id that is not open is refused, one that has been opened again
- * cannot be told from its predecessor. */
+/* The prompt is copied, and is behind. So are the group's sequences until all of it is indexed.
+ * The id is that of the group closed last, or else the smallest that was never used.
+ * An id that is not open is refused. One that was opened again cannot be told from its predecessor. */
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error);
 

@@ -116,7 +116,7 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     rs_sequence_note_behind(index, sequence);
 }
 
-static bool spare_text_leaves(rs_index *index);
+static bool forget_most_spare_text(rs_index *index);
 
 static bool is_worth_spare_text(const rs_sequence *sequence) {
     return sequence->kind == RS_RUNNING || sequence->kind == RS_PROMPT;
@@ -128,7 +128,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     do {
         status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity,
                             num_before + (uint64_t)num_tokens, sizeof *sequence->text);
-    } while (status != RS_OK && is_worth_spare_text(sequence) && spare_text_leaves(index));
+    } while (status != RS_OK && is_worth_spare_text(sequence) && forget_most_spare_text(index));
     if (status != RS_OK) {
         index->num_texts_left_out++;
         return status;
@@ -297,7 +297,7 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
         if (is_prompt || rs_is_whole(index, index->groups + group)) {
             status = append(index, index->groups + group, sequence, num_behind < max_tokens ? num_behind : max_tokens);
         }
-    } while (status != RS_OK && is_worth_spare_text(sequence) && spare_text_leaves(index));
+    } while (status != RS_OK && is_worth_spare_text(sequence) && forget_most_spare_text(index));
     rs_sequence_note_behind(index, sequence);
     if (is_prompt && sequence->at.level == sequence->level) {
         restart_all(index, group);
@@ -321,8 +321,8 @@ static void forget_spare_text(rs_index *index, int32_t group) {
     restart_all(index, group);
 }
 
-/* Let all text but that of its sequences leave the group that has most of it; false where that is little everywhere. */
-static bool spare_text_leaves(rs_index *index) {
+/* Forget the spare text of the group that has most of it; false where that is little everywhere. */
+static bool forget_most_spare_text(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
         index->groups[i].num_live = 0;
     }

@@ -207,7 +207,7 @@ static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
 }
 
 /* Returns how many rows are behind. */
-static int32_t draft_rows(const rs_index *index, const rs_batch *batch) {
+static int32_t draft_rows(rs_index *index, rs_batch *batch) {
     int32_t num_behind = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         if (batch->num_draft_tokens[i] < 0) {

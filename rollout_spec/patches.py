@@ -113,7 +113,7 @@ def body_digest(function: Any) -> str:
 def put_before(ours: type, instance: Any, patch: Patch) -> None:
     """Let a class of ours stand before an object's own class: its methods override and call `super()`.
 
-    So what a platform has made of the object's class stays below ours. Idempotent.
+    The class put last is outermost; what a platform has made of the object's class stays below. Idempotent.
 
     Raises PatchError: as `guard_class`, and the object stays as it was.
     """

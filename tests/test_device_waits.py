@@ -119,9 +119,9 @@ class Engine:
             model_config=SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
-        self.rows = RowSampling(self.runner, is_coupled=True)
+        self.row_sampling = RowSampling(self.runner, is_coupled=True)
         with self.accelerator:
-            self.rows.install()
+            self.row_sampling.install()
 
     def plain(self):
         logits = self.accelerator.put(torch.randn(len(DRAFTS), VOCAB_SIZE) * 5)
@@ -219,7 +219,7 @@ class Engine:
         batch = SimpleNamespace(**vars(self.runner.input_batch), token_ids_cpu=None)
         runner = bare(SomeMRV1, vllm_config=config, drafter=drafter, parallel_config=config.parallel_config)
         runner.input_batch, runner.max_model_len = batch, 64
-        bind_model_drafter(runner, self.rows, proposer)
+        bind_model_drafter(runner, self.row_sampling, proposer)
         return runner
 
     def _counted(self, step):
@@ -351,7 +351,7 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
     keep_from_fused_kernel(module)
     engine = Engine(SAMPLED)
-    keyed = engine.rows.know(engine.sampling, [0] * len(DRAFTS))
+    keyed = engine.row_sampling.with_generators(engine.sampling, [0] * len(DRAFTS))
     assert [module.mixed_sample_eligible(each, False) for each in (engine.sampling, keyed)] == [True, False]
     keep_from_fused_kernel(SimpleNamespace())  # of another vLLM
 

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
-from rollout_spec.vllm.mrv2.ahead import AheadScheduler, take_padding
+from rollout_spec.vllm.mrv2.ahead import AheadScheduler, drop_padding
 from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 
 
@@ -81,7 +81,7 @@ def test_requests_that_join_have_no_placeholders():
         num_scheduled_tokens={"new": 5, "prompt": 9, "resumed": 5, "runs": 5},
         total_num_scheduled_tokens=24,
     )
-    take_padding(output)
+    drop_padding(output)
     assert output.scheduled_spec_decode_tokens == {"runs": [-1] * 4}
     assert output.num_scheduled_tokens == {"new": 1, "prompt": 9, "resumed": 1, "runs": 5}
     assert output.total_num_scheduled_tokens == 16

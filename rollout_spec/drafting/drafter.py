@@ -222,18 +222,18 @@ class Drafter:
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         step = self._step_that_ended(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
         rows = self._decoding_rows(step, nums_new_tokens)
+        drafts: list[list[int]] = [[] for _ in request_ids]
         if step.num_rows == 0:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
-            return [[] for _ in request_ids]
+            return drafts
         price = self._gate.begin(step, self.counters)
         proposed = self._propose_after(rows, token_ids, levels, price, model_drafts, rooms)
         self._count(step, rows, proposed)
-        drafts: list[list[int]] = [[] for _ in request_ids]
         if price is None:
             self.next_step_waits = False
         elif in_time:
-            self._choose_for_next_step(rows, proposed, drafts)
+            drafts = self._choose_for_next_step(rows, proposed, num_rows)
             self._model_share.count_drafted(request_ids, drafts, model_drafts, self.counters)
             self._fill_up(drafts, nums_new_tokens)
         else:
@@ -313,33 +313,28 @@ class Drafter:
         model_drafts: ModelDrafts | None = None,
         rooms: Int32Array | None = None,
     ) -> StepResult:
-        """Index what these rows have got, and what waits; propose tokens of at least that price, None: none.
-
-        The one call of the index in a step. What is left out of it has no place there any more.
-        """
+        """Index what these rows got, and what waits; propose tokens of this price or more, None: none."""
         rows.set_levels(levels, price is not None, rooms)
         result = self.index.index_and_draft(
-            rows.sequences,
-            token_ids,
-            rows.numbers,
-            rows.levels,
-            rows.max_draft_tokens,
-            price or 0.0,
-            PIECE_TOKENS,
-            model_drafts,
-        )
+            rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
+            price or 0.0, PIECE_TOKENS, model_drafts,
+        )  # fmt: skip
         if self.index.catch_up(0):  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_left_out:
-            for row in rows.numbers[result.num_draft_tokens < 0].tolist():
-                self._requests[self._row_ids[row]].member = None
-            self._rows = None
-            np.maximum(result.num_draft_tokens, 0, out=result.num_draft_tokens)
+            self._forget_left_out(rows, result.num_draft_tokens)
         return result
 
-    def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, drafts: list[list[int]]) -> None:
-        """Put into `drafts` what the open gate takes of each row's draft: its first tokens."""
+    def _forget_left_out(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
+        """Rows that a step has left out (-1, here 0 then) have no place in the index any more."""
+        for row in rows.numbers[nums_draft_tokens < 0].tolist():
+            self._requests[self._row_ids[row]].member = None
+        self._rows = None
+        np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
+
+    def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, num_rows: int) -> list[list[int]]:
+        """What the open gate takes of each row's draft: its first tokens."""
         self.next_step_waits = True
         chosen = self._chosen(rows, proposed)
         numbers = chosen.tolist()
@@ -347,8 +342,10 @@ class Drafter:
         self.counters.num_draft_tokens += sum(numbers)
         is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
         tokens, end = proposed.draft_tokens[is_chosen].tolist(), 0
+        drafts: list[list[int]] = [[] for _ in range(num_rows)]
         for row, number in zip(rows.numbers.tolist(), numbers, strict=True):
             drafts[row] = tokens[end : (end := end + number)]
+        return drafts
 
     def _choose_whether_to_wait(self, rows: _Rows, proposed: StepResult) -> None:
         """The next step has begun without drafts: should the one after it wait for them?"""

@@ -145,7 +145,7 @@ class SuffixIndex:
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         """A new group with this prompt (int32 vector, may be empty), which is behind; returns its id."""
         check_vector("prompt_token_ids", prompt_token_ids, None)
-        index, num_tokens = self._open_index(), len(prompt_token_ids)
+        index, num_tokens = self._handle(), len(prompt_token_ids)
         self._check(lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, self._id, self._error))
         return int(self._id[0])
 
@@ -155,25 +155,25 @@ class SuffixIndex:
         Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
         """
         check_vector("token_ids", token_ids, None)
-        index, group = self._open_index(), int32("group", group)
+        index, group = self._handle(), int32("group", group)
         self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
 
     def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
         """Index up to so many tokens of what is behind; whether there is more to index."""
-        return bool(lib.rs_catch_up(self._open_index(), max_tokens))
+        return bool(lib.rs_catch_up(self._handle(), max_tokens))
 
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""
-        index = self._open_index()
+        index = self._handle()
         return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
 
     def close_group(self, group: int) -> None:
-        """Forget a group's text, in constant time: what is large of it is freed in the steps that follow, or
-        where its bytes are needed, and counts in `stats` until then.
+        """Forget a group's text, in time in the number of sequences: what is large of it is freed in the
+        steps that follow, or where its bytes are needed, and counts in `stats` until then.
 
         Raises UnknownId: no such group; InvalidArgument: one of its sequences runs.
         """
-        self._check(lib.rs_group_close(self._open_index(), int32("group", group), self._error))
+        self._check(lib.rs_group_close(self._handle(), int32("group", group), self._error))
 
     def open_sequence(self, group: int, *, after_prompt: bool = True) -> int:
         """Open a sequence and return its id.
@@ -181,14 +181,14 @@ class SuffixIndex:
         after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
         again. Otherwise it begins at the root and all its tokens are its own.
         """
-        index, group = self._open_index(), int32("group", group)
+        index, group = self._handle(), int32("group", group)
         self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
         """The tokens of an open sequence after its start, indexed or not, int32 [n]. Raises UnknownId."""
         number = ffi.new("int64_t *")
-        index, sequence = self._open_index(), int32("sequence", sequence)
+        index, sequence = self._handle(), int32("sequence", sequence)
         self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
         tokens = np.empty(int(number[0]), np.int32)
         if len(tokens):
@@ -198,18 +198,18 @@ class SuffixIndex:
 
     def close_sequence(self, sequence: int) -> None:
         """Close a sequence; its text stays in the group. Raises UnknownId."""
-        self._check(lib.rs_sequence_close(self._open_index(), int32("sequence", sequence), self._error))
+        self._check(lib.rs_sequence_close(self._handle(), int32("sequence", sequence), self._error))
 
     def park_sequence(self, sequence: int) -> None:
         """Keep a sequence's place while it is in no step. Raises UnknownId."""
-        self._check(lib.rs_sequence_park(self._open_index(), int32("sequence", sequence), self._error))
+        self._check(lib.rs_sequence_park(self._handle(), int32("sequence", sequence), self._error))
 
     def resume_sequence(self, sequence: int) -> None:
         """Its next row goes on after what it and the sequence's text begin with.
 
         Raises UnknownId: no such sequence; InvalidArgument: its group was given up or closed.
         """
-        self._check(lib.rs_sequence_resume(self._open_index(), int32("sequence", sequence), self._error))
+        self._check(lib.rs_sequence_resume(self._handle(), int32("sequence", sequence), self._error))
 
     def index_and_draft(
         self,
@@ -238,7 +238,7 @@ class SuffixIndex:
 
         Raises InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
         """
-        index, batch = self._open_index(), self._batch
+        index, batch = self._handle(), self._batch
         # What is the same array as in the step before needs no look: engines' batches change seldom.
         vectors = sequences, rows, levels, max_draft_tokens
         if self._vectors is None or any(map(operator.is_not, vectors, self._vectors)):
@@ -254,12 +254,12 @@ class SuffixIndex:
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
-        lib.rs_index_stats(self._open_index(), stats)
+        lib.rs_index_stats(self._handle(), stats)
         return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
 
     def validate(self) -> None:
         """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
-        self._check(lib.rs_index_validate(self._open_index(), self._error))
+        self._check(lib.rs_index_validate(self._handle(), self._error))
 
     def close(self) -> None:
         """Free the index; every later call but close raises InvalidArgument."""
@@ -274,7 +274,7 @@ class SuffixIndex:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_index(self) -> Any:
+    def _handle(self) -> Any:
         if not self._index:
             raise InvalidArgument("index: is closed")
         return self._index

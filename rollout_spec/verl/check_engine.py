@@ -154,7 +154,7 @@ def _has_mrv1(config: DictConfig, policy: _Fields, is_small: bool) -> bool:
     """Whether vLLM takes MRV1; False if that cannot be seen here. `is_small`: a small model drafts."""
     if asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
         return asked == "0"
-    if is_for_npus(config) or _has_adapters(config):  # as `mrv2_misfits` says
+    if is_for_npus(config) or _has_adapters(config):  # as `unsupported_on_mrv2` says
         return True
     if version() is None:  # a driver without vLLM
         return False

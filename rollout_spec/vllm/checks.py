@@ -55,7 +55,7 @@ def mrv2_misfit() -> str | None:
     return None
 
 
-def mrv2_misfits(vllm_config: VllmConfig) -> list[str]:
+def unsupported_on_mrv2(vllm_config: VllmConfig) -> list[str]:
     """Why an engine with our drafter is not to have MRV2, as an entry of vLLM's own list.
 
     vLLM warns: "Model Runner V2 does not yet support ENTRY; using the V1 model runner instead". Where

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.config import ConfigError, SpecConfig
 
 if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
 # Of vLLM's `speculative_config`: a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
-_ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
+ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
@@ -96,10 +96,3 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     if not config.enabled:
         raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
     return config
-
-
-def count_ahead(scheduler: SchedulerConfig) -> None:
-    """Have the steps of an engine counted as vLLM has decided to schedule them: changes `scheduler` in place
-    where SCHEDULER is asked for and steps are scheduled asynchronously."""
-    if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
-        scheduler.scheduler_cls = _ASYNC_SCHEDULER

@@ -60,7 +60,7 @@ class SuffixProposer:
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         self._counts = Counts()
 
-    def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], None] = lambda: None) -> None:
+    def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
         """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
 
         Args:

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import graphs
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
-from rollout_spec.vllm.mrv2.runner import DraftingRunner, give_graphs
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, give_graphs_or_say_why_not
 
 if not graphs.HAS_GRAPHS:
     pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
@@ -113,7 +113,7 @@ def runner_with(
         said=said,
     )
     put_before(DraftingRunner, runner, SPECULATOR)
-    runner.why_no_graphs = give_graphs(runner)
+    runner.why_no_graphs = give_graphs_or_say_why_not(runner)
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
 

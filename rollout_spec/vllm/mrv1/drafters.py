@@ -31,15 +31,15 @@ class ModelPasses:
     """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
     Args:
-        rows: knows its rows' noise.
+        sampling: knows the noise of the rows.
         proposer: of the suffix drafts, if the model drafts beside it.
 
     Attributes:
         num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
     """
 
-    def __init__(self, rows: RowSampling, proposer: SuffixProposer | None) -> None:
-        self._rows, self.proposer = rows, proposer
+    def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
+        self._sampling, self.proposer = sampling, proposer
         self._num_tokens = self.num_now = 0 if proposer is None else proposer.most_model_tokens
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -53,15 +53,15 @@ class ModelPasses:
 
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
-        self._keys, self._ends = self._rows.keys_and_ends((sampled_token_ids >= 0).sum(1))
+        self._keys, self._ends = self._sampling.keys_and_ends((sampled_token_ids >= 0).sum(1))
         self._drawn = []
 
-    def draw(self, logits: torch.Tensor, sampling: Any) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
         """The tokens of one pass, int64 [num_rows], of logits float32 [num_rows, vocab_size]."""
         tokens = argmax(logits)
-        if not sampling.all_greedy:
-            is_sampled = sampling.temperature > 0
-            scaled = logits / torch.where(is_sampled, sampling.temperature, 1.0).unsqueeze(1)
+        if not metadata.all_greedy:
+            is_sampled = metadata.temperature > 0
+            scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
             seeds = noise.seeds_at(self._keys, self._ends + len(self._drawn))
             drawn = noise.exponential(seeds, coupled.num_drawn(logits.shape[1]), logits.device)
             tokens = torch.where(is_sampled, coupled.race(scaled, drawn), tokens)

@@ -1,9 +1,17 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `sample_tokens`, in it `_sample`, `_bookkeeping_sync`, and then `propose_draft_token_ids`, which
-asks the drafter, but for one beside a model: that is asked last, in `sample_tokens`.
-`sampler` hooks the samplers that `_sample` calls.
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. With our
+drafter, `sample_tokens` calls:
+
+1. `_sample`, which calls the samplers that `sampler` hooks;
+2. `_bookkeeping_sync`, which waits for the tokens;
+3. `propose_draft_token_ids`, which asks our drafter.
+
+With a model that drafts, `sample_tokens` calls:
+
+1. `_sample`, as above;
+2. `propose_draft_token_ids`, which asks the model: the tokens are still on the device;
+3. `_bookkeeping_sync`. Then `BesideTextRunner.sample_tokens` asks our drafter, if the engine has it too.
 """
 
 from typing import Any
@@ -141,8 +149,8 @@ def check_model_drafter() -> None:
 def bind(worker: Any, config: SpecConfig) -> None:
     """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
     runner = worker.model_runner
-    rows = RowSampling(runner, config.coupled)
-    rows.install()
+    sampling = RowSampling(runner, config.coupled)
+    sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
     if drafts_with_model(runner.vllm_config):
@@ -151,7 +159,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if proposer is not None:
         proposer.bind(runner, config)
     if config.coupled and has_model_drafter(runner.vllm_config):
-        bind_model_drafter(runner, rows, proposer)
+        bind_model_drafter(runner, sampling, proposer)
     if proposer is None:
         return
     # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
@@ -163,10 +171,10 @@ def bind(worker: Any, config: SpecConfig) -> None:
         _capture_plain_steps(runner)
 
 
-def bind_model_drafter(runner: Any, rows: RowSampling, proposer: SuffixProposer | None) -> None:
+def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
-    runner.model_passes = runner.drafter.passes = ModelPasses(rows, proposer)
+    runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
     put_before(drafters.BesideText if proposer else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
 

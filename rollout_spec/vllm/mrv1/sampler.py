@@ -3,9 +3,9 @@
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
 the tokens after the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
 log-probabilities stay vLLM's. Both samplers get `SamplingMetadata`, whose `generators` say what noise a row
-has. So classes of ours that stand before the two put a `RowGenerators` there, with the step's keys and
-positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and after drafts, and the
-`rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
+has. `RowSampler` and `RowVerifier` stand before the two, and put a `RowGenerators` there: it has the step's
+keys and positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and after drafts, and
+the `rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
 `rollout_spec.verification.coupled`.
 """
 
@@ -100,10 +100,10 @@ class RowSampling:
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         if verifier is not None or self.is_coupled:
-            sampler.rows = self
+            sampler.sampling = self
             put_before(RowSampler, sampler, MIN_TOKENS)
         if verifier is not None:
-            verifier.rows = self
+            verifier.sampling = self
             put_before(RowVerifier, verifier, MIN_TOKENS)
         if not self.is_coupled:
             return
@@ -129,17 +129,17 @@ class RowSampling:
         keys, positions = sent(known, nums_sampled.device)
         return keys, positions + nums_sampled
 
-    def know(self, sampling: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
-        """The metadata of a step with what is known of its rows; as it is in a warm-up, without requests."""
+    def with_generators(self, metadata: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
+        """It gets a `RowGenerators`, but not in a warm-up. Coupled verification clears the batch's own."""
         batch = self._runner.input_batch
         if not batch.num_reqs:
-            return sampling
+            return metadata
         if batch.num_reqs != len(num_draft_tokens):
             raise RuntimeError(
                 f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
                 "set rollout.spec.verify=standard and run `rollout-spec doctor`"
             )
-        rows = RowGenerators(sampling.generators, None, num_draft_tokens)
+        generators = RowGenerators(metadata.generators, None, num_draft_tokens)
         if self.is_coupled:
             self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
             positions = batch.num_tokens_no_spec[: batch.num_reqs]
@@ -147,14 +147,14 @@ class RowSampling:
             # comes in chunks: it sets the generator back, and a CPU generator has no offset.
             batch.generators.clear()
             step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
-            rows = RowGenerators({}, step, num_draft_tokens)
-        return dataclasses.replace(sampling, generators=rows)
+            generators = RowGenerators({}, step, num_draft_tokens)
+        return dataclasses.replace(metadata, generators=generators)
 
 
 class RowSampler(Sampler):
-    """It knows the rows of a plain step, and the drafts before the tokens that a verification asks for."""
+    """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
-    rows: RowSampling
+    sampling: RowSampling
 
     def forward(
         self,
@@ -164,25 +164,25 @@ class RowSampler(Sampler):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        rows = sampling_metadata.generators
-        if not isinstance(rows, RowGenerators):
-            if self.rows.is_coupled:
-                sampling_metadata = self.rows.know(sampling_metadata, [0] * logits.shape[0])
+        generators = sampling_metadata.generators
+        if not isinstance(generators, RowGenerators):
+            if self.sampling.is_coupled:
+                sampling_metadata = self.sampling.with_generators(sampling_metadata, [0] * logits.shape[0])
         elif predict_bonus_token:
-            sampling_metadata = counting_drafts(sampling_metadata, rows.num_draft_tokens)
+            sampling_metadata = counting_drafts(sampling_metadata, generators.num_draft_tokens)
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
 class RowVerifier(RejectionSampler):
-    """It knows the rows of a step with drafts."""
+    """It gives a step with drafts its `RowGenerators`."""
 
-    rows: RowSampling
+    sampling: RowSampling
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> Any:
-        known = self.rows.know(sampling_metadata, metadata.num_draft_tokens)
-        return super().forward(metadata, draft_probs, logits, known)
+        sampling_metadata = self.sampling.with_generators(sampling_metadata, metadata.num_draft_tokens)
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
 
 class CoupledTopKTopPSampler(torch.nn.Module):
@@ -234,8 +234,8 @@ def couple_rejection_sample(module: Any) -> None:
     @functools.wraps(standard)
     def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        rows, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(rows, RowGenerators) or rows.step is None:
+        generators, logits = given["sampling_metadata"].generators, given[target]
+        if not isinstance(generators, RowGenerators) or generators.step is None:
             return standard(*args, **kwargs)
         if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.refuse_uncoupled` sees to
             logits, _ = logits
@@ -245,7 +245,7 @@ def couple_rejection_sample(module: Any) -> None:
             logits,
             given["bonus_token_ids"],
             given["sampling_metadata"],
-            rows.step,
+            generators.step,
         )
 
     replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)

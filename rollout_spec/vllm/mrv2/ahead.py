@@ -87,7 +87,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         return done
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        take_padding(scheduler_output)
+        drop_padding(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:
             self.requests[request_id].spec_token_ids = []  # vLLM has placeholders there
@@ -112,7 +112,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         }
 
 
-def take_padding(scheduler_output: SchedulerOutput) -> None:
+def drop_padding(scheduler_output: SchedulerOutput) -> None:
     """Take away the placeholders of requests that join: no draft is meant for them.
 
     From 0.29 on vLLM gives a request that joins with one token left K of them, for the graphs of its own

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import count_ahead, has_our_drafter, names_our_drafter
+from rollout_spec.vllm.options import ASYNC_SCHEDULER, SCHEDULER, has_our_drafter, names_our_drafter
 
 _V2 = Patch(
     name="vllm-v2-custom-class",
@@ -31,13 +31,13 @@ def offer_mrv2() -> None:
 
     @wrap(VllmConfig, name, _V2)
     def with_our_drafter(unsupported_features: Any, self: Any) -> list[str]:
-        from rollout_spec.vllm.checks import mrv2_misfits
+        from rollout_spec.vllm.checks import unsupported_on_mrv2
 
         unsupported: list[str] = unsupported_features(self)
         if not names_our_drafter(self):
             return unsupported
         others = [feature for feature in unsupported if "custom_class" not in feature]
-        return others + mrv2_misfits(self)
+        return others + unsupported_on_mrv2(self)
 
 
 def decide_scheduling() -> None:
@@ -48,7 +48,9 @@ def decide_scheduling() -> None:
     def complete_and_schedule_ahead(complete: Any, self: Any) -> None:
         if not has_our_drafter(self):
             complete(self)
-            count_ahead(self.scheduler_config)
+            scheduler = self.scheduler_config
+            if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
+                scheduler.scheduler_cls = ASYNC_SCHEDULER  # it counts such steps
             return
         from rollout_spec.vllm.mrv2.ahead import schedule_ahead
 

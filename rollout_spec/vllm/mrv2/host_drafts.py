@@ -159,16 +159,15 @@ class HostDrafts:
             rooms: of requests, how many draft tokens they can have.
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
-        self._drafts = DraftTokenIds([], [])
-        self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
-        drafts: dict[str, list[int]] = get_tp_group().broadcast_object(
+        drafts = self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
+        filling: dict[str, list[int]] = get_tp_group().broadcast_object(
             {
                 name: draft[: rooms[name]]
-                for name, draft in zip(self._drafts.req_ids, self._drafts.draft_token_ids, strict=True)
+                for name, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
                 if draft and rooms.get(name)
             }
         )
-        return drafts
+        return filling
 
     def take_sampled(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()
@@ -192,8 +191,7 @@ class HostDrafts:
         with torch.cuda.stream(self._stream):
             self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
         if not self._plan.is_ahead:
-            self._drafts = DraftTokenIds([], [])
-            self._receive(in_time=True)
+            self._drafts = self._receive(in_time=True)
         return self.no_drafts(input_batch)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -201,19 +199,21 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _receive(self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None) -> None:
-        """Index the tokens of all steps but the last `num_in_flight`, and draft.
+    def _receive(self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None) -> DraftTokenIds:
+        """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
 
         in_time, rooms: as of `Drafter.draft`, after the last step.
         """
+        drafts = DraftTokenIds([], [])
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
             given, is_last = arrival.wait(self.proposer.catch_up), not self._arrivals
             try:
-                self._drafts = self._draft_after(arrival, *given, in_time=in_time and is_last, rooms=rooms)
+                drafts = self._draft_after(arrival, *given, in_time=in_time and is_last, rooms=rooms)
             except Exception as error:
                 self.proposer.fail(error)
-                self._drafts = DraftTokenIds([], [])
+                drafts = DraftTokenIds([], [])
+        return drafts
 
     def _draft_after(
         self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any

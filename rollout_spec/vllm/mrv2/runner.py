@@ -170,7 +170,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if config.enabled:
         runner.host_drafts = host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR)
-        runner.why_no_graphs = give_graphs(runner)
+        runner.why_no_graphs = give_graphs_or_say_why_not(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host
         else:
@@ -181,7 +181,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     put_before(ForgettingWorker, worker, _WARM_UP)
 
 
-def give_graphs(runner: Any) -> str | None:
+def give_graphs_or_say_why_not(runner: Any) -> str | None:
     """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
     if not graphs.HAS_GRAPHS:
         return "this vLLM captures none for rows of different lengths"
