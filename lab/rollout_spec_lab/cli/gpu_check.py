@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
+from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2
@@ -29,52 +29,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_served(parser.add_argument_group("what is served"))
     _add_asked(parser.add_argument_group("what is asked"))
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, default=Path("outputs/gpu-check"), metavar="DIR",
-        help="write gpu-check.json, index.html and the rollouts there",
-    )  # fmt: skip
+    help_ = "write gpu-check.json, index.html and the rollouts there"
+    add_options(output, ("--output", Path, "DIR", Path("outputs/gpu-check"), help_))
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
     add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def _add_served(served: Any) -> None:
-    inputs.add_model_argument(served)
-    served.add_argument(
-        "--model-config", type=Path, metavar="FILE",
-        help="a config.json instead of --model: random weights; its rollouts need --recording",
-    )  # fmt: skip
-    served.add_argument(
-        "--recording", type=Path, metavar="TRACE",
-        help="its prompts instead of the demo's; with --model-config its first `step` is served, as "
-        "`bench rollout` does it",
-    )  # fmt: skip
-    served.add_argument(
-        "--methods", metavar="M,M",
-        help="of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
-        f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
-        f"{','.join(OF_MODEL)})",
+    add_options(
+        served,
+        inputs.MODEL,
+        ("--model-config", Path, "FILE", None,
+         "a config.json instead of --model: random weights; its rollouts need --recording"),
+        ("--recording", Path, "TRACE", None,
+         "its prompts instead of the demo's; with --model-config its first `step` is served, as "
+         "`bench rollout` does it"),
+        ("--methods", str, "M,M", None,
+         "of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
+         f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
+         f"{','.join(OF_MODEL)})"),
     )  # fmt: skip
     add_model_drafter(served)
-    served.add_argument(
-        "--rows", type=number(int, 1), nargs="+", metavar="N", help="of the steps that are timed (1 4 16 64)"
-    )
+    add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
 
 
 def _add_asked(asked: Any) -> None:
-    asked.add_argument(
-        "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
-        help="for all of it; what there is no time for is named",
+    add_options(
+        asked,
+        ("--minutes", number(float, 1, 1440), "N", 15.0,
+         "for all of it; what there is no time for is named"),
+        ("--parts", str, "P,P", None, f"only these of {','.join(PARTS)}"),
+        ("--repeats", number(int, 1), "N", 5, "rollouts of each method, at most"),
+        inputs.GPU,
+        inputs.ENGINE,
     )  # fmt: skip
-    asked.add_argument("--parts", metavar="P,P", help=f"only these of {','.join(PARTS)}")
-    asked.add_argument(
-        "--repeats", type=number(int, 1), default=5, metavar="N", help="rollouts of each method, at most"
-    )
-    asked.add_argument(
-        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
-    )
-    asked.add_argument(
-        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
