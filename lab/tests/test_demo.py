@@ -147,8 +147,10 @@ def test_the_demo_takes_turns_and_says_the_gain_before_it_trains(
         return turns((3.0, 2.0))
 
     monkeypatch.setattr(runner, "train", train)
-    composer = "import sys, json; json.dump([{'asked': sys.argv[2:]}, [[7]]], open(sys.argv[1], 'w'))"
-    monkeypatch.setattr(runner, "_COMPOSE", composer)
+    composer = "import sys, json; json.dump([{'asked': sys.argv[3:]}, [[7]]], open(sys.argv[2], 'w'))"
+    (tmp_path / "composer.py").write_text(composer)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runner, "WORKER", "composer")
     monkeypatch.setattr(runner, "plan_of", lambda config, *rest: ((list(config.asked), *rest), 2))
     monkeypatch.setattr(runner, "serve_in_turns", serve)
     given = {"output": tmp_path, "model": tmp_path / "policy", "train_file": tmp_path / "train.parquet"}

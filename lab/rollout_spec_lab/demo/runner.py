@@ -25,22 +25,12 @@ from rollout_spec_lab.demo.turns import Turns, plan_of, serve_in_turns
 from rollout_spec_lab.processes import last_error, started
 
 METHODS = ("off", "sam")
+WORKER = "rollout_spec_lab.demo.prepare_worker"
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
 NEEDED_GB = 14  # the most that all processes hold at a time
 _POLL_SECONDS = 0.5
-_MAKE_MODEL = "import sys; from rollout_spec_lab.demo.model import make_model; make_model(sys.argv[1])"
-_COMPOSE = """
-import json, sys, hydra, omegaconf, verl
-from rollout_spec_lab.demo.turns import prompts_of
-file, model, train_file, num_steps, *given = sys.argv[1:]
-with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-    config = hydra.compose("ppo_trainer", given)
-omegaconf.OmegaConf.resolve(config.rollout.spec)  # by resolvers that are here only
-prompts = prompts_of(config, model, train_file, int(num_steps))
-json.dump([omegaconf.OmegaConf.to_container(config), prompts], open(file, "w"))
-"""
 PHASES = (
     ("Started a local Ray instance", "loading verl"),
     ("Loading weights", "loading the model"),
@@ -96,7 +86,7 @@ def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
     file = plan.output / "turns.json"
     given = overrides(plan, METHODS[1], model, train_file)
     arguments = (file, model, train_file, plan.steps, *given)
-    _complete(_COMPOSE, arguments, "verl's configuration was not made", plan.output)
+    _complete("config", arguments, "verl's configuration was not made", plan.output)
     config, prompts = json.loads(file.read_bytes())
     file.unlink()
     job = plan_of(OmegaConf.create(config), prompts, model)
@@ -125,17 +115,17 @@ def num_prompts(plan: Plan) -> int:
 
 def _make_model(output: Path) -> Path:
     model = output / "model"
-    _complete(_MAKE_MODEL, (model,), "the model was not made", output)
+    _complete("model", (model,), "the model was not made", output)
     return model
 
 
-def _complete(code: str, arguments: Sequence[object], failure: str, output: Path) -> None:
-    """Run Python code that writes the file of its first argument; a RunFailedError begins with `failure`.
+def _complete(what: str, arguments: Sequence[object], failure: str, output: Path) -> None:
+    """Let the worker make the file of the first argument; a RunFailedError begins with `failure`.
 
     In a process of its own, so that neither its memory nor its progress bars stay with us.
     """
     log = Path(str(arguments[0])).with_suffix(".log")
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-m", WORKER, what, *map(str, arguments)]
     with started(command, log, environment(output, output)) as process:
         ended = process.wait()
     if ended:
