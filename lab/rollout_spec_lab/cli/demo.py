@@ -15,7 +15,7 @@ from rollout_spec.files import as_json
 from rollout_spec_lab.cli.inputs import MODEL
 
 if TYPE_CHECKING:
-    from rollout_spec_lab.demo.runner import Plan
+    from rollout_spec_lab.demo.runner import DemoPlan
 
 HELP = "serve a small model with drafts off and on in turns, and train it twice with verl"
 STEPS = {"grpo": 4, "dapo": 1}
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> DemoPlan:
     """The plan that the arguments ask for; a UserError for a path that is not there, or no override."""
-    from rollout_spec_lab.demo.runner import Plan
+    from rollout_spec_lab.demo.runner import DemoPlan
 
     default = min(STEPS[args.recipe], QUICK_STEPS) if args.quick else STEPS[args.recipe]
     for option, path in (("--model", args.model), ("--train-file", args.train_file)):
@@ -83,14 +83,14 @@ def make_plan(args: argparse.Namespace) -> Plan:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r}: a Hydra override looks like key=value")
     quick = (*QUICK_OVERRIDES, *QUICK_RECIPE_OVERRIDES[args.recipe]) if args.quick else ()
-    return Plan(
+    return DemoPlan(
         output=args.output, recipe=args.recipe, trainer=args.trainer, steps=args.steps or default,
-        turn_seconds=QUICK_TURN_SECONDS if args.quick else Plan.turn_seconds, seed=args.seed,
+        turn_seconds=QUICK_TURN_SECONDS if args.quick else DemoPlan.turn_seconds, seed=args.seed,
         model=args.model, train_file=args.train_file, overrides=(*quick, *args.overrides),
     )  # fmt: skip
 
 
-def facts(plan: Plan) -> dict[str, str]:
+def facts(plan: DemoPlan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
     from rollout_spec.environment import package_version
     from rollout_spec_lab.demo.runner import num_prompts

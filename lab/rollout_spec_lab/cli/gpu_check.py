@@ -17,7 +17,7 @@ from rollout_spec_lab.gpu_check import PARTS, V2
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
     from rollout_spec_lab.bench.load import Load
-    from rollout_spec_lab.gpu_check.plan import Plan, Policy
+    from rollout_spec_lab.gpu_check.plan import CheckPlan, Policy
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
 METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
@@ -121,7 +121,7 @@ def _parts(args: argparse.Namespace) -> list[str]:
     return parts
 
 
-def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> Plan:
+def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> CheckPlan:
     from rollout_spec_lab.gpu_check import plan
 
     if args.model and args.model_config:
@@ -143,7 +143,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
         "steps": plan.steps(policy),
     }
     says_nothing = args.model_config and not lines
-    return plan.Plan(
+    return plan.CheckPlan(
         60.0 * args.minutes,
         {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,

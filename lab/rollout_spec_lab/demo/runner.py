@@ -48,7 +48,7 @@ class RunFailedError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What to train, on what, and how long."""
 
     output: Path
@@ -62,7 +62,7 @@ class Plan:
     overrides: tuple[str, ...] = ()
 
 
-def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
+def run_demo(plan: DemoPlan, say: Say) -> tuple[Comparison, Turns]:
     """Prepare model and data, serve without drafts and with them in turns, and then train with either.
 
     The gain is said as soon as it is known.
@@ -80,7 +80,7 @@ def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
     return compare(off, sam, agreement=first_step_agreement(*folders)), turns
 
 
-def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
+def _serve(plan: DemoPlan, model: Path, train_file: Path, say: Say) -> Turns:
     """The turns, with what verl makes of the overrides of the training with drafts."""
     say(f"turns: the same requests with drafts off and on in turn, about {plan.turn_seconds:.0f} s of them")
     file = plan.output / "turns.json"
@@ -96,7 +96,7 @@ def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
         raise RunFailedError(f"{error}; log: {plan.output / 'engine.log'}") from error
 
 
-def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
+def prepare(plan: DemoPlan, say: Say) -> tuple[Path, Path]:
     """The model folder and the training file, made in the output folder unless the plan names others."""
     from rollout_spec_lab.demo.data import make_data
 
@@ -108,7 +108,7 @@ def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
 
 
-def num_prompts(plan: Plan) -> int:
+def num_prompts(plan: DemoPlan) -> int:
     """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
     return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
 
@@ -132,7 +132,7 @@ def _complete(what: str, arguments: Sequence[object], failure: str, output: Path
         raise RunFailedError(f"{failure}: {last_error(log)}; log: {log}")
 
 
-def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> None:
+def train(plan: DemoPlan, method: str, model: Path, train_file: Path, say: Say) -> None:
     """One run of verl's trainer into `output/method`, which is emptied first."""
     folder = (plan.output / method).absolute()
     shutil.rmtree(folder, ignore_errors=True)
@@ -148,7 +148,7 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> N
         raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
 
 
-def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
+def overrides(plan: DemoPlan, method: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of the run with a method; the plan's own come last and so win."""
     from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 

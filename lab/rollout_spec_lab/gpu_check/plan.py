@@ -47,7 +47,7 @@ CPU = Size(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """What is measured.
 
     Args:
