@@ -86,7 +86,7 @@ class OutputV2:
 
 
 class RunnerV2:
-    """Of a model runner what `Recorded` touches; it samples 99 everywhere."""
+    """The parts of a model runner that `Recorded` touches; it samples 99 everywhere."""
 
     device, num_speculative_steps = torch.device("cpu"), 3
 

@@ -78,7 +78,7 @@ MISTAKES = [
         )
     ),
     *(
-        # Of others a line more may say what is missing.
+        # With more methods another line may say what is missing.
         (f"bench engine --methods off,sam {options}", message)
         for options, message in (
             ("--history 0", "--history: use --spec history=0"),

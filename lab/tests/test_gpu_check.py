@@ -258,7 +258,7 @@ def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_
      ({"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]}, "are not as documented: plain 2")],
 )  # fmt: skip
 def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
-    """Of each runner the waits, and of each context the least time and how it grows."""
+    """It names the waits of each runner, and the least time of each context and how it grows."""
     found = {"steps": STEPS, "waits": waits}
     record = NOTHING | {"steps": found, "steps" + V2: found, "parts": []}
     sentences = verdict(record)

@@ -125,7 +125,7 @@ def requests_of(
     is known of them from before.
 
     Args:
-        number: of the cell.
+        number: the cell's.
         num_steps: None: `one_rollout`, as it is.
     """
     if num_steps is None:
@@ -198,7 +198,8 @@ def make_record(plan: HostPlan, found: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def _figures(first: Sequence[Mapping[str, float]], mine: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Of one method and cell over all repeats; `first`: of the method that it is compared with."""
+    """The figures of one method and cell; `mine`: its repeats; `first`: those of the method that it is
+    compared with."""
 
     def per(amount: str, of: str) -> float | None:
         return plain(ratio(*(sum(run[name] for run in mine) for name in (amount, of))))

@@ -55,7 +55,7 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
 
     Args:
         timelines: the columns of a `Timeline` by method, all of one repeat.
-        threshold: of running requests, where the tail begins.
+        threshold: the number of running requests at which the tail begins.
     """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 

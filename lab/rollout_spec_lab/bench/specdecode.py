@@ -98,10 +98,10 @@ def with_eagle(requests: Sequence[Request], num_tokens: int) -> Iterator[Rollout
 def recorded_steps(
     gives: npt.NDArray[np.int64], num_drafted: int | None, eagle: Any, matched: float = 1.0
 ) -> Steps:
-    """Of a recorded drafter with `num_drafted` tokens in each step; None: as many as are accepted.
+    """The steps of a recorded drafter with `num_drafted` tokens in each; None: as many as are accepted.
 
     Args:
-        eagle: of each position whether EAGLE drafts.
+        eagle: whether EAGLE drafts, for each position.
         matched: how often it drafts where nothing is accepted; time is linear in tokens, so the mean will do.
     """
     steps, done = [], 1
@@ -134,7 +134,7 @@ class _Noting(Proposer):
 
 
 def our_steps(lines: Sequence[Rollout], method: str, survival: float, is_fresh: bool) -> list[Steps]:
-    """Of each line's response, with drafts of this survival at least.
+    """The steps of each line's response, with drafts of this survival at least.
 
     The drafter goes on from line to line, or begins afresh in each.
     """
@@ -190,7 +190,7 @@ def speed(
 
 
 def price(model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps], rows: int) -> float:
-    """Of a draft token, by the gate's rule: as many tokens as its seconds would give otherwise."""
+    """A draft token's price, by the gate's rule: as many tokens as its seconds would give otherwise."""
     context = np.mean([len(one.line.prompt_token_ids) + len(one.eagle) / 2 for one in requests])
     num_drafted, num_passes = np.concatenate(steps)[:, [1, 3]].mean(axis=0)
     seconds = model.forward(rows * context, rows * (1 + num_drafted)) + model.overhead_constant_per_step
@@ -201,7 +201,7 @@ def price(model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps],
 def measure(
     checkout: Path, dataset: str, rows: Sequence[int], limit: int | None, is_fresh: bool
 ) -> list[dict[str, Any]]:
-    """Of every method, tokens per step, ours at `PRICE`, and the speed by rows, ours at each one's own price.
+    """Each method's tokens per step, ours at `PRICE`, and its speed by rows, ours at each one's own price.
 
     Args:
         limit: only this many requests, the first ones.

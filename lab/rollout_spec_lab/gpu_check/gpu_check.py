@@ -141,7 +141,7 @@ class Check:
     def _served(
         self, plan: engine.Plan, served: engine.Served, failed: Mapping[str, str], predicts: bool = False
     ) -> dict[str, Any] | None:
-        """Of the methods that have served at least once, the repeats that are complete."""
+        """The record of the complete repeats of all methods that have served at least once."""
         methods = [method for method in plan.methods if served[method] and method not in failed]
         if plan.methods[0] not in methods:
             return None
