@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     compared = inputs.add_compared_arguments(
         parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
+        METHODS, REFUSED,
     )  # fmt: skip
     add_options(compared, inputs.TAIL)
     drawn = parser.add_argument_group("what is drawn, and by which model")

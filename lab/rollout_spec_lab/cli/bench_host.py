@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     inputs.add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
+        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS, REFUSED,
     )  # fmt: skip
     inputs.add_output(parser, "host.json")
     add_example(

@@ -40,11 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         inputs.DTYPE,
         inputs.ENGINE,
     )
-    compared = inputs.add_compared_arguments(
-        parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)",
-        REFUSED,
-    )  # fmt: skip
-    add_options(compared, inputs.TAIL)
+    known = "as in `bench engine`, without models"
+    add_options(inputs.add_compared_arguments(parser, known, METHODS, REFUSED), inputs.TAIL)
     inputs.add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "

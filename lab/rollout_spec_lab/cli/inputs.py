@@ -39,18 +39,20 @@ RECORDING = (
 
 
 def add_compared_arguments(
-    parser: argparse.ArgumentParser, methods: str, refused: Mapping[str, str]
+    parser: argparse.ArgumentParser, known: str, methods: Sequence[str], refused: Mapping[str, str]
 ) -> argparse._ArgumentGroup:
     """Add the methods and their options, which `spec_of` and `checked_methods` read; returns their group.
 
     Args:
-        methods: the help of --methods.
+        known: the help of --methods says which there are.
+        methods: those that are compared by default.
         refused: as in `add_spec_argument`.
     """
     compared = parser.add_argument_group("what is compared")
+    default = f"({','.join(methods)}, without what is not installed)"
     add_options(
         compared,
-        ("--methods", str, "M,M", None, f"each is compared with the first: {methods}"),
+        ("--methods", str, "M,M", None, f"each is compared with the first: {known} {default}"),
         ("--num-speculative-tokens", number(int, 1), "K", None,
          "of every method (each method's own default: ngram 8, suffix what vLLM takes, "
          f"sam {SpecConfig.num_speculative_tokens})"),
