@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.predict.model_drafts import with_drafts
 from rollout_spec.predict.replay import Proposer, ReplayResult, replay_line
-from rollout_spec.trace import Rollout
+from rollout_spec.trace import Rollout, read_objects
 from rollout_spec_lab.bench.drafters import make_proposer
 
 MODEL = "llama3.1-8B"
@@ -72,14 +71,12 @@ class TimeModel(NamedTuple):
 def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Request]:
     """Requests whose two runs both have an entry for each token of the response: likely of one text."""
     found = []
-    with (checkout / f"data/{MODEL}/combined_{dataset}.jsonl").open() as opened:
-        for text in opened:
-            row = json.loads(text)
-            response = np.array(row["generated_token_ids"], np.int32)
-            lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
-            if len(response) > 1 and all(len(each) == len(response) for each in lens):
-                prompt = np.array(row["prompt_token_ids"], np.int32)
-                found.append(Request(Rollout(str(row["id"]), None, prompt, [response]), *lens))
+    for _, row in read_objects(checkout / f"data/{MODEL}/combined_{dataset}.jsonl"):
+        response = np.array(row["generated_token_ids"], np.int32)
+        lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
+        if len(response) > 1 and all(len(each) == len(response) for each in lens):
+            prompt = np.array(row["prompt_token_ids"], np.int32)
+            found.append(Request(Rollout(str(row["id"]), None, prompt, [response]), *lens))
     return found[:limit]
 
 
