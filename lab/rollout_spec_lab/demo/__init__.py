@@ -2,5 +2,5 @@
 
 In: a plan. Out: the speed with drafts off and on in turns, two trainings and their comparison, a report.
 May import: rollout_spec, `bench`, `processes`, `verl_cpu`, hydra, numpy, omegaconf, pandas, psutil,
-torch, transformers. verl runs in processes of its own, as a user starts it.
+torch, transformers, verl. verl runs in processes of its own; it trains as a user starts it.
 """
