@@ -48,7 +48,7 @@ def noise(num_groups=4, group_size=8, length=150):
 def served(requests, config, times, max_num_seqs, tail_rows=0, **more):
     engine = Engine(config, times, max_num_seqs, tail_rows, **more)
     rollout([[engine]], [requests])
-    assert engine.num_waiting == 0
+    assert not engine.has_work
     return engine.total
 
 

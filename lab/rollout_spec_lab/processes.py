@@ -151,8 +151,8 @@ def _keep_logs(ray: Path, target: Path) -> None:
 def last_error(log: Path, num_lines: int = 400) -> str:
     """The last line that names an error, without colours and actor prefixes; else the last line.
 
-    Of an actor that has died, Ray says in the next lines which one. That memory was the cause, it says
-    somewhere before, in a line that is no error: this comes first.
+    Ray names an actor that has died in the next lines. That memory was the cause, it says somewhere before,
+    in a line that is no error: this comes first.
     """
     with log.open(errors="replace") as file:
         cause = _NO_MEMORY if any(map(_KILLED.search, file)) else ""

@@ -23,7 +23,7 @@ from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_drafters import METHODS
 
 TRACE = DATA / "demo_trace.jsonl.gz"
-# Of the demo's pretrained policy, by plain vLLM: 24 of the demo's prompts twice, 8 samples of at most 192
+# Rollouts of the demo's pretrained policy by plain vLLM: 24 of its prompts twice, 8 samples of at most 192
 # tokens each, T = 0.6.
 RECORDING = DATA / "policy_trace.jsonl.gz"
 PROMPT = np.array([1, 2, 3], np.int32)

@@ -27,7 +27,7 @@ from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int]]) -> Timeline:
-    """Of (seconds, running, rows, tokens, draft tokens, accepted)."""
+    """A timeline of steps: (seconds, running, rows, tokens, draft tokens, accepted)."""
     line = Timeline()
     for seconds, running, rows, tokens, drafted, accepted in steps:
         line.add(

@@ -13,7 +13,7 @@ import torch
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
-from rollout_spec_lab.bench.host import Cell, Plan, make_record, requests_of, split
+from rollout_spec_lab.bench.host import Cell, HostPlan, make_record, requests_of, split
 from rollout_spec_lab.bench.host_device import Clock, Event
 from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import Recorded
@@ -86,7 +86,7 @@ class OutputV2:
 
 
 class RunnerV2:
-    """Of a model runner what `Recorded` touches; it samples 99 everywhere."""
+    """The parts of a model runner that `Recorded` touches; it samples 99 everywhere."""
 
     device, num_speculative_steps = torch.device("cpu"), 3
 
@@ -161,7 +161,7 @@ def test_requests_last_and_say_nothing_of_those_before() -> None:
 
 
 def test_a_record_sets_methods_beside_the_first_and_splits_the_host() -> None:
-    plan = Plan(
+    plan = HostPlan(
         Path(TRACE), None, ["off", "sam"], [Cell(2, "1:0.02", "20 ms")], {}, None, warm_up_steps=1, steps=10,
         max_tokens=9, repeats=3,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec_lab import processes
 from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
-from rollout_spec_lab.demo.runner import Plan, RunFailedError, overrides, train
+from rollout_spec_lab.demo.runner import DemoPlan, RunFailedError, overrides, train
 from tests.test_cli import check_parser, parsers
 
 COMMAND = (sys.executable, "-m", "rollout_spec_lab.cli")
@@ -78,7 +78,7 @@ MISTAKES = [
         )
     ),
     *(
-        # Of others a line more may say what is missing.
+        # With more methods another line may say what is missing.
         (f"bench engine --methods off,sam {options}", message)
         for options, message in (
             ("--history 0", "--history: use --spec history=0"),
@@ -136,7 +136,7 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
 
 
 def test_the_plans_own_overrides_come_last(tmp_path):
-    plan = Plan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
+    plan = DemoPlan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
     given = overrides(plan, "sam", Path("/model"), Path("/train"))
     assert {"+rollout.spec=sam", f"hydra.run.dir={tmp_path / 'sam' / 'hydra'}"} < set(given)
     assert "trainer.total_training_steps=3" in given
@@ -149,7 +149,7 @@ def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
     import verl  # noqa: F401 - loads the plugin
 
     assert TRAINERS == MODES
-    given = overrides(Plan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))
+    given = overrides(DemoPlan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", given)
     assert check_config(config).enabled
@@ -171,7 +171,7 @@ def test_what_verl_does_not_take_is_one_line_with_the_log(demo, tmp_path):
     assert done.returncode == 2, done.stderr
     line = done.stderr.splitlines()[-1]
     assert "no.such" in line and str(tmp_path / "demo" / "turns.log") in line
-    plan = Plan(tmp_path, overrides=("no.such=1",))
+    plan = DemoPlan(tmp_path, overrides=("no.such=1",))
     with pytest.raises(RunFailedError, match=rf"no\.such.*{tmp_path}/off/train\.log"):
         train(plan, "off", tmp_path, tmp_path, print)
 

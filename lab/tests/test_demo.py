@@ -136,7 +136,7 @@ def test_the_demo_takes_turns_and_says_the_gain_before_it_trains(
 ) -> None:
     done: list[Any] = []
 
-    def train(plan: runner.Plan, method: str, *_: Any) -> None:
+    def train(plan: runner.DemoPlan, method: str, *_: Any) -> None:
         done.append(method)
         write_run(plan.output / method, [10.0, 20.0], [100, 200])
 
@@ -147,12 +147,14 @@ def test_the_demo_takes_turns_and_says_the_gain_before_it_trains(
         return turns((3.0, 2.0))
 
     monkeypatch.setattr(runner, "train", train)
-    composer = "import sys, json; json.dump([{'asked': sys.argv[2:]}, [[7]]], open(sys.argv[1], 'w'))"
-    monkeypatch.setattr(runner, "_COMPOSE", composer)
+    composer = "import sys, json; json.dump([{'asked': sys.argv[3:]}, [[7]]], open(sys.argv[2], 'w'))"
+    (tmp_path / "composer.py").write_text(composer)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runner, "WORKER", "composer")
     monkeypatch.setattr(runner, "plan_of", lambda config, *rest: ((list(config.asked), *rest), 2))
     monkeypatch.setattr(runner, "serve_in_turns", serve)
     given = {"output": tmp_path, "model": tmp_path / "policy", "train_file": tmp_path / "train.parquet"}
-    comparison, found = runner.run_demo(runner.Plan(**given, overrides=("a=1",)), done.append)
+    comparison, found = runner.run_demo(runner.DemoPlan(**given, overrides=("a=1",)), done.append)
     first, *others = [each for each in done if not str(each).startswith(("demo: ", "turns: "))]
     (asked, *rest), *turns_of = first
     assert asked[:3] == [*map(str, (given["model"], given["train_file"], 4))] and asked[-1] == "a=1"
@@ -160,7 +162,7 @@ def test_the_demo_takes_turns_and_says_the_gain_before_it_trains(
     assert others == [*report.of_turns(found), "off", "sam"]
     assert comparison.on.column("step") == [1, 2] and found.speedup.value == pytest.approx(1.5)
     with pytest.raises(runner.RunFailedError, match=r"out of memory; log: "):
-        runner.run_demo(runner.Plan(**given, turn_seconds=-1.0), print)
+        runner.run_demo(runner.DemoPlan(**given, turn_seconds=-1.0), print)
 
 
 @pytest.mark.long

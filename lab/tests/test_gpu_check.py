@@ -24,7 +24,7 @@ from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check, latency
 from rollout_spec_lab.gpu_check.gpu_check import Check, step_times
 from rollout_spec_lab.gpu_check.page import tables, verdict
-from rollout_spec_lab.gpu_check.plan import Plan
+from rollout_spec_lab.gpu_check.plan import CheckPlan
 from tests.test_device_waits import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
@@ -39,7 +39,7 @@ def checked(folder: Path, seconds: float, parts: list[str] = NAMES) -> list[dict
     """What there was after each part."""
     load = Load([[1, 2, 3]], 2)
     rollouts = engine.Plan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
-    check = Check(Plan(seconds, {part: {} for part in parts}, rollouts), folder)
+    check = Check(CheckPlan(seconds, {part: {} for part in parts}, rollouts), folder)
     return [json.loads(json.dumps(record)) for record in check.run()]
 
 
@@ -114,7 +114,7 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
     now = [0.0]
     monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     records = []
-    for record in Check(Plan(60.0, {"verify": {}}, "none"), tmp_path).run():
+    for record in Check(CheckPlan(60.0, {"verify": {}}, "none"), tmp_path).run():
         records.append(json.loads(json.dumps(record)))
         now[0] = 1000.0 * (status == "done")
     assert [record["verify"]["cells"] for record in records] == [[1], [1]]
@@ -133,7 +133,7 @@ def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: p
     }
     monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found | {"waits": None}]))
     rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
-    *_, record = Check(Plan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
+    *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
     assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
     _, (title, _, cells), _ = tables(record)
@@ -258,7 +258,7 @@ def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_
      ({"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]}, "are not as documented: plain 2")],
 )  # fmt: skip
 def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
-    """Of each runner the waits, and of each context the least time and how it grows."""
+    """It names the waits of each runner, and the least time of each context and how it grows."""
     found = {"steps": STEPS, "waits": waits}
     record = NOTHING | {"steps": found, "steps" + V2: found, "parts": []}
     sentences = verdict(record)

@@ -110,11 +110,6 @@ class Engine:
         self._begin = 0.0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that are not admitted yet."""
-        return len(self._queue)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._queue or self._running or self._at_tools)
 

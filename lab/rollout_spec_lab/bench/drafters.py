@@ -90,7 +90,7 @@ class Suffix:
         self._k = k
         self._num_requests = 0
         named: dict[str, Any] = {f"suffix_decoding_{name}": value for name, value in SUFFIX[method].items()}
-        # Of a VllmConfig, whose making needs a model, the fields that the proposer reads.
+        # The fields that the proposer reads of a VllmConfig, which cannot be made without a model.
         config: Any = SimpleNamespace(
             speculative_config=SimpleNamespace(num_speculative_tokens=k, **named),
             model_config=SimpleNamespace(max_model_len=1 << 30),  # no row reaches it
@@ -239,7 +239,7 @@ def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict
     price is chosen knowing the whole trace.
 
     Args:
-        lines: of the trace.
+        lines: the trace's.
         config: options of `sam`, but for K and history, which are the baseline's.
         baseline: a result of `measure`; the result has its method as equal_drafts.
     """
@@ -266,7 +266,7 @@ def over_baselines(
     """Tokens and draft tokens per step of a result over those of each of SUFFIX with the same K and history.
 
     Args:
-        results: of one trace; a method that is not among them, or drafted nothing, has no ratios.
+        results: those of one trace; a method that is not among them, or drafted nothing, has no ratios.
     """
     setting = ("num_speculative_tokens", "history")
     tokens, drafted, *_ = FIGURES

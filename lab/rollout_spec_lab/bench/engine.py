@@ -58,7 +58,7 @@ class Method:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its engine."""
+        """Variables of its engine's process."""
         runner = self.label.removeprefix(self.drafting)
         return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "/v2"))} if runner else {}
 
@@ -192,7 +192,7 @@ def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Ma
     with the device's roofline, if there is one.
 
     Args:
-        record: of `make_record`.
+        record: what `make_record` gives.
         rooflines: by model runner, "V1" (MRV1) and "V2" (MRV2).
     """
     for result in record["results"] if record["step_times"] else ():

@@ -76,14 +76,14 @@ class Watch:
         self._last = now
 
     def record_proposals(self, num_tokens: int) -> ProposalRecorder:
-        """From now on, of an engine with `sam+model`."""
+        """Record from now on what the model drafts; the engine's method is `sam+model`."""
         return ProposalRecorder(self._drafter, num_tokens)
 
     def log(self) -> None:
         """vLLM asks every few seconds."""
 
     def counters(self) -> EngineCounters:
-        """Of our drafter since the last call; zeros where there is another or none."""
+        """Our drafter's counters since the last call; zeros where there is another or none."""
         return self._ours.take_counters() if self._ours else EngineCounters()
 
 
@@ -108,7 +108,7 @@ class ProposalRecorder:
         return [[] for _ in nums_new_tokens]
 
     def proposals(self, responses: list[list[int]]) -> list[dict[str, Any]]:
-        """Of each response the fields of `trace.Proposals`; nothing after the prompt, where none drafts."""
+        """The fields of `trace.Proposals` for each response; nothing after the prompt, where none drafts."""
         nothing = [-1] * self._num_tokens, [0.0] * self._num_tokens
         found = []
         for i, response in enumerate(responses):
@@ -121,7 +121,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve a job.
 
     Args:
-        job: of `engine.Plan.job`.
+        job: what `engine.Plan.job` gives.
 
     Returns:
         timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,

@@ -79,7 +79,7 @@ def drafting(label: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class HostPlan:
     """What is measured: every method in every cell, `repeats` times."""
 
     trace: Path
@@ -125,7 +125,7 @@ def requests_of(
     is known of them from before.
 
     Args:
-        number: of the cell.
+        number: the cell's.
         num_steps: None: `one_rollout`, as it is.
     """
     if num_steps is None:
@@ -160,8 +160,9 @@ def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
 
 
 def measure(
-    plan: Plan, lines: Sequence[Rollout], folder: Path, tracked: Callable[[list[Any]], Iterable[Any]] = iter
-) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    plan: HostPlan, lines: Sequence[Rollout], folder: Path,
+    tracked: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> Iterator[dict[str, list[dict[str, Any]]]]:  # fmt: skip
     """Every method once a repeat, each time another one first; after each repeat, what there is so far."""
     texts = [text for line in lines for text in (line.prompt_token_ids, *line.responses)]
     vocab_size = max(VOCAB_SIZE, 2 + max(int(text.max()) for text in texts))
@@ -180,7 +181,7 @@ def measure(
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 
 
-def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def make_record(plan: HostPlan, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """What `rollout-spec-lab bench host --json` prints."""
     first = found[plan.methods[0]]
     return {
@@ -197,7 +198,8 @@ def make_record(plan: Plan, found: Mapping[str, Sequence[Mapping[str, Any]]]) ->
 
 
 def _figures(first: Sequence[Mapping[str, float]], mine: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Of one method and cell over all repeats; `first`: of the method that it is compared with."""
+    """The figures of one method and cell; `mine`: its repeats; `first`: those of the method that it is
+    compared with."""
 
     def per(amount: str, of: str) -> float | None:
         return plain(ratio(*(sum(run[name] for run in mine) for name in (amount, of))))

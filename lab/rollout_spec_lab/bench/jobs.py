@@ -36,9 +36,9 @@ def answers(
     """Run `python -m WORKER JOB RESULT`; gives what it has found so far, whenever that is more.
 
     Args:
-        name: of the job, for messages.
+        name: the job's, for messages.
         seconds: that it may take.
-        environment: its variables, beside those of this process.
+        environment: variables, beside those of this process.
 
     Raises:
         EngineError: it has failed; job and log stay in `folder`.

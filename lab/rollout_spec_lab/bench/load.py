@@ -45,7 +45,7 @@ class Load:
         """The requests of one repeat, the same for every method, siblings next to each other.
 
         Returns:
-            Of each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+            For each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
         """
         return [
             {"prompt": i, "max_tokens": int(length), "name": ["bench", self.seed, repeat, i, sample]}

@@ -49,7 +49,7 @@ def verified(
 
     Args:
         recorded: [rows, width], what comes next in each row; width is above every number of drafts.
-        drafts: of all rows, one after the other.
+        drafts: those of all rows, one after the other.
 
     Returns:
         As `recorded`, with PLACEHOLDER_TOKEN_ID after what a row gets.
@@ -105,7 +105,7 @@ class Recorded:
             batch = self._runner.input_batch
             if self.recording is None or not batch.num_reqs:
                 return output
-            # Of a step that is in flight vLLM has counted the token already.
+            # vLLM has already counted the token of a step that is in flight.
             rows = slice(batch.num_reqs)
             levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
             tokens, _ = self._run(self._tokens, batch.req_ids, levels, None)

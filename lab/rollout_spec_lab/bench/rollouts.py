@@ -1,7 +1,6 @@
 """Rollouts in real engines as tables, files and a picture; `record` is what `bench engine --json` prints."""
 
 import contextlib
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.files import as_json, write_files
+from rollout_spec.report.page import png
 from rollout_spec.trace import Proposals, to_line, trace_file
 from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.tables import Table
@@ -55,7 +55,7 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
 
     Args:
         timelines: the columns of a `Timeline` by method, all of one repeat.
-        threshold: of running requests, where the tail begins.
+        threshold: the number of running requests at which the tail begins.
     """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
@@ -77,9 +77,7 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
     axes[0, 0].legend(fontsize=7, loc="upper right")
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
-    content = io.BytesIO()
-    figure.savefig(content, dpi=110)
-    return content.getvalue()
+    return png(figure, 110)
 
 
 def write_proposals(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.predict.model_drafts import with_drafts
 from rollout_spec.predict.replay import Proposer, ReplayResult, replay_line
-from rollout_spec.trace import Rollout
+from rollout_spec.trace import Rollout, read_objects
 from rollout_spec_lab.bench.drafters import make_proposer
 
 MODEL = "llama3.1-8B"
@@ -72,14 +71,12 @@ class TimeModel(NamedTuple):
 def read(checkout: Path, dataset: str, limit: int | None = None) -> list[Request]:
     """Requests whose two runs both have an entry for each token of the response: likely of one text."""
     found = []
-    with (checkout / f"data/{MODEL}/combined_{dataset}.jsonl").open() as opened:
-        for text in opened:
-            row = json.loads(text)
-            response = np.array(row["generated_token_ids"], np.int32)
-            lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
-            if len(response) > 1 and all(len(each) == len(response) for each in lens):
-                prompt = np.array(row["prompt_token_ids"], np.int32)
-                found.append(Request(Rollout(str(row["id"]), None, prompt, [response]), *lens))
+    for _, row in read_objects(checkout / f"data/{MODEL}/combined_{dataset}.jsonl"):
+        response = np.array(row["generated_token_ids"], np.int32)
+        lens = [np.array(row[f"acc_{name}"]["acc_len"], np.int64) for name in ("eagle", "ngram")]
+        if len(response) > 1 and all(len(each) == len(response) for each in lens):
+            prompt = np.array(row["prompt_token_ids"], np.int32)
+            found.append(Request(Rollout(str(row["id"]), None, prompt, [response]), *lens))
     return found[:limit]
 
 
@@ -98,10 +95,10 @@ def with_eagle(requests: Sequence[Request], num_tokens: int) -> Iterator[Rollout
 def recorded_steps(
     gives: npt.NDArray[np.int64], num_drafted: int | None, eagle: Any, matched: float = 1.0
 ) -> Steps:
-    """Of a recorded drafter with `num_drafted` tokens in each step; None: as many as are accepted.
+    """The steps of a recorded drafter with `num_drafted` tokens in each; None: as many as are accepted.
 
     Args:
-        eagle: of each position whether EAGLE drafts.
+        eagle: whether EAGLE drafts, for each position.
         matched: how often it drafts where nothing is accepted; time is linear in tokens, so the mean will do.
     """
     steps, done = [], 1
@@ -134,7 +131,7 @@ class _Noting(Proposer):
 
 
 def our_steps(lines: Sequence[Rollout], method: str, survival: float, is_fresh: bool) -> list[Steps]:
-    """Of each line's response, with drafts of this survival at least.
+    """The steps of each line's response, with drafts of this survival at least.
 
     The drafter goes on from line to line, or begins afresh in each.
     """
@@ -190,7 +187,7 @@ def speed(
 
 
 def price(model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps], rows: int) -> float:
-    """Of a draft token, by the gate's rule: as many tokens as its seconds would give otherwise."""
+    """A draft token's price, by the gate's rule: as many tokens as its seconds would give otherwise."""
     context = np.mean([len(one.line.prompt_token_ids) + len(one.eagle) / 2 for one in requests])
     num_drafted, num_passes = np.concatenate(steps)[:, [1, 3]].mean(axis=0)
     seconds = model.forward(rows * context, rows * (1 + num_drafted)) + model.overhead_constant_per_step
@@ -201,7 +198,7 @@ def price(model: TimeModel, requests: Sequence[Request], steps: Sequence[Steps],
 def measure(
     checkout: Path, dataset: str, rows: Sequence[int], limit: int | None, is_fresh: bool
 ) -> list[dict[str, Any]]:
-    """Of every method, tokens per step, ours at `PRICE`, and the speed by rows, ours at each one's own price.
+    """Each method's tokens per step, ours at `PRICE`, and its speed by rows, ours at each one's own price.
 
     Args:
         limit: only this many requests, the first ones.

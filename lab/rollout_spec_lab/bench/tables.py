@@ -11,7 +11,7 @@ SETTING = ("method", "P", "K", "history")
 
 
 def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
-    """Of each trace in what `bench drafters` measured: the drafters, and `sam` over vLLM's suffix."""
+    """What `bench drafters` measured: for each trace the drafters, and `sam` over vLLM's suffix."""
     for make in (_figures, _ratios):
         for trace, of_trace in groupby(record["results"], key=lambda row: row["trace"]):
             table = make(trace, list(of_trace))
@@ -101,7 +101,7 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def specdecode_tables(found: dict[str, list[dict[str, Any]]]) -> Iterator[Table]:
-    """Of each dataset in what `bench specdecode` measured: the methods."""
+    """What `bench specdecode` measured: a table for each dataset, a row for each method."""
     for name, results in found.items():
         title = f"{name}: tokens per step, and times the speed without drafts"
         rows = [

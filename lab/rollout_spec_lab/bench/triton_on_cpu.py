@@ -14,7 +14,7 @@ from rollout_spec_lab.verl_cpu.workarounds import answer_for_vllm
 
 
 class Driver:
-    """Of a CPU. Some models of vLLM make one where they are imported."""
+    """Triton's driver of a CPU. Some models of vLLM make one where they are imported."""
 
     @staticmethod
     def is_active() -> bool:

@@ -119,7 +119,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 @functools.cache
 def cuts(device: str) -> dict[str, Cut]:
-    """Of CUDA, top-k and top-p as engines with `coupled` cut all rows, and as vLLM does by their number."""
+    """Top-k and top-p on CUDA: as engines with `coupled` cut all rows, and as vLLM does by their number."""
     if device != "cuda":
         return {}
     from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton

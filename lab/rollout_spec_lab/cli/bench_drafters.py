@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import (
+    add_options,
     add_rollouts_arguments,
     add_simulated_model,
     add_spec_argument,
@@ -35,28 +36,24 @@ REFUSED = {  # as --spec, and why
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = parser.add_argument_group("lines of the trace")
     add_rollouts_arguments(lines)
-    lines.add_argument(
-        "--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines of each trace"
-    )
+    help_ = "only the first N lines of each trace"
+    add_options(lines, ("--limit-groups", number(int, 1), "N", None, help_))
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
-    drafters.add_argument(
-        "--methods", metavar="M,M",
-        help="by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
+    help_ = (
+        "by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
         f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
-        "and sam+model: the model as one more expert",
-    )  # fmt: skip
+        "and sam+model: the model as one more expert"
+    )
+    add_options(drafters, ("--methods", str, "M,M", None, help_))
     add_simulated_model(drafters)
-    drafters.add_argument(
-        "--num-speculative-tokens", type=number(int, 1, MAX_SPECULATIVE_TOKENS), nargs="+", metavar="K",
-        default=[SpecConfig.num_speculative_tokens, 8], help="most draft tokens per row and step",
-    )  # fmt: skip
-    drafters.add_argument(
-        "--history", type=number(int, 0, 1 << 16), nargs="+", default=[SpecConfig.history], metavar="N",
-        help="earlier responses of the prompt that a drafter has; suffix_server* has all in its cache",
-    )  # fmt: skip
-    drafters.add_argument(
-        "--min-survival", type=number(float, 0, 1), nargs="+", default=[SpecConfig.min_survival],
-        metavar="P", help="least survivals that sam and sam+model draft",
+    add_options(
+        drafters,
+        ("--num-speculative-tokens", number(int, 1, MAX_SPECULATIVE_TOKENS), "K",
+         [SpecConfig.num_speculative_tokens, 8], "most draft tokens per row and step"),
+        ("--history", number(int, 0, 1 << 16), "N", [SpecConfig.history],
+         "earlier responses of the prompt that a drafter has; suffix_server* has all in its cache"),
+        ("--min-survival", number(float, 0, 1), "P", [SpecConfig.min_survival],
+         "least survivals that sam and sam+model draft"),
     )  # fmt: skip
     drafters.add_argument(
         "--equal-drafts", action="store_true",
@@ -71,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Of vLLM's methods: the answer is on standard output.
+    # The answer is on standard output, so vLLM's messages go elsewhere.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec.drafting.native import BudgetExceeded

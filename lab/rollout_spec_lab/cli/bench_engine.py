@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
+from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 
@@ -31,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     compared = inputs.add_compared_arguments(
         parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
+        METHODS, REFUSED,
     )  # fmt: skip
-    inputs.add_tail_argument(compared)
+    add_options(compared, inputs.TAIL)
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
-    drawn.add_argument("--seed", type=number(int, 0), default=0, help="of prompts, lengths and noise")
+    add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
     drawn.add_argument(
         "--record-proposals", action="store_true",
         help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts after each token",
@@ -51,24 +51,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     count = number(int, 1)
     served = parser.add_argument_group("what is served")
-    inputs.add_model_argument(served)
-    served.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
-    served.add_argument("--prompts", type=Path, metavar="FILE", help="verl's parquet (the demo's)")
+    add_options(
+        served, inputs.MODEL, inputs.DTYPE, ("--prompts", Path, "FILE", None, "verl's parquet (the demo's)")
+    )
     served.add_argument(
         "--load", choices=("grpo", "random"), default="grpo",
         help="random: prompts of random tokens at temperature 1.5, so that nothing repeats",
     )  # fmt: skip
-    served.add_argument("--num-prompts", type=count, default=6, metavar="N", help="the first N prompts")
-    served.add_argument("--group-size", type=count, default=8, metavar="N", help="responses to each")
-    served.add_argument("--max-num-seqs", type=count, default=16, metavar="N", help="requests at a time")
-    served.add_argument(
-        "--temperature", type=number(float, 0), metavar="T", help="(1.0; demo's prompts 0.7, random 1.5)"
+    add_options(
+        served,
+        ("--num-prompts", count, "N", 6, "the first N prompts"),
+        ("--group-size", count, "N", 8, "responses to each"),
+        ("--max-num-seqs", count, "N", 16, "requests at a time"),
+        ("--temperature", number(float, 0), "T", None, "(1.0; demo's prompts 0.7, random 1.5)"),
     )
 
     lengths = parser.add_argument_group("response lengths", "Log-normal, and the same for every method.")
-    lengths.add_argument("--median-tokens", type=number(float, 1), default=80.0, metavar="N", help="median")
-    lengths.add_argument("--sigma", type=number(float, 0), default=0.9, help="of the logarithm")
-    lengths.add_argument("--max-tokens", type=count, default=512, metavar="N", help="no response is longer")
+    add_options(
+        lengths,
+        ("--median-tokens", number(float, 1), "N", 80.0, "median"),
+        ("--sigma", number(float, 0), "SIGMA", 0.9, "of the logarithm"),
+        ("--max-tokens", count, "N", 512, "no response is longer"),
+    )
     lengths.add_argument(
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
     )

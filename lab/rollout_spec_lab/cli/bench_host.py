@@ -7,11 +7,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_device_arguments, number, roofline
+from rollout_spec.cli.inputs import add_device_arguments, add_options, number, roofline
 from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
-    from rollout_spec_lab.bench.host import Cell, Plan
+    from rollout_spec_lab.bench.host import Cell, HostPlan
 
 HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
@@ -26,12 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
         "what is served: recorded tokens, so that drafts are accepted as they were"
     )
-    inputs.add_recording_arguments(served)
-    served.add_argument(
-        "--max-tokens", type=count, metavar="N", help="no response is longer (1024; all, with --rollout)"
-    )
-    served.add_argument(
-        "--rows", type=count, nargs="+", default=[1, 8, 64, 256], metavar="N", help="requests that decode"
+    add_options(
+        served,
+        *inputs.RECORDING,
+        ("--max-tokens", count, "N", None, "no response is longer (1024; all, with --rollout)"),
+        ("--rows", count, "N", [1, 8, 64, 256], "requests that decode"),
     )
     served.add_argument(
         "--rollout", action="store_true",
@@ -42,18 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group(
         "what the device takes for a step; each value is measured with each of --rows"
     )
-    device.add_argument(
-        "--step-ms", type=number(float, 0, above=True), nargs="+", metavar="MS",
-        help="however many tokens a step has (5 10 20 40)",
-    )  # fmt: skip
+    help_ = "however many tokens a step has (5 10 20 40)"
+    add_options(device, ("--step-ms", number(float, 0, above=True), "MS", [], help_))
     add_device_arguments(device)
-    measured = parser.add_argument_group("which steps are measured")
-    measured.add_argument("--steps", type=count, default=100, metavar="N", help="that are measured")
-    measured.add_argument("--warm-up-steps", type=count, default=50, metavar="N", help="before them")
+    add_options(
+        parser.add_argument_group("which steps are measured"),
+        ("--steps", count, "N", 100, "that are measured"),
+        ("--warm-up-steps", count, "N", 50, "before them"),
+    )
     inputs.add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway "
-        f"({','.join(METHODS)}, without what is not installed)", REFUSED,
+        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS, REFUSED,
     )  # fmt: skip
     inputs.add_output(parser, "host.json")
     add_example(
@@ -77,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     return inputs.shown(record, args.json, host_tables)
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.host import Plan, drafting
+def _plan(args: argparse.Namespace) -> HostPlan:
+    from rollout_spec_lab.bench.host import HostPlan, drafting
 
     spec = inputs.spec_of(args, REFUSED)
     longest = args.max_tokens or (None if args.rollout else 1024)
-    return Plan(
+    return HostPlan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
         methods=inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,

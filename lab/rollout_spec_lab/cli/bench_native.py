@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import number
+from rollout_spec.cli.inputs import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
@@ -11,9 +11,7 @@ HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("what is measured")
-    measured.add_argument(
-        "--repeats", type=number(int, 1), default=7, metavar="N", help="take the least of N runs"
-    )
+    add_options(measured, ("--repeats", number(int, 1), "N", 7, "take the least of N runs"))
     add_output(parser, "the JSON", "FILE")
     add_example(parser, "rollout-spec-lab bench native --output outputs/native.json")
 

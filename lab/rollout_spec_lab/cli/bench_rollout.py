@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import device_arguments, number
+from rollout_spec.cli.inputs import add_options, device_arguments, number
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve
@@ -24,32 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group(
         "what is served", "Steps are real. The recording's tokens come instead of what is sampled."
     )
-    inputs.add_recording_arguments(served)
-    served.add_argument(
-        "--max-tokens", type=number(int, 1), default=1024, metavar="N", help="no response is longer"
-    )
-    served.add_argument(
-        "--max-num-seqs", type=number(int, 1), default=64, metavar="N", help="requests at a time"
-    )
-    served.add_argument(
-        "--rows", type=number(int, 1), nargs="+", metavar="N",
-        help="instead of the whole rollout: its first N responses, all at a time; of several N each by "
-        "itself, in DIR/rows-N",
+    add_options(
+        served,
+        *inputs.RECORDING,
+        ("--max-tokens", number(int, 1), "N", 1024, "no response is longer"),
+        ("--max-num-seqs", number(int, 1), "N", 64, "requests at a time"),
+        ("--rows", number(int, 1), "N", [],
+         "instead of the whole rollout: its first N responses, all at a time; of several N each by "
+         "itself, in DIR/rows-N"),
     )  # fmt: skip
-    device = parser.add_argument_group("the model and the device")
-    device.add_argument("--model-config", type=Path, metavar="FILE", help="the policy's config.json")
-    device.add_argument(
-        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
+    add_options(
+        parser.add_argument_group("the model and the device"),
+        ("--model-config", Path, "FILE", None, "the policy's config.json"),
+        inputs.GPU,
+        inputs.DTYPE,
+        inputs.ENGINE,
     )
-    device.add_argument("--dtype", help="of the model (bfloat16; float32 on a CPU)")
-    device.add_argument(
-        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
-    )
-    compared = inputs.add_compared_arguments(
-        parser, f"as in `bench engine`, without models ({','.join(METHODS)}, without what is not installed)",
-        REFUSED,
-    )  # fmt: skip
-    inputs.add_tail_argument(compared)
+    known = "as in `bench engine`, without models"
+    add_options(inputs.add_compared_arguments(parser, known, METHODS, REFUSED), inputs.TAIL)
     inputs.add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "

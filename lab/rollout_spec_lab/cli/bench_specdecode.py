@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import number, path
+from rollout_spec.cli.inputs import add_options, number, path
 from rollout_spec_lab.cli.inputs import add_output, shown
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"
@@ -15,16 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     count = number(int, 1)
     served = parser.add_argument_group("what is replayed")
-    served.add_argument(
-        "checkout", type=path, metavar="CHECKOUT", help="of github.com/SpecDecode-Bench/simulator"
-    )
+    add_options(served, ("checkout", path, "CHECKOUT", None, "of github.com/SpecDecode-Bench/simulator"))
     served.add_argument("--datasets", nargs="+", choices=MATCHED, default=list(MATCHED), metavar="NAME",
         help=f"of its sets ({' '.join(MATCHED)})",
     )  # fmt: skip
-    served.add_argument("--limit", type=count, metavar="N", help="only the first N requests of a set")
-    served.add_argument("--rows", type=count, nargs="+", default=list(ROWS), metavar="N",
-        help="requests that decode at a time, in the speeds",
-    )  # fmt: skip
+    add_options(
+        served,
+        ("--limit", count, "N", None, "only the first N requests of a set"),
+        ("--rows", count, "N", list(ROWS), "requests that decode at a time, in the speeds"),
+    )
     served.add_argument("--fresh", action="store_true", help="our drafter begins afresh in every request")
     add_output(parser, None)
     add_example(parser, "rollout-spec-lab bench specdecode simulator --datasets gsm8k")

@@ -4,7 +4,7 @@ import argparse
 import os
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import number
+from rollout_spec.cli.inputs import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
@@ -12,18 +12,12 @@ SIZES = {True: ([1, 8, 64, 256], [0, 7, 15]), False: ([1, 8, 64], [0, 7])}  # ro
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measured = parser.add_argument_group("what is measured")
-    measured.add_argument(
-        "--device", metavar="NAME", help="as torch has it: cpu, cuda, npu (the accelerator, if there is one)"
-    )
-    measured.add_argument(
-        "--rows", type=number(int, 1), nargs="+", metavar="N", help="requests of a step (1 8 64 256)"
-    )
-    measured.add_argument(
-        "--drafts", type=number(int, 0), nargs="+", metavar="K", help="draft tokens of each (0 7 15)"
-    )
-    measured.add_argument(
-        "--vocab-size", type=number(int, 1000), default=151_936, metavar="V", help="of the logits"
+    add_options(
+        parser.add_argument_group("what is measured"),
+        ("--device", str, "NAME", None, "as torch has it: cpu, cuda, npu (the accelerator, if there is one)"),
+        ("--rows", number(int, 1), "N", [], "requests of a step (1 8 64 256)"),
+        ("--drafts", number(int, 0), "K", [], "draft tokens of each (0 7 15)"),
+        ("--vocab-size", number(int, 1000), "V", 151_936, "of the logits"),
     )
     add_output(parser, "the JSON", "FILE")
     add_example(parser, "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7")

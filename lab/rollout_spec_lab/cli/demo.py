@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import number
+from rollout_spec.cli.inputs import add_options, number
 from rollout_spec.config import UserError
 from rollout_spec.files import as_json
-from rollout_spec_lab.cli.inputs import add_model_argument
+from rollout_spec_lab.cli.inputs import MODEL
 
 if TYPE_CHECKING:
-    from rollout_spec_lab.demo.runner import Plan
+    from rollout_spec_lab.demo.runner import DemoPlan
 
 HELP = "serve a small model with drafts off and on in turns, and train it twice with verl"
 STEPS = {"grpo": 4, "dapo": 1}
@@ -31,19 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained = parser.add_argument_group("what is trained")
     trained.add_argument("--recipe", choices=sorted(STEPS), default="grpo", help="algorithm and settings")
     trained.add_argument("--trainer", choices=TRAINERS, default="sync", help="verl's trainer_mode")
-    trained.add_argument("--steps", type=number(int, 1), metavar="N", help="training steps (grpo 4, dapo 1)")
-    add_model_argument(trained)
-    trained.add_argument("--train-file", type=Path, metavar="FILE", help="verl's parquet (generated)")
-    trained.add_argument("--seed", type=int, default=7, metavar="N", help="of the data and its order")
+    add_options(
+        trained,
+        ("--steps", number(int, 1), "N", None, "training steps (grpo 4, dapo 1)"),
+        MODEL,
+        ("--train-file", Path, "FILE", None, "verl's parquet (generated)"),
+        ("--seed", int, "N", 7, "of the data and its order"),
+    )
     trained.add_argument(
         "--quick", action="store_true", help="at most 2 steps, 64 tokens: a check, not a measurement"
     )
     trained.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, for both runs")
 
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, default=Path("outputs/demo"), metavar="DIR", help="runs, report and charts"
-    )
+    add_options(output, ("--output", Path, "DIR", Path("outputs/demo"), "runs, report and charts"))
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_example(parser, "rollout-spec-lab demo --trainer separate_async --steps 8")
 
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> DemoPlan:
     """The plan that the arguments ask for; a UserError for a path that is not there, or no override."""
-    from rollout_spec_lab.demo.runner import Plan
+    from rollout_spec_lab.demo.runner import DemoPlan
 
     default = min(STEPS[args.recipe], QUICK_STEPS) if args.quick else STEPS[args.recipe]
     for option, path in (("--model", args.model), ("--train-file", args.train_file)):
@@ -82,14 +83,14 @@ def make_plan(args: argparse.Namespace) -> Plan:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r}: a Hydra override looks like key=value")
     quick = (*QUICK_OVERRIDES, *QUICK_RECIPE_OVERRIDES[args.recipe]) if args.quick else ()
-    return Plan(
+    return DemoPlan(
         output=args.output, recipe=args.recipe, trainer=args.trainer, steps=args.steps or default,
-        turn_seconds=QUICK_TURN_SECONDS if args.quick else Plan.turn_seconds, seed=args.seed,
+        turn_seconds=QUICK_TURN_SECONDS if args.quick else DemoPlan.turn_seconds, seed=args.seed,
         model=args.model, train_file=args.train_file, overrides=(*quick, *args.overrides),
     )  # fmt: skip
 
 
-def facts(plan: Plan) -> dict[str, str]:
+def facts(plan: DemoPlan) -> dict[str, str]:
     """What the report says about the runs besides their numbers."""
     from rollout_spec.environment import package_version
     from rollout_spec_lab.demo.runner import num_prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, device_arguments, number, tokenized
+from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2
@@ -17,7 +17,7 @@ from rollout_spec_lab.gpu_check import PARTS, V2
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
     from rollout_spec_lab.bench.load import Load
-    from rollout_spec_lab.gpu_check.plan import Plan, Policy
+    from rollout_spec_lab.gpu_check.plan import CheckPlan, Policy
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
 METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
@@ -27,54 +27,38 @@ SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_served(parser.add_argument_group("what is served"))
-    _add_asked(parser.add_argument_group("what is asked"))
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output", type=Path, default=Path("outputs/gpu-check"), metavar="DIR",
-        help="write gpu-check.json, index.html and the rollouts there",
+    add_options(
+        parser.add_argument_group("what is asked"),
+        ("--minutes", number(float, 1, 1440), "N", 15.0,
+         "for all of it; what there is no time for is named"),
+        ("--parts", str, "P,P", None, f"only these of {','.join(PARTS)}"),
+        ("--repeats", number(int, 1), "N", 5, "rollouts of each method, at most"),
+        inputs.GPU,
+        inputs.ENGINE,
     )  # fmt: skip
+    output = parser.add_argument_group("output")
+    help_ = "write gpu-check.json, index.html and the rollouts there"
+    add_options(output, ("--output", Path, "DIR", Path("outputs/gpu-check"), help_))
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
     add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def _add_served(served: Any) -> None:
-    inputs.add_model_argument(served)
-    served.add_argument(
-        "--model-config", type=Path, metavar="FILE",
-        help="a config.json instead of --model: random weights; its rollouts need --recording",
-    )  # fmt: skip
-    served.add_argument(
-        "--recording", type=Path, metavar="TRACE",
-        help="its prompts instead of the demo's; with --model-config its first `step` is served, as "
-        "`bench rollout` does it",
-    )  # fmt: skip
-    served.add_argument(
-        "--methods", metavar="M,M",
-        help="of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
-        f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
-        f"{','.join(OF_MODEL)})",
+    add_options(
+        served,
+        inputs.MODEL,
+        ("--model-config", Path, "FILE", None,
+         "a config.json instead of --model: random weights; its rollouts need --recording"),
+        ("--recording", Path, "TRACE", None,
+         "its prompts instead of the demo's; with --model-config its first `step` is served, as "
+         "`bench rollout` does it"),
+        ("--methods", str, "M,M", None,
+         "of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
+         f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
+         f"{','.join(OF_MODEL)})"),
     )  # fmt: skip
     add_model_drafter(served)
-    served.add_argument(
-        "--rows", type=number(int, 1), nargs="+", metavar="N", help="of the steps that are timed (1 4 16 64)"
-    )
-
-
-def _add_asked(asked: Any) -> None:
-    asked.add_argument(
-        "--minutes", type=number(float, 1, 1440), default=15.0, metavar="N",
-        help="for all of it; what there is no time for is named",
-    )  # fmt: skip
-    asked.add_argument("--parts", metavar="P,P", help=f"only these of {','.join(PARTS)}")
-    asked.add_argument(
-        "--repeats", type=number(int, 1), default=5, metavar="N", help="rollouts of each method, at most"
-    )
-    asked.add_argument(
-        "--gpu", metavar="NAME", help="predict also with its roofline: h100, h200, a100 or 910b"
-    )
-    asked.add_argument(
-        "--engine", type=inputs.json_object, default={}, metavar="JSON", help="further arguments of vLLM's"
-    )
+    add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,7 +117,7 @@ def _parts(args: argparse.Namespace) -> list[str]:
     return parts
 
 
-def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> Plan:
+def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> CheckPlan:
     from rollout_spec_lab.gpu_check import plan
 
     if args.model and args.model_config:
@@ -155,7 +139,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
         "steps": plan.steps(policy),
     }
     says_nothing = args.model_config and not lines
-    return plan.Plan(
+    return plan.CheckPlan(
         60.0 * args.minutes,
         {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli import inputs
-from rollout_spec.cli.inputs import number
+from rollout_spec.cli.inputs import add_options, number
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
@@ -26,47 +26,40 @@ if TYPE_CHECKING:
     from rollout_spec.predict.step_times import Times
     from rollout_spec.trace import Rollout
 
-
-def add_model_argument(group: Any) -> None:
-    group.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (SmolLM2-135M)")
+# Options for `add_options`.
+MODEL = ("--model", Path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
+DTYPE = ("--dtype", str, "DTYPE", None, "of the model (bfloat16; float32 on a CPU)")
+GPU = ("--gpu", str, "NAME", None, "predict also with its roofline: h100, h200, a100 or 910b")
+TAIL = ("--tail-threshold", number(int, 0), "N", 8,
+        "the tail is what comes after the last step with more running requests")  # fmt: skip
+RECORDING = (
+    ("trace", Path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
+    ("--limit-groups", number(int, 1), "N", None, "only the first N lines"),
+)
 
 
 def add_compared_arguments(
-    parser: argparse.ArgumentParser, methods: str, refused: Mapping[str, str]
+    parser: argparse.ArgumentParser, known: str, methods: Sequence[str], refused: Mapping[str, str]
 ) -> argparse._ArgumentGroup:
     """Add the methods and their options, which `spec_of` and `checked_methods` read; returns their group.
 
     Args:
-        methods: the help of --methods.
+        known: the help of --methods says which there are.
+        methods: those that are compared by default.
         refused: as in `add_spec_argument`.
     """
     compared = parser.add_argument_group("what is compared")
-    compared.add_argument("--methods", metavar="M,M", help=f"each is compared with the first: {methods}")
-    compared.add_argument(
-        "--num-speculative-tokens", type=number(int, 1), metavar="K",
-        help="of every method (each method's own default: ngram 8, suffix what vLLM takes, "
-        f"sam {SpecConfig.num_speculative_tokens})",
+    default = f"({','.join(methods)}, without what is not installed)"
+    add_options(
+        compared,
+        ("--methods", str, "M,M", None, f"each is compared with the first: {known} {default}"),
+        ("--num-speculative-tokens", number(int, 1), "K", None,
+         "of every method (each method's own default: ngram 8, suffix what vLLM takes, "
+         f"sam {SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
     inputs.add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
-    compared.add_argument(
-        "--repeats", type=number(int, 1), default=3, metavar="N", help="turns of each method"
-    )
+    add_options(compared, ("--repeats", number(int, 1), "N", 3, "turns of each method"))
     return compared
-
-
-def add_tail_argument(group: Any) -> None:
-    group.add_argument(
-        "--tail-threshold", type=number(int, 0), default=8, metavar="N",
-        help="the tail is what comes after the last step with more running requests",
-    )  # fmt: skip
-
-
-def add_recording_arguments(group: Any) -> None:
-    """Add the recording, and how many of its lines are served."""
-    group.add_argument(
-        "trace", type=Path, metavar="TRACE", help=".jsonl or .jsonl.gz; its first `step` is taken"
-    )
-    group.add_argument("--limit-groups", type=number(int, 1), metavar="N", help="only the first N lines")
 
 
 def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
@@ -99,7 +92,7 @@ def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: st
     """Add `--output`, a folder or a file that gets what is `written`, None: there is none; and `--json`."""
     output = parser.add_argument_group("output")
     if written:
-        output.add_argument("--output", type=Path, metavar=metavar, help=f"write {written} there")
+        add_options(output, ("--output", Path, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -130,6 +123,9 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError
     return value
+
+
+ENGINE: tuple[str, Any, str, Any, str] = ("--engine", json_object, "JSON", {}, "further arguments of vLLM's")
 
 
 def dummy_model(config: Path | None, folder: Path) -> str:

@@ -25,22 +25,12 @@ from rollout_spec_lab.demo.turns import Turns, plan_of, serve_in_turns
 from rollout_spec_lab.processes import last_error, started
 
 METHODS = ("off", "sam")
+WORKER = "rollout_spec_lab.demo.prepare_worker"
 LOG_FILE = "train.log"
 # A run that says nothing for this long will never go on: a good one is silent for two minutes at most.
 STALL_SECONDS = 900.0
 NEEDED_GB = 14  # the most that all processes hold at a time
 _POLL_SECONDS = 0.5
-_MAKE_MODEL = "import sys; from rollout_spec_lab.demo.model import make_model; make_model(sys.argv[1])"
-_COMPOSE = """
-import json, sys, hydra, omegaconf, verl
-from rollout_spec_lab.demo.turns import prompts_of
-file, model, train_file, num_steps, *given = sys.argv[1:]
-with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-    config = hydra.compose("ppo_trainer", given)
-omegaconf.OmegaConf.resolve(config.rollout.spec)  # by resolvers that are here only
-prompts = prompts_of(config, model, train_file, int(num_steps))
-json.dump([omegaconf.OmegaConf.to_container(config), prompts], open(file, "w"))
-"""
 PHASES = (
     ("Started a local Ray instance", "loading verl"),
     ("Loading weights", "loading the model"),
@@ -58,7 +48,7 @@ class RunFailedError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What to train, on what, and how long."""
 
     output: Path
@@ -72,7 +62,7 @@ class Plan:
     overrides: tuple[str, ...] = ()
 
 
-def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
+def run_demo(plan: DemoPlan, say: Say) -> tuple[Comparison, Turns]:
     """Prepare model and data, serve without drafts and with them in turns, and then train with either.
 
     The gain is said as soon as it is known.
@@ -90,13 +80,13 @@ def run_demo(plan: Plan, say: Say) -> tuple[Comparison, Turns]:
     return compare(off, sam, agreement=first_step_agreement(*folders)), turns
 
 
-def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
+def _serve(plan: DemoPlan, model: Path, train_file: Path, say: Say) -> Turns:
     """The turns, with what verl makes of the overrides of the training with drafts."""
     say(f"turns: the same requests with drafts off and on in turn, about {plan.turn_seconds:.0f} s of them")
     file = plan.output / "turns.json"
     given = overrides(plan, METHODS[1], model, train_file)
     arguments = (file, model, train_file, plan.steps, *given)
-    _complete(_COMPOSE, arguments, "verl's configuration was not made", plan.output)
+    _complete("config", arguments, "verl's configuration was not made", plan.output)
     config, prompts = json.loads(file.read_bytes())
     file.unlink()
     job = plan_of(OmegaConf.create(config), prompts, model)
@@ -106,7 +96,7 @@ def _serve(plan: Plan, model: Path, train_file: Path, say: Say) -> Turns:
         raise RunFailedError(f"{error}; log: {plan.output / 'engine.log'}") from error
 
 
-def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
+def prepare(plan: DemoPlan, say: Say) -> tuple[Path, Path]:
     """The model folder and the training file, made in the output folder unless the plan names others."""
     from rollout_spec_lab.demo.data import make_data
 
@@ -118,31 +108,31 @@ def prepare(plan: Plan, say: Say) -> tuple[Path, Path]:
     return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
 
 
-def num_prompts(plan: Plan) -> int:
+def num_prompts(plan: DemoPlan) -> int:
     """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
     return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
 
 
 def _make_model(output: Path) -> Path:
     model = output / "model"
-    _complete(_MAKE_MODEL, (model,), "the model was not made", output)
+    _complete("model", (model,), "the model was not made", output)
     return model
 
 
-def _complete(code: str, arguments: Sequence[object], failure: str, output: Path) -> None:
-    """Run Python code that writes the file of its first argument; a RunFailedError begins with `failure`.
+def _complete(what: str, arguments: Sequence[object], failure: str, output: Path) -> None:
+    """Let the worker make the file of the first argument; a RunFailedError begins with `failure`.
 
     In a process of its own, so that neither its memory nor its progress bars stay with us.
     """
     log = Path(str(arguments[0])).with_suffix(".log")
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [sys.executable, "-m", WORKER, what, *map(str, arguments)]
     with started(command, log, environment(output, output)) as process:
         ended = process.wait()
     if ended:
         raise RunFailedError(f"{failure}: {last_error(log)}; log: {log}")
 
 
-def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> None:
+def train(plan: DemoPlan, method: str, model: Path, train_file: Path, say: Say) -> None:
     """One run of verl's trainer into `output/method`, which is emptied first."""
     folder = (plan.output / method).absolute()
     shutil.rmtree(folder, ignore_errors=True)
@@ -158,7 +148,7 @@ def train(plan: Plan, method: str, model: Path, train_file: Path, say: Say) -> N
         raise RunFailedError(f"{method}: {num_steps} of {plan.steps} steps were trained; log: {log}")
 
 
-def overrides(plan: Plan, method: str, model: Path, train_file: Path) -> list[str]:
+def overrides(plan: DemoPlan, method: str, model: Path, train_file: Path) -> list[str]:
     """The Hydra overrides of the run with a method; the plan's own come last and so win."""
     from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 

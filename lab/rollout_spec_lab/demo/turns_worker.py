@@ -16,11 +16,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     After each pair both engines are told of it as by a weight sync.
 
     Args:
-        job: of `engine.Plan.job`, and `pairs`, the requests of each; `seconds`, after which no pair begins,
-            but for the first `least`.
+        job: what `engine.Plan.job` gives; `pairs`, the requests of each; `seconds`, after which no pair
+            begins, but for the first `least`.
 
     Returns:
-        pairs: of each what `engine_worker.rollout` gives, by method; settings: of the engine that drafts.
+        pairs: what `engine_worker.rollout` gives for each, by method; settings: those of the engine that
+            drafts.
     """
     engines = {method: make_engine(job | {"method": method}) for method in METHODS}
     watches = {method: Watch(engine) for method, engine in engines.items()}

@@ -17,7 +17,7 @@ from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
 from rollout_spec_lab.gpu_check import PARTS, V2
-from rollout_spec_lab.gpu_check.plan import Plan
+from rollout_spec_lab.gpu_check.plan import CheckPlan
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
 RESERVE = 0.05  # of all the time, for what comes after the rollouts
@@ -29,7 +29,7 @@ Show = Callable[[str, float], None]  # what is being done, and how many seconds 
 class Check:
     """A run of a plan."""
 
-    def __init__(self, plan: Plan, folder: Path, show: Show = lambda text, seconds: None) -> None:
+    def __init__(self, plan: CheckPlan, folder: Path, show: Show = lambda text, seconds: None) -> None:
         self._plan, self._folder, self._show = plan, folder, show
         self._began = time.monotonic()
         self._found: dict[str, Any] = dict.fromkeys([*plan.jobs, *PARTS])
@@ -141,7 +141,7 @@ class Check:
     def _served(
         self, plan: engine.Plan, served: engine.Served, failed: Mapping[str, str], predicts: bool = False
     ) -> dict[str, Any] | None:
-        """Of the methods that have served at least once, the repeats that are complete."""
+        """The record of the complete repeats of all methods that have served at least once."""
         methods = [method for method in plan.methods if served[method] and method not in failed]
         if plan.methods[0] not in methods:
             return None

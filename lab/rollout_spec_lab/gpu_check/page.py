@@ -190,6 +190,6 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """Of what and where it was found."""
+    """What was checked, and where."""
     plan = {name.replace("_", " "): str(value) for name, value in record["plan"].items()}
     return plan | where(record["environment"])

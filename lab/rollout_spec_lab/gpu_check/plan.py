@@ -47,14 +47,15 @@ CPU = Size(
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """What is measured.
 
     Args:
-        seconds: for all of it.
-        jobs: of `worker`, by the names of the parts, in their order; rollouts and thresholds have none.
-        rollouts: with as many of its `repeats` as there is time for; or why there are none.
-        rooflines: of the device by model runner, to predict steps and rollouts with (`engine.predict`).
+        seconds: the time for all of it.
+        jobs: what `worker` takes, by the names of the parts, in their order; rollouts and thresholds have
+            none.
+        rollouts: what is served, as many of its `repeats` as there is time for; or why there are none.
+        rooflines: the device's, by model runner, to predict steps and rollouts with (`engine.predict`).
     """
 
     seconds: float
@@ -103,7 +104,7 @@ def rollouts(
 
 
 def start(policy: Policy, folder: Path) -> dict[str, Any]:
-    """With a tiny policy of its own, made in `folder`."""
+    """The job that starts engines, with a tiny policy of its own, made in `folder`."""
     return {"folder": str(folder), "dtype": policy.dtype, "engine": {**policy.on_device, **policy.given}}
 
 
@@ -112,7 +113,7 @@ def verify(size: Size) -> dict[str, Any]:
 
 
 def certify(policy: Policy, rollouts: engine.Plan) -> dict[str, Any]:
-    """Of prompts of the rollouts."""
+    """The job that certifies, with some prompts of the rollouts."""
     load, own = rollouts.load, {} if policy.has_weights else {"skip_tokenizer_init": True}
     plan = {
         "model": policy.folder, "prompts": load.prompts[:4], "temperatures": [1.0],

@@ -23,7 +23,7 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
     Args:
-        job: of `engine_worker.make_engine`; contexts and nums_rows, ascending; nums_drafts, of a row;
+        job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
             num_steps, of each kind; seconds, after which nothing more is begun.
 
     Returns:
@@ -142,7 +142,7 @@ class Steps:
         self._seconds[context, num_rows, num_drafts].append(seconds)
 
     def table(self, nums_drafts: Sequence[int]) -> list[dict[str, Any]]:
-        """Of steps whose rows all had one of these numbers of draft tokens: the median, sorted."""
+        """The median seconds of the steps whose rows all had one of these numbers of draft tokens, sorted."""
         return [
             {
                 "context": context, "num_rows": rows, "num_drafts": int(drafts),

@@ -157,12 +157,12 @@ def mutate_python(files: list[str], target: Target, jobs: int, sample: int | Non
 
 
 def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
-    """Of pytest with each mutant of a file; None where it has not been tried."""
+    """What pytest ended with for each mutant of a file; None where it has not been tried."""
     return json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
 
 
 def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
-    """What it prints; its progress goes to stderr where it is `shown`."""
+    """What mutmut prints; its progress goes to stderr where it is `shown`."""
     # This environment's packages come before mutmut's; the package itself comes from the copy.
     site = next(path for path in sys.path if path.endswith("site-packages"))
     threads = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -210,7 +210,7 @@ def core_lives(folder: Path) -> bool:
 
 
 def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:
-    """Of each file, whether it is silent, and of native."""
+    """Each file and the native core: its name, whether it is silent, and its result."""
     for target in TARGETS:
         if files := [file for file in target.files if file in wanted]:
             of_target = None if target.is_silent else sample

@@ -188,7 +188,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         return header
 
     async def _broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0, in a thread: an actor's other calls go on."""
+        """Send from rank 0 to all, in a thread: an actor's other calls go on."""
         group = self._group
         assert group is not None, "init_process_group comes first"
         if not len(tensor):

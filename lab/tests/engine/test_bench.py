@@ -33,7 +33,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_model_drafts_behind_every_token_is_recorded(
     tiny_model: str, tmp_path: Path, in_this_process: None
 ) -> None:
-    """Of the policy as its own drafter: the tokens that come, but for the first place, which has no pass."""
+    """The policy as its own drafter drafts the tokens that come; the first place has no pass."""
     from rollout_spec_lab.bench import engine
     from rollout_spec_lab.bench.rollouts import write_proposals
 
@@ -96,7 +96,7 @@ def test_a_recording_comes_in_the_place_of_what_is_sampled(tiny_model: str) -> N
 def test_the_first_responses_of_a_recording_at_a_time(
     tiny_model: str, tmp_path: Path, in_this_process: None
 ) -> None:
-    """Of several numbers each by itself."""
+    """Each of several numbers is served by itself."""
     from rollout_spec_lab.cli import main
 
     trace = tmp_path / "trace.jsonl"
