@@ -78,7 +78,7 @@ def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
 
 def test_it_is_an_override_of_one_word(head):
     asked = f"rollout.spec.model_drafter={{method: eagle3, model: {head['model']}}}"
-    check_overrides([asked])
+    check_overrides([*SAM, asked])
     assert composed(*SAM, asked).rollout.spec.model_drafter == head
 
 

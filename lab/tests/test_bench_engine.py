@@ -166,7 +166,7 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     assert alone["speculative_config"] == given
     assert alone["additional_config"]["rollout_spec"] == {"method": "off", "verify": "coupled"}
     assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}
-    options = {"history": 2, "batch_threshold": 4, "model_tokens": 3}
+    options = {"untested_vllm": True, "history": 2, "batch_threshold": 4, "model_tokens": 3}
     assert both["additional_config"]["rollout_spec"] == options
 
 
