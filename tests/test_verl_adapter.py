@@ -1,6 +1,7 @@
 """verl's side without Ray: what its trainer logs, its agent loops send, and its server counts and records."""
 
 import asyncio
+import importlib
 import inspect
 import json
 import time
@@ -38,11 +39,9 @@ from tests.test_verl_check_config import composed
 
 
 def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
-    monkeypatch.delattr(
-        "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMHttpServer._park_until_admitted"
-    )
+    monkeypatch.delattr(verl_server.vLLMHttpServer, "_park_until_admitted")
     with pytest.raises(PatchError, match="_park_until_admitted takes nothing: it is gone"):
-        hooks.install()
+        importlib.reload(verl_server)
 
 
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):

@@ -25,7 +25,11 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rollout_spec.patches import guard_parameters
+from rollout_spec.verl.launch import PRIVATE_METHODS
 from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, KEY, SAMPLE_KEY, TURN_KEY, TURN_TOKENS_KEY, names_of
+
+guard_parameters(PRIVATE_METHODS, LLMServerClient, "_acquire_server", ("self", "request_id"))
 
 MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 

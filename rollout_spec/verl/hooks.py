@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from rollout_spec.metrics import rollout_metrics
-from rollout_spec.patches import Patch, guard_all, wrap
+from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl.deaths import call_and_watch
 from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
 from rollout_spec.verl.metrics import take_reports, validation
@@ -23,30 +23,10 @@ _DEATHS = Patch(
 )
 
 
-_OURS = Patch(
-    name="verl-private-methods",
-    reason="our server, client and replay buffer override methods that verl calls and does not promise",
-    upstream="verl/workers/rollout/vllm_rollout/vllm_async_server.py, llm_server.py, replay_buffer.py",
-    until="verl has public ones in their place",
-)
-
-
 def install() -> None:
     """Wrap the trainer's methods. Called in the trainer's process, when it asks for its replica class."""
     from verl.checkpoint_engine.base import CheckpointEngineManager
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-    from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
-
-    guard_all(_OURS, (
-        (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
-        (vLLMHttpServer, "_resolve_sleep_level", ("self",)),
-        (vLLMHttpServer, "_get_worker_extension_cls", ("self",)),
-        (LLMServerClient, "_acquire_server", ("self", "request_id")),
-        (ReplayBuffer, "_dapo_filtered_keys", ("self", "partition_id")),
-        (ReplayBufferAsync, "_terminal_eviction_reasons", ("self", "global_steps", "partition_id")),
-    ))  # fmt: skip
 
     @wrap(CheckpointEngineManager, "update_weights", _DEATHS)
     def update_weights(update: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

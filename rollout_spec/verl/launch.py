@@ -4,12 +4,20 @@ import importlib.util
 from importlib import resources
 
 from rollout_spec.config import ConfigError
+from rollout_spec.patches import Patch
 
 CONFIGS = "rollout_spec_configs"
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 V1_TRAINER_ONLY = (
     "rollout.spec supports verl's V1 trainer only; to roll out beside the training take "
     "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
+)
+
+PRIVATE_METHODS = Patch(
+    name="verl-private-methods",
+    reason="our server, client and replay buffer override methods that verl does not promise",
+    upstream="verl/workers/rollout/, llm_server.py and vllm_async_server.py; trainer/ppo/v1/replay_buffer.py",
+    until="verl has public methods in their place",
 )
 
 failure: str | None = None

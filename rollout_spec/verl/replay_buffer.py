@@ -13,7 +13,13 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rollout_spec.patches import guard_parameters
+from rollout_spec.verl.launch import PRIVATE_METHODS
+
 logger = logging.getLogger(__name__)
+_EVICTION = ("self", "global_steps", "partition_id")
+guard_parameters(PRIVATE_METHODS, ReplayBuffer, "_dapo_filtered_keys", ("self", "partition_id"))
+guard_parameters(PRIVATE_METHODS, ReplayBufferAsync, "_terminal_eviction_reasons", _EVICTION)
 
 
 class BoundedReplayBuffer(ReplayBuffer):

@@ -13,9 +13,10 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
+from rollout_spec.patches import guard_all
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import group_router_file
+from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
@@ -28,6 +29,11 @@ from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
+guard_all(PRIVATE_METHODS, (
+    (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
+    (vLLMHttpServer, "_resolve_sleep_level", ("self",)),
+    (vLLMHttpServer, "_get_worker_extension_cls", ("self",)),
+))  # fmt: skip
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
