@@ -126,6 +126,14 @@ def test_recurrent_layers_cost_their_states_and_no_keys_and_values(
         assert roofline.row_tokens(k) == (2 + k) * (size + window * (3 + k)) / kv
 
 
+def test_states_are_as_wide_as_what_the_policy_computes_in(tmp_path):
+    AutoConfig.for_model("qwen3_next", **SHAPE, **LINEAR).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    models = [read(tmp_path, fields | {"dtype": dtype}) for dtype in ("bfloat16", "float32")]
+    narrow, wide = (model.states.num_bytes(3) for model in models if model.states)
+    assert wide == 2 * narrow
+
+
 def test_layers_of_mamba_2(tmp_path):
     assert read(tmp_path, NEMOTRON_H).num_params == pytest.approx(8.1e9, rel=0.01), "as its name says"
     with pytest.raises(RooflineError, match="ssm_state_size: such models are not modelled"):
