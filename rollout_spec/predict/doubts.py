@@ -1,6 +1,5 @@
 """What speaks against rollouts: rows that are there twice, padding, responses with their prompt."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -57,8 +56,8 @@ def padding(responses: Sequence[_Text]) -> Iterator[str]:
 
 def _run_at_end(text: _Text) -> str | None:
     if isinstance(text, str):
-        found = re.search(r"(.{1,40}?)\1{15}$", text[-41 * LONG :], re.DOTALL)
-        return found and repr(found[1])
+        pieces = (text[-size:] for size in range(1, 41))
+        return next((repr(piece) for piece in pieces if text.endswith(piece * LONG)), None)
     is_run = len(text) > LONG and bool((text[-LONG:] == text[-1]).all())
     return f"token {text[-1]}" if is_run else None
 

@@ -110,8 +110,9 @@ class RequestKeys:
         # A caller may give the name of a request that has ended to a new one.
         self.end([name for name, request in self._live.items() if live.get(name) is not request])
         self._live = dict(live)
-        keys = {name: self.of(name, request.sampling_params) for name, request in live.items()}
-        return [keys[name] for name in request_ids]
+        for name in [name for name in live if name not in self._keys]:
+            self.of(name, live[name].sampling_params)
+        return [self._keys[name] for name in request_ids]
 
     def of(self, name: str, params: Any) -> int:
         """The key of one request, which it keeps until `end`; params: its sampling parameters."""
