@@ -17,11 +17,12 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), re
 # What `make test-ascend` brings.
 collect_ignore = [] if importlib.util.find_spec("vllm_ascend") else ["ascend"]
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
-# What takes longest goes first, so that at the end no process works on while the others have nothing to do.
+# What takes longest goes first, so that at the end no process works on while the others have nothing to do. The training
+# takes most of the memory at its end: what starts a Ray of its own has ended by then.
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "training", "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
+        "training", "verl_history", "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
     )
 ]  # fmt: skip
 
@@ -31,6 +32,8 @@ def pytest_configure():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # A check of verl's configuration looks for the policy, and would wait for a hub out of reach.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Two engines, two trainers and the tests beside them take 20 of 24 GB; Ray ends a worker at 95 %.
+    os.environ.setdefault("RAY_memory_usage_threshold", "0.98")
     # Two processes of as many threads as there are cores would wait for one another.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -68,8 +68,7 @@ def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * 
 def environment_of(folder):
     env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     env.pop("OMP_NUM_THREADS", None)  # of this process; verl is to choose, as in a run of a user
-    # Two engines, two trainers and the tests beside them take 22 of 24 GB; Ray ends a worker at 95 %.
-    return env | {"RAY_memory_usage_threshold": "0.98"}
+    return env
 
 
 def execute(training, folder, log="train.log"):
