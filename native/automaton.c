@@ -27,10 +27,9 @@ static rs_status reserve_states(rs_automaton *a, uint32_t num) {
     return rs_reserve(a->memory, (void **)&a->states, &a->capacity, needed, sizeof *a->states);
 }
 
-rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory, bool counts) {
+rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
     memset(a, 0, sizeof *a);
     a->memory = memory;
-    a->counts = counts;
     rs_status status = reserve_states(a, 1);
     if (status == RS_OK) {
         a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
@@ -48,12 +47,11 @@ void rs_automaton_free(rs_automaton *a) {
 void rs_automaton_reset(rs_automaton *a) {
     rs_automaton old = *a;
     rs_discard(a->memory, (void **)&old.pool.units, &old.pool.capacity, sizeof *old.pool.units);
-    if (rs_automaton_init(a, old.memory, old.counts) == RS_OK) {
+    if (rs_automaton_init(a, old.memory) == RS_OK) {
         rs_automaton_free(&old);
         return;
     }
-    *a = (rs_automaton){.memory = old.memory, .states = old.states, .num_states = 1, .capacity = old.capacity,
-                        .counts = old.counts};
+    *a = (rs_automaton){.memory = old.memory, .states = old.states, .num_states = 1, .capacity = old.capacity};
     a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
 }
 
@@ -117,7 +115,6 @@ static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uin
     a->states[clone] = a->states[origin];
     a->states[clone].len = a->states[state].len + 1;
     a->states[clone].block = block;
-    a->states[clone].count *= a->counts; /* else it is of the texts that end in a state, and none ends in this one */
     a->states[origin].link = clone;
     a->num_transitions += num_transitions_of(a, origin);
     redirect(a, state, token, origin, clone);
@@ -188,11 +185,41 @@ rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
     if (status != RS_OK) {
         return status;
     }
-    if (a->counts) {
-        count_suffixes(a, after);
-    }
+    count_suffixes(a, after);
     *last = after;
     return RS_OK;
+}
+
+/* ---- matches ---- */
+
+static void move_up(const rs_automaton *a, rs_match *match) {
+    match->state = a->states[match->state].link;
+    match->len = a->states[match->state].len;
+}
+
+void rs_match_move(const rs_automaton *a, rs_match *match, int32_t token) {
+    const uint32_t *target;
+    while ((target = rs_find(a, match->state, token)) == NULL && match->state != RS_ROOT) {
+        move_up(a, match);
+    }
+    if (target != NULL) {
+        match->state = *target;
+        match->len++;
+    }
+}
+
+rs_match rs_match_continued(const rs_automaton *a, rs_match match) {
+    while (a->states[match.state].token < 0 && match.state != RS_ROOT) {
+        move_up(a, &match);
+    }
+    return match;
+}
+
+bool rs_match_holds(const rs_automaton *a, rs_match match, int32_t level) {
+    if (match.state >= a->num_states || match.len > a->states[match.state].len || (int64_t)match.len > level) {
+        return false;
+    }
+    return match.state == RS_ROOT ? match.len == 0 : match.len > a->states[a->states[match.state].link].len;
 }
 
 /* ---- checking ---- */
@@ -233,7 +260,7 @@ static const char *check_state(const rs_automaton *a, uint32_t at, uint64_t *num
     if (at != RS_ROOT && (state->link >= a->num_states || a->states[state->link].len >= state->len)) {
         return "state: the suffix link does not lead to a shorter state";
     }
-    if (at != RS_ROOT && a->counts && (state->count == 0 || state->count > UINT32_MAX / 2)) {
+    if (at != RS_ROOT && (state->count == 0 || state->count > UINT32_MAX / 2)) {
         return "state: occurrence count out of range";
     }
     if (state->token < 0) {

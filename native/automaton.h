@@ -20,7 +20,7 @@ typedef struct {
     uint32_t link;   /* RS_NO_STATE: this is the root */
     int32_t token;   /* of the transition that was inserted first, < 0: there is none */
     uint32_t target; /* of the same */
-    uint32_t count;  /* of its occurrences, where the automaton counts */
+    uint32_t count;  /* of its occurrences */
     uint32_t block;  /* the other transitions, 0: none */
 } rs_state;
 
@@ -31,10 +31,15 @@ typedef struct {
     uint32_t capacity;
     rs_pool pool;
     uint64_t num_transitions;
-    bool counts;
 } rs_automaton;
 
-rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory, bool counts);
+/* The longest suffix of some text that occurs in an automaton's. Zeros: the empty one. */
+typedef struct {
+    uint32_t state;
+    uint32_t len; /* in tokens, at most the state's */
+} rs_match;
+
+rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory);
 
 /* In constant time: what is large is freed bit by bit, see rs_discard. */
 void rs_automaton_free(rs_automaton *automaton);
@@ -57,6 +62,15 @@ static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, i
     rs_transition *found = rs_block_find(&automaton->pool, from->block, token);
     return found == NULL ? NULL : &found->target;
 }
+
+/* The text has got another token. */
+void rs_match_move(const rs_automaton *automaton, rs_match *match, int32_t token);
+
+/* The longest suffix, the match's included, that has a continuation. */
+rs_match rs_match_continued(const rs_automaton *automaton, rs_match match);
+
+/* Whether the match can be that of a text of `level` tokens. */
+bool rs_match_holds(const rs_automaton *automaton, rs_match match, int32_t level);
 
 /* Check every invariant of the automaton: NULL, or what is broken. */
 const char *rs_automaton_check(const rs_automaton *automaton);

@@ -1,48 +1,42 @@
 /* A draft, token by token. At every position all experts are asked, the best proposal is taken, and the walk moves to
  * where text + draft is then in everything that will be asked next:
  *
- *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `state`
+ *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `match`
  *                 ^                          1  the next shorter class with a continuation: `shorter`
  *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
  *                                            .. a model, while d1 d2 are what it drafted itself
  *                                            .. the corpus, where its match is longer than expert 0's
  *
- * Invariants: `state` and `shorter` are the root or have continuations, `shorter` is above `state`; a walk makes no more
+ * Invariants: `match` and `shorter` are at the root or have continuations, `shorter` is above `match`; a walk makes no more
  * predictions than max_draft_tokens. */
 #include "draft.h"
 
 typedef struct {
     const rs_index *index;
     const rs_automaton *automaton;
-    uint32_t state;
-    uint32_t match_len; /* of the text and draft, at `state` */
-    uint32_t shorter;   /* the next class above `state` with a continuation */
-    rs_recent recent;   /* the end of the text and draft */
+    rs_match match;       /* of the text and draft, in the group's automaton */
+    uint32_t shorter;     /* the next class above the match's with a continuation */
+    rs_recent recent;     /* the end of the text and draft */
     uint64_t own_salt;
-    rs_cursor cursor; /* of the text and draft in the corpus, if there is one */
+    rs_match corpus;      /* of the text and draft, in the corpus, if there is one */
     rs_model_draft model; /* none after a token that is not its own */
     int32_t depth;        /* of the draft, in tokens */
 } walk;
 
 /* To the longest suffix that has a continuation; then every shorter one has it too. */
 static void move_to_continued(walk *w) {
-    const rs_automaton *a = w->automaton;
-    while (a->states[w->state].token < 0 && w->state != RS_ROOT) {
-        w->state = a->states[w->state].link;
-        w->match_len = a->states[w->state].len;
-    }
-    w->shorter = w->state == RS_ROOT ? RS_ROOT : a->states[w->state].link;
+    w->match = rs_match_continued(w->automaton, w->match);
+    w->shorter = w->match.state == RS_ROOT ? RS_ROOT : w->automaton->states[w->match.state].link;
 }
 
 static walk start(const rs_index *index, const rs_sequence *sequence, rs_model_draft model) {
     const rs_automaton *a = &index->groups[sequence->group].automaton;
     walk w = {.index = index,
               .automaton = a,
-              .state = sequence->at.last,
-              .match_len = a->states[sequence->at.last].len,
+              .match = {sequence->at.last, a->states[sequence->at.last].len},
               .recent = sequence->at.recent,
               .own_salt = rs_own_salt(sequence->serial),
-              .cursor = sequence->at.cursor,
+              .corpus = sequence->at.corpus,
               .model = model};
     move_to_continued(&w);
     return w;
@@ -50,11 +44,13 @@ static walk start(const rs_index *index, const rs_sequence *sequence, rs_model_d
 
 /* ---- what the experts propose ---- */
 
-/* The most frequent continuation of the state, which has one; among equals, the one that was inserted first. */
-static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state) {
+/* The most frequent continuation of a match that has one; among equals, the one that was inserted first. */
+static rs_proposal most_frequent(const rs_automaton *a, rs_match match) {
+    const rs_state *state = a->states + match.state;
     uint32_t num = 0;
     const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
-    rs_proposal best = {.token = state->token, .count = a->states[state->target].count};
+    rs_proposal best = {
+        .token = state->token, .match_len = match.len, .count = a->states[state->target].count};
     best.total = best.count;
     for (uint32_t i = 0; i < num && i < RS_MAX_BRANCHES - 1; i++) {
         uint32_t count = a->states[others[i].target].count;
@@ -67,11 +63,9 @@ static rs_proposal most_frequent(const rs_automaton *a, const rs_state *state) {
 
 static void ask_matches(const walk *w, rs_prediction *prediction) {
     const rs_automaton *a = w->automaton;
-    const uint32_t states[RS_NUM_MATCHES] = {w->state, w->shorter};
-    const uint32_t match_lens[RS_NUM_MATCHES] = {w->match_len, a->states[w->shorter].len};
-    for (int expert = 0; expert < RS_NUM_MATCHES && states[expert] != RS_ROOT; expert++) {
-        rs_proposal proposal = most_frequent(a, a->states + states[expert]);
-        proposal.match_len = match_lens[expert];
+    const rs_match matches[RS_NUM_MATCHES] = {w->match, {w->shorter, a->states[w->shorter].len}};
+    for (int expert = 0; expert < RS_NUM_MATCHES && matches[expert].state != RS_ROOT; expert++) {
+        const rs_proposal proposal = most_frequent(a, matches[expert]);
         rs_prediction_add_match(prediction, expert, &proposal);
     }
 }
@@ -87,14 +81,9 @@ static void ask_contexts(const walk *w, rs_prediction *prediction) {
 }
 
 static void ask_corpus(const walk *w, rs_prediction *prediction) {
-    const rs_corpus *corpus = &w->index->corpus;
-    rs_cursor match = rs_cursor_continued(corpus, w->cursor);
-    const rs_transition *next = rs_corpus_next(corpus, match.state);
-    if (match.len > w->match_len && next != NULL) {
-        const rs_proposal proposal = {.token = next->token,
-                                      .match_len = match.len,
-                                      .count = corpus->states[next->target].count,
-                                      .total = corpus->states[match.state].count};
+    const rs_match match = rs_match_continued(&w->index->corpus, w->corpus);
+    if (match.len > w->match.len) {
+        const rs_proposal proposal = most_frequent(&w->index->corpus, match);
         rs_prediction_add_match(prediction, RS_CORPUS_EXPERT, &proposal);
     }
 }
@@ -120,30 +109,16 @@ static void ask(const walk *w, rs_prediction *prediction) {
 
 /* ---- one token further ---- */
 
-/* In the automaton, to the longest suffix of text + draft + token that is in it. */
-static void move_match(walk *w, int32_t token) {
-    const rs_automaton *a = w->automaton;
-    const uint32_t *target;
-    while ((target = rs_find(a, w->state, token)) == NULL && w->state != RS_ROOT) {
-        w->state = a->states[w->state].link;
-        w->match_len = a->states[w->state].len;
-    }
-    if (target != NULL) {
-        w->state = *target;
-        w->match_len++;
-    }
-    move_to_continued(w);
-}
-
 static void move(walk *w, int32_t token) {
     if (w->depth < w->model.num && w->model.tokens[w->depth] != token) {
         w->model.num = 0;
     }
     w->depth++;
     rs_recent_push(&w->recent, token);
-    move_match(w, token);
+    rs_match_move(w->automaton, &w->match, token);
+    move_to_continued(w);
     if (w->index->corpus.states != NULL) {
-        rs_cursor_move(&w->index->corpus, &w->cursor, token);
+        rs_match_move(&w->index->corpus, &w->corpus, token);
     }
 }
 

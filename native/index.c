@@ -115,7 +115,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         status = rs_sequence_reserve(index);
     }
     if (status == RS_OK) {
-        status = rs_automaton_init(&opened.automaton, &index->memory, true);
+        status = rs_automaton_init(&opened.automaton, &index->memory);
     }
     if (status != RS_OK) {
         return rs_memory_error(&index->memory, error, status);
@@ -177,17 +177,31 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->memory.owner = made;
     made->free_group = made->free_sequence = made->first_behind = -1;
     rs_calibration_init(&made->calibration);
-    if (options->corpus != NULL && !rs_corpus_open(&made->corpus, options->corpus, options->corpus_bytes)) {
-        status = rs_fail(error, RS_EINVAL, "corpus: %" PRIu64 " bytes that are no corpus", options->corpus_bytes);
-    } else {
-        status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
-    }
+    status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
     if (status != RS_OK) {
         rs_index_free(made);
         return status;
     }
     *index = made;
     return RS_OK;
+}
+
+rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
+    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
+    if (status != RS_OK) {
+        return status;
+    }
+    if (index->num_groups > 0) {
+        return rs_fail(error, RS_EINVAL, "corpus: must be whole before the first group is opened");
+    }
+    if (index->corpus.states == NULL) {
+        status = rs_automaton_init(&index->corpus, &index->memory);
+    }
+    uint32_t last = RS_ROOT;
+    for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
+        status = rs_extend(&index->corpus, &last, token_ids[i]);
+    }
+    return rs_memory_error(&index->memory, error, status);
 }
 
 void rs_index_free(rs_index *index) {
@@ -202,6 +216,9 @@ void rs_index_free(rs_index *index) {
         }
     }
     rs_memory *memory = &index->memory;
+    if (index->corpus.states != NULL) {
+        rs_automaton_free(&index->corpus);
+    }
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->sequences, &index->sequences_capacity, 0, sizeof *index->sequences);
     rs_resize(memory, (void **)&index->predictions, &index->predictions_capacity, 0, sizeof *index->predictions);

@@ -2,7 +2,7 @@
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
-#include "corpus.h"
+#include "automaton.h"
 #include "error.h"
 #include "evidence.h"
 
@@ -11,7 +11,7 @@ typedef struct {
     int32_t level;    /* tokens of it */
     uint32_t last;    /* their state */
     rs_recent recent; /* their end */
-    rs_cursor cursor; /* their place in the corpus */
+    rs_match corpus;  /* the longest suffix of them that is in the corpus */
 } rs_place;
 
 typedef struct {
@@ -71,7 +71,7 @@ struct rs_index {
     uint64_t num_steps;
     rs_contexts contexts;
     rs_calibration calibration;
-    rs_corpus corpus; /* states NULL: none */
+    rs_automaton corpus; /* states NULL: none */
 };
 
 static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {

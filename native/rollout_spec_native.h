@@ -16,8 +16,9 @@
  *             tie the one that came first; only the RS_MAX_BRANCHES earliest are looked at); what lately came after
  *             the last 1, 2, 3 and 6 tokens in any text of the index, and after the last 1 and 2 in this sequence;
  *             a model, where the caller has one; and the corpus.
- *   corpus    A static text. Its match is the longest suffix of the sequence's text that has a continuation in it. It
- *             proposes the most frequent one, where its match is longer than the group's. Its counts are exact.
+ *   corpus    Texts that belong to no group and are there before the first. Its match is the longest suffix of the
+ *             sequence's text that has a continuation in it. It proposes the most frequent one, where its match is longer
+ *             than the group's.
  *   model     Drafts a few tokens after each text, and says how sure it is of each. It proposes its next token as long as
  *             the draft is its own; after another token it proposes nothing.
  *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
@@ -43,9 +44,9 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 25, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 26, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
-    RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of a corpus */
+    RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
     RS_MAX_BRANCHES = 64,
     RS_COUNTED_STATES = 8,
     /* Confidence c is of log-odds from RS_LEAST_LOG_ODDS + c to one more; the first and the last range are open. */
@@ -59,15 +60,12 @@ typedef enum {
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
     RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and no group is idle */
-    RS_ECORRUPT = 5  /* rs_index_validate or rs_corpus_validate found a broken invariant */
+    RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
 } rs_status;
 
 typedef struct {
     int32_t num_speculative_tokens; /* 1 .. RS_MAX_SPECULATIVE_TOKENS, K below */
     uint64_t max_bytes;             /* of the whole index; 0: no limit */
-    const void *corpus;             /* what rs_corpus_write wrote, aligned to 8 bytes; NULL: none. Read only, and
-                                       for as long as the index lives. */
-    uint64_t corpus_bytes;
 } rs_options;
 
 typedef struct {
@@ -115,6 +113,9 @@ int32_t rs_abi_version(void);
 
 rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *error);
 void rs_index_free(rs_index *index);
+
+/* Add a text to the corpus. RS_EINVAL: a group has been opened. After RS_ENOMEM or RS_EBUDGET a part of it may be there. */
+rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
 /* The prompt is copied, and is behind. So are the group's sequences until all of it is indexed.
  * The id is that of the group closed last, or else the smallest that was never used.
@@ -168,31 +169,5 @@ void rs_index_stats(const rs_index *index, rs_stats *stats);
 /* Check every invariant, in time linear in the size of the index times the length of its suffix
  * chains. RS_ECORRUPT names the first broken one. */
 rs_status rs_index_validate(const rs_index *index, rs_error *error);
-
-/* A static corpus: add every text, then write the block that rs_options.corpus takes. It holds no pointers and is
- * in the byte order of this machine. Its first 16 bytes are the numbers of tokens (uint64_t), states and
- * transitions (uint32_t). */
-typedef struct rs_corpus_builder rs_corpus_builder;
-
-rs_status rs_corpus_new(rs_corpus_builder **builder, rs_error *error);
-void rs_corpus_free(rs_corpus_builder *builder);
-
-/* After RS_ENOMEM only rs_corpus_free may follow. */
-rs_status rs_corpus_add(rs_corpus_builder *builder, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
-
-/* Of the block. */
-uint64_t rs_corpus_num_bytes(const rs_corpus_builder *builder);
-
-/* `content`, aligned to 8 bytes, has room for exactly rs_corpus_num_bytes. */
-rs_status rs_corpus_write(const rs_corpus_builder *builder, void *content, uint64_t num_bytes, rs_error *error);
-
-/* Whether a block is what rs_corpus_write writes; RS_EINVAL or RS_ECORRUPT says what is wrong. Its time is that of reading
- * the block in any order. An index does not call it: whatever the bytes are, it reads nothing beyond them, a token takes a
- * bounded time, and no draft token is above the largest. It cannot help where the bytes go: a mapped file that is cut
- * short raises SIGBUS. */
-rs_status rs_corpus_validate(const void *content, uint64_t num_bytes, rs_error *error);
-
-/* The largest token of such a block, above which nothing is drafted from it, in constant time; -1: it has none. */
-int32_t rs_corpus_largest_token(const void *content, uint64_t num_bytes);
 
 #endif

@@ -270,7 +270,7 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
         }
         rs_recent_push(&at->recent, token);
         if (index->corpus.states != NULL) {
-            rs_cursor_move(&index->corpus, &at->cursor, token);
+            rs_match_move(&index->corpus, &at->corpus, token);
         }
         at->level++;
     }

@@ -35,12 +35,16 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
         is_prompt != (sequence - index->sequences == group->prompt)) {
         return "sequence: it begins where its prompt does not end, or is not its group's prompt";
     }
-    if (index->corpus.states != NULL && !rs_cursor_holds(&index->corpus, sequence->at.cursor, level)) {
-        return "sequence: its cursor is not in the corpus";
+    if (index->corpus.states != NULL && !rs_match_holds(&index->corpus, sequence->at.corpus, level)) {
+        return "sequence: its match is not in the corpus";
     }
     bool fit = sequence->num_predictions >= 0 &&
                sequence->num_predictions <= index->options.num_speculative_tokens;
     return fit ? NULL : "sequence: num_predictions out of range";
+}
+
+static uint64_t num_bytes_of_automaton(const rs_automaton *a) {
+    return (uint64_t)a->capacity * sizeof *a->states + (uint64_t)a->pool.capacity * sizeof *a->pool.units;
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
@@ -48,13 +52,13 @@ static uint64_t num_bytes_of(const rs_index *index) {
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->sequences_capacity * sizeof *index->sequences +
                          (uint64_t)index->predictions_capacity * sizeof *index->predictions +
-                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets;
+                         (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
+                         num_bytes_of_automaton(&index->corpus);
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
-        const rs_automaton *a = &index->groups[i].automaton;
-        num_bytes += (uint64_t)a->capacity * sizeof *a->states + (uint64_t)a->pool.capacity * sizeof *a->pool.units;
+        num_bytes += num_bytes_of_automaton(&index->groups[i].automaton);
     }
     return num_bytes;
 }
@@ -68,7 +72,7 @@ static const char *check_bytes(const rs_index *index) {
 }
 
 rs_status rs_index_validate(const rs_index *index, rs_error *error) {
-    const char *found[] = {index->corpus.states == NULL ? NULL : rs_corpus_check(&index->corpus),
+    const char *found[] = {index->corpus.states == NULL ? NULL : rs_automaton_check(&index->corpus),
                            rs_contexts_check(&index->contexts),
                            rs_calibration_check(&index->calibration),
                            rs_tables_check(index),

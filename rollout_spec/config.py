@@ -97,7 +97,7 @@ class SpecConfig:
     )
     corpus: str = _option(
         "",
-        "a file of `rollout-spec corpus build` to draft from too; none if empty",
+        "a file of recorded rollouts, or of `rollout-spec corpus build`, to draft from too; none if empty",
         "`replay --spec corpus=FILE` shows a gain on your recordings",
     )
     batch_threshold: int | str = _option(

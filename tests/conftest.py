@@ -17,12 +17,13 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), re
 # What `make test-ascend` brings.
 collect_ignore = [] if importlib.util.find_spec("vllm_ascend") else ["ascend"]
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
-# What takes longest goes first, so that at the end no process works on while the others have nothing to do. The training
-# takes most of the memory at its end: what starts a Ray of its own has ended by then.
+# What takes longest goes first, so that at the end no process works on while the others have nothing to do.
+# The training takes most of the memory at its end: what starts a Ray of its own has ended by then.
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "training", "verl_history", "runner_v2", "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
+        "training", "verl_history", "runner_v2", "parallel", "requests", "model_drafter", "certify",
+        "bench_host", "sampling",
     )
 ]  # fmt: skip
 

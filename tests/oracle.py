@@ -32,7 +32,7 @@ def suffixes(text):
 @dataclass(frozen=True, kw_only=True)
 class Options:
     num_speculative_tokens: int
-    corpus: CorpusOracle | None = None
+    corpus: GroupOracle | None = None
 
 
 class ContextsOracle:
@@ -257,35 +257,7 @@ def start_of(ranges, number):
     return max(start for start in ranges if start <= number)
 
 
-class Matching:
-    continuations: dict[Text, list[int]]
-
-    def match(self, text):
-        """The longest suffix of the text that has a continuation."""
-        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
-
-
-class CorpusOracle(Matching):
-    """A static corpus: how often every string occurs in its texts, and its continuations, the first first."""
-
-    def __init__(self, texts):
-        self.counts: dict[Text, int] = defaultdict(int)
-        self.continuations: dict[Text, list[int]] = defaultdict(list)
-        for text in texts:
-            for end in range(len(text)):
-                for context in [*suffixes(tuple(text[:end])), ()]:
-                    if text[end] not in self.continuations[context]:
-                        self.continuations[context].append(text[end])
-                for suffix in suffixes(tuple(text[: end + 1])):
-                    self.counts[suffix] += 1
-
-    def most_frequent(self, context):
-        """The most frequent continuation, its count, and that of the context."""
-        token = max(self.continuations[context], key=lambda token: self.counts[(*context, token)])
-        return token, self.counts[(*context, token)], self.counts[context]
-
-
-class GroupOracle(Matching):
+class GroupOracle:
     """Everything that was indexed in one group; num_indexed: of the prompt, at first."""
 
     def __init__(self, prompt, options, num_indexed=None):
@@ -306,6 +278,10 @@ class GroupOracle(Matching):
     @property
     def is_whole(self):
         return self.indexed == self.prompt
+
+    def match(self, text):
+        """The longest suffix of the text that has a continuation."""
+        return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
 
     def extend(self, text, token):
         """Index one token that comes after the text; returns the longer text."""

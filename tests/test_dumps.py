@@ -361,7 +361,7 @@ def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):
     assert main(["simulate", *dump, "--step-times", "1:0.1", "--batch-thresholds", "4", "--json"]) == 0
     [result] = json.loads(capsys.readouterr().out)["results"]
     assert result["runs"][0]["makespan_s"] == pytest.approx(0.2), "the longest response has two tokens"
-    assert main(["corpus", "build", *dump, "-o", str(tmp_path / "c.sam"), "--json"]) == 0
+    assert main(["corpus", "build", *dump, "-o", str(tmp_path / "c.jsonl"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_tokens"] == 5
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import index as index_module
-from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
@@ -238,7 +237,7 @@ def test_texts_longer_than_a_state_can_say(index):
     with pytest.raises(InvalidArgument, match=f"^prompt_token_ids: {longest + 1} tokens: out of range"):
         index.open_group(text[0])
     with pytest.raises(InvalidArgument, match=f"^token_ids: {longest + 1} tokens: out of range"):
-        CorpusBuilder().add(text[0])
+        index.add_to_corpus(text[0])
     sequence = index.open_sequence(index.open_group(int32()))
     result = index.index_and_draft(int32(sequence), text, int32(0), int32(longest + 1), int32(4))
     assert result.num_draft_tokens.tolist() == [-1]

@@ -1,19 +1,15 @@
 """The index beside the oracle: random interleavings, long seeded runs, and that it cannot be driven mad."""
 
-import pathlib
-import tempfile
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.drafting.corpus import open_corpus
 from rollout_spec.drafting.index import ALL_TOKENS, ModelDrafts, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
-from tests.oracle import CorpusOracle, Experience, GroupOracle, ModelProposal, Options, SequenceOracle
-from tests.text import int32, save_corpus, speak
+from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle
+from tests.text import int32, speak
 
 NUM_COLUMNS = 160
 EXPERIENCE_BYTES = 139_200  # of an empty index
@@ -45,9 +41,27 @@ def as_arrays(models):
     return ModelDrafts(tokens, log_odds.astype(np.float32))
 
 
-def build_corpus(given):
-    with tempfile.TemporaryDirectory() as folder:
-        return open_corpus(save_corpus(pathlib.Path(folder, "corpus.sam"), given))
+def oracle_of_corpus(given):
+    corpus = GroupOracle((), Options(num_speculative_tokens=1))
+    for text in given:
+        place = ()
+        for token in text:
+            place = corpus.extend(place, token)
+    return corpus
+
+
+def index_with_corpus(given, **options):
+    """`max_bytes` is what it has besides the corpus."""
+    max_bytes = options.pop("max_bytes", 0)
+    with SuffixIndex(**options) as index:
+        before = index.stats().num_bytes
+        for text in given:
+            index.add_to_corpus(int32(*text))
+        max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
+    index = SuffixIndex(**options, max_bytes=max_bytes)
+    for text in given:
+        index.add_to_corpus(int32(*text))
+    return index
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -57,14 +71,12 @@ class IndexMachine(RuleBasedStateMachine):
         tight=st.sampled_from([0, 0, 6000, 12000]),
     )
     def make(self, tight, corpus, **options):
-        self.options = Options(**options, corpus=None if corpus is None else CorpusOracle(corpus))
+        self.options = Options(**options, corpus=oracle_of_corpus(corpus) if corpus else None)
         self.corpus = corpus or [[]]
         self.max_bytes = tight + EXPERIENCE_BYTES if tight else 0
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight)
-        self.index = SuffixIndex(
-            **options, corpus=None if corpus is None else build_corpus(corpus), max_bytes=self.max_bytes
-        )
+        self.index = index_with_corpus(corpus or [], **options, max_bytes=self.max_bytes)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}  # of those that run
@@ -353,7 +365,7 @@ TestIndexMachine.settings = settings(
 NUM_ROWS, K = 20, 4
 
 
-def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
+def test_thousands_of_row_steps_equal_the_oracle():
     """Twenty rows, more than one turn of walks: what a walk changed would show in another row's draft.
 
     Siblings after five prompts, the last of each begins at the root. Each row gets what a target would
@@ -366,9 +378,8 @@ def test_thousands_of_row_steps_equal_the_oracle(tmp_path):
         return speak(rng, length, num_words=12, alphabet=9).tolist()
 
     corpus = [say(60)]
-    options, experience = Options(num_speculative_tokens=K, corpus=CorpusOracle(corpus)), Experience()
-    mapped = open_corpus(save_corpus(tmp_path / "corpus.sam", corpus))
-    index = SuffixIndex(num_speculative_tokens=K, corpus=mapped)
+    options, experience = Options(num_speculative_tokens=K, corpus=oracle_of_corpus(corpus)), Experience()
+    index = index_with_corpus(corpus, num_speculative_tokens=K)
     sequences, oracles, matrix = [], [], np.zeros((NUM_ROWS, 128), np.int32)
     for row in range(NUM_ROWS):
         after_prompt = row % 4 != 3

@@ -123,7 +123,7 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "must be .*verify=standard$",
-    "rollout.spec.corpus=/nowhere.sam": r"rollout\.spec\.corpus='/nowhere\.sam': No such file",
+    "rollout.spec.corpus=/nowhere.jsonl": r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
 

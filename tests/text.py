@@ -3,9 +3,9 @@
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.corpus import CorpusBuilder
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.replay import replay
+from rollout_spec.trace import to_line
 
 
 def int32(*values):
@@ -20,10 +20,7 @@ def speak(rng, length, num_words=400, alphabet=300):
 
 
 def save_corpus(path, texts):
-    builder = CorpusBuilder()
-    for text in texts:
-        builder.add(np.array(text, np.int32))
-    builder.save(path)
+    path.write_text(to_line("texts", None, [], [list(text) for text in texts]))
     return path
 
 

@@ -29,23 +29,6 @@ static rs_options default_options(void) {
     return (rs_options){.num_speculative_tokens = DRAFT_LEN};
 }
 
-/* A corpus of one random text, to be freed. */
-static void *new_corpus(int64_t num_tokens, uint32_t alphabet, uint64_t *num_bytes) {
-    rs_corpus_builder *builder = NULL;
-    int32_t *text = calloc((size_t)num_tokens, sizeof *text);
-    CHECK(text != NULL && rs_corpus_new(&builder, NULL) == RS_OK);
-    for (int64_t i = 0; i < num_tokens; i++) {
-        text[i] = (int32_t)random_below(alphabet);
-    }
-    CHECK(rs_corpus_add(builder, text, num_tokens, NULL) == RS_OK);
-    *num_bytes = rs_corpus_num_bytes(builder);
-    void *content = malloc((size_t)*num_bytes);
-    CHECK(content != NULL && rs_corpus_write(builder, content, *num_bytes, NULL) == RS_OK);
-    rs_corpus_free(builder);
-    free(text);
-    return content;
-}
-
 static rs_index *new_index(rs_options options) {
     rs_index *index = NULL;
     CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
@@ -150,7 +133,7 @@ static void test_extensions_that_fail(uint32_t alphabet) {
     rs_automaton a;
     uint32_t last[2] = {RS_ROOT, RS_ROOT};
     int64_t num_failures = 0;
-    CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
+    CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     for (int i = 0; i < 600; i++) {
         num_failures += extend_with_failures(&a, last + random_below(2), (int32_t)random_below(alphabet));
     }
@@ -284,8 +267,6 @@ static rs_index *new_index_with_failures(const rs_options *options) {
 /* Two groups, one after the other; the n-th allocation of it all fails, for every n. */
 static void test_allocation_failures(uint32_t alphabet) {
     rs_options options = default_options();
-    void *content = new_corpus(500, alphabet, &options.corpus_bytes);
-    options.corpus = content;
     fixture *f = new_fixture(NUM_SEQUENCES);
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         for (int32_t i = 0; i < NUM_COLUMNS; i++) {
@@ -297,6 +278,7 @@ static void test_allocation_failures(uint32_t alphabet) {
     for (bool has_failed = true; has_failed;) {
         random_state = 1;
         life l = {.index = new_index_with_failures(&options), .f = f};
+        CHECK(rs_corpus_add(l.index, f->token_ids[1], NUM_COLUMNS, NULL) == RS_OK);
         rs_test_fail_allocation(++nth);
         live(&l);
         has_failed = rs_test_has_failed();
@@ -307,11 +289,12 @@ static void test_allocation_failures(uint32_t alphabet) {
         CHECK(i->memory.num_bytes == sizeof *i + i->groups_capacity * sizeof *i->groups +
                                          i->sequences_capacity * sizeof *i->sequences +
                                          i->predictions_capacity * sizeof *i->predictions +
-                                         i->contexts.capacity * sizeof *i->contexts.buckets);
+                                         i->contexts.capacity * sizeof *i->contexts.buckets +
+                                         i->corpus.capacity * sizeof *i->corpus.states +
+                                         i->corpus.pool.capacity * sizeof *i->corpus.pool.units);
         rs_index_free(l.index);
     }
     CHECK(nth > 40);
-    free(content);
     free(f);
 }
 
@@ -394,7 +377,7 @@ static void test_many_branches(void) {
     enum { NUM = 500 };
     rs_memory memory = {.num_bytes = 0};
     rs_automaton a;
-    CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
+    CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < 2 * NUM; i++) {
         extend_with_failures(&a, &last, i % 2 == 0 ? 0 : 1 + i * 64);
@@ -415,7 +398,7 @@ static void test_wide_blocks(void) {
     enum { NUM = RS_NARROW_UNITS + 1000 };
     rs_memory memory = {.num_bytes = 0};
     rs_automaton a;
-    CHECK(rs_automaton_init(&a, &memory, true) == RS_OK);
+    CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
         CHECK(rs_extend(&a, &last, 3 * i) == RS_OK);
@@ -569,7 +552,8 @@ static void test_validator_of_the_calibration(void) {
     rs_index_free(index);
 }
 
-static void test_corpus_allocation_failures(uint32_t alphabet) {
+/* What fails leaves an index that is whole, with a part of the text at most. */
+static void test_corpus(uint32_t alphabet) {
     enum { NUM = 500 };
     int32_t text[NUM];
     for (int i = 0; i < NUM; i++) {
@@ -578,118 +562,25 @@ static void test_corpus_allocation_failures(uint32_t alphabet) {
     rs_status status = RS_ENOMEM;
     int64_t nth = 0;
     while (status == RS_ENOMEM) {
-        rs_corpus_builder *builder = NULL;
-        CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
+        rs_index *index = new_index(default_options());
         rs_test_fail_allocation(++nth);
-        status = rs_corpus_add(builder, text, NUM, NULL);
+        status = rs_corpus_add(index, text, NUM, NULL);
         rs_test_fail_allocation(0);
-        rs_corpus_free(builder); /* all that may follow */
-    }
-    CHECK(status == RS_OK && nth > 10);
-}
-
-static void test_corpus_builder(void) {
-    rs_corpus_builder *builder = NULL;
-    const int32_t text[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
-    const int64_t num = sizeof text / sizeof text[0];
-    for (int64_t nth = 1; nth <= 2; nth++) {
-        rs_test_fail_allocation(nth);
-        CHECK(rs_corpus_new(&builder, NULL) == RS_ENOMEM && builder == NULL);
-    }
-    rs_test_fail_allocation(0);
-    CHECK(rs_corpus_new(&builder, NULL) == RS_OK);
-    CHECK(rs_corpus_add(builder, text, -1, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_add(builder, NULL, 0, NULL) == RS_OK);
-    CHECK(rs_corpus_add(builder, text, num, NULL) == RS_OK);
-    uint64_t content[256];
-    uint64_t num_bytes = rs_corpus_num_bytes(builder);
-    CHECK(num_bytes < sizeof content);
-    CHECK(rs_corpus_write(builder, content, num_bytes + 8, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_write(builder, (char *)content + 4, num_bytes, NULL) == RS_EINVAL);
-    CHECK(rs_corpus_write(builder, content, num_bytes, NULL) == RS_OK);
-    rs_corpus_free(builder);
-    rs_corpus corpus;
-    CHECK(!rs_corpus_open(&corpus, (char *)content + 4, num_bytes));
-    CHECK(!rs_corpus_open(&corpus, content, num_bytes - 8));
-    const uint32_t rootless[12] = {[3] = 2}; /* as long as no state and two transitions */
-    uint64_t aligned[6];
-    memcpy(aligned, rootless, sizeof aligned);
-    CHECK(!rs_corpus_open(&corpus, aligned, sizeof aligned));
-    CHECK(rs_corpus_open(&corpus, content, num_bytes) && rs_corpus_check(&corpus) == NULL);
-    /* Whatever field of a state or transition is wrong, the check finds it, and reads nothing beyond. */
-    uint32_t *words = (uint32_t *)content;
-    for (uint64_t i = sizeof(rs_corpus_head) / 4; i < num_bytes / 4; i++) {
-        uint64_t of_state = (i - sizeof(rs_corpus_head) / 4) / 4;
-        bool is_count = (i - sizeof(rs_corpus_head) / 4) % 4 == 2;
-        if (of_state == corpus.num_states || (of_state < corpus.num_states && is_count)) {
-            continue; /* the end of the states; a count may be too high by what ended there */
+        check_valid(index);
+        if (status == RS_OK) {
+            CHECK(rs_corpus_add(index, text, -1, NULL) == RS_EINVAL && rs_corpus_add(index, NULL, 0, NULL) == RS_OK);
+            open_alone(index);
+            CHECK(rs_corpus_add(index, text, NUM, NULL) == RS_EINVAL);
         }
-        const uint32_t kept = words[i];
-        words[i] = UINT32_MAX - 1;
-        CHECK(rs_corpus_check(&corpus) != NULL && rs_corpus_validate(content, num_bytes, NULL) == RS_ECORRUPT);
-        words[i] = kept;
-    }
-    CHECK(rs_corpus_check(&corpus) == NULL && rs_corpus_validate(content, num_bytes, NULL) == RS_OK);
-    CHECK(rs_corpus_validate(content, num_bytes - 8, NULL) == RS_EINVAL);
-}
-
-/* Whatever the bytes of a corpus are, an index that drafts from it reads nothing beyond, comes to an end, and drafts no
- * token above the largest. */
-static void test_damaged_corpus(void) {
-    enum { NUM_DAMAGES = 3000, ALPHABET = 6 };
-    rs_options options = default_options();
-    uint32_t *whole = new_corpus(60, ALPHABET, &options.corpus_bytes);
-    uint32_t *content = malloc(options.corpus_bytes);
-    CHECK(content != NULL);
-    options.corpus = content;
-    const uint32_t num_words = (uint32_t)(options.corpus_bytes / sizeof *content);
-    const uint32_t first_word = sizeof(rs_corpus_head) / sizeof *content;
-    fixture *f = new_fixture(1);
-    uint64_t num_drafted = 0;
-    for (int damage = 0; damage < NUM_DAMAGES; damage++) {
-        memcpy(content, whole, options.corpus_bytes);
-        for (uint32_t left = 1 + random_below(4); left > 0; left--) {
-            const uint32_t values[] = {0, 1, random_below(whole[2] + 2), INT32_MAX, UINT32_MAX - 1, UINT32_MAX};
-            content[first_word + random_below(num_words - first_word)] = values[random_below(6)];
-        }
-        rs_index *index = NULL;
-        CHECK(rs_index_new(&options, &index, NULL) == RS_OK);
-        f->sequences[0] = open_alone(index);
-        for (f->levels[0] = 0; f->levels[0] < 20; f->levels[0]++) {
-            f->token_ids[0][f->levels[0]] = (int32_t)random_below(ALPHABET);
-            CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
-            for (int32_t i = 0; i < f->num_draft_tokens[0]; i++) {
-                int32_t token = f->draft_tokens[0][i];
-                CHECK(token >= 0 && (token < ALPHABET || token <= index->corpus.largest_token));
-            }
-            num_drafted += (uint64_t)f->num_draft_tokens[0];
-        }
-        rs_corpus_validate(content, options.corpus_bytes, NULL);
         rs_index_free(index);
     }
-    CHECK(num_drafted > NUM_DAMAGES);
-    free(whole);
-    free(content);
-    free(f);
-}
-
-/* A chain of states without a continuation is followed for so long and no longer: state 1 has one, 2 .. NUM have none. */
-static void test_long_chains(void) {
-    enum { NUM = 1000 };
-    rs_corpus_state *states = calloc(NUM + 2, sizeof *states);
-    CHECK(states != NULL);
-    const rs_transition transitions[] = {{.token = 7, .target = 1}, {.token = 8, .target = 1}};
-    const rs_corpus corpus = {states, transitions, NUM + 1, 2, 8};
-    for (uint32_t i = 0; i <= NUM + 1; i++) {
-        states[i] = (rs_corpus_state){.len = i, .link = i - 1, .count = 1, .first = i < 2 ? i : 2};
-    }
-    for (uint32_t i = 1; i <= NUM; i++) {
-        const uint32_t end = rs_cursor_continued(&corpus, (rs_cursor){i, i}).state;
-        rs_cursor moved = {i, i};
-        rs_cursor_move(&corpus, &moved, 8);
-        CHECK(end == (i <= 257 ? 1 : RS_ROOT) && moved.len == (i <= 257 ? 2 : 0));
-    }
-    free(states);
+    CHECK(status == RS_OK && nth > 10);
+    rs_options options = default_options();
+    options.max_bytes = sizeof(rs_index) + (1 << 14);
+    rs_index *index = new_index(options);
+    CHECK(rs_corpus_add(index, text, NUM, NULL) == RS_EBUDGET);
+    check_valid(index);
+    rs_index_free(index);
 }
 
 int main(void) {
@@ -707,11 +598,8 @@ int main(void) {
     test_least_level();
     test_validator();
     test_validator_of_the_calibration();
-    test_corpus_allocation_failures(2);
-    test_corpus_allocation_failures(100);
-    test_corpus_builder();
-    test_damaged_corpus();
-    test_long_chains();
+    test_corpus(2);
+    test_corpus(100);
     puts("native tests passed");
     return 0;
 }

@@ -27,7 +27,6 @@ from rollout_spec.config import SpecConfig, UserError
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
-SAMPLED_LINES = 100  # in which the texts of a corpus are looked for
 logger = logging.getLogger(__name__)
 
 HELP = "replay recorded rollouts through the drafter, without a model"
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import tracked
-    from rollout_spec.drafting.corpus import check_corpus
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.files import as_json
     from rollout_spec.predict.outlook import outlook
@@ -74,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
     lines = list(with_model(args, read(args, args.traces, args.limit_groups)))
     check_steps(lines, args.traces[0])
     if config.corpus:
-        check_corpus(config.corpus)
         _warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
@@ -98,13 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
     """Say it where the corpus was built from what is replayed: a training's next responses are new."""
-    from rollout_spec.drafting.corpus import holds, open_corpus
+    from rollout_spec.drafting.corpus import read_corpus
     from rollout_spec.predict.doubts import LONG
 
-    opened = open_corpus(corpus)
-    some = lines[:: max(1, len(lines) // SAMPLED_LINES)]
-    texts = [text for line in some for text in line.responses if len(text) >= LONG]
-    num_held = sum(holds(opened, text) for text in texts)
+    held = {text.tobytes() for text in read_corpus(corpus)}
+    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
+    num_held = sum(text in held for text in texts)
     if 10 * num_held > len(texts):  # a few are the same by chance
         logger.warning(
             "%s holds %d of %d replayed responses of %d tokens or more word for word, so the figures promise "

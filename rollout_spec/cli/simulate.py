@@ -124,7 +124,7 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import counted
-    from rollout_spec.drafting.corpus import check_corpus
+    from rollout_spec.drafting.corpus import read_corpus
     from rollout_spec.predict.load import copied, requests_of
     from rollout_spec.predict.simulate import check_cache, compare, configurations
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
     spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus"):
-        check_corpus(spec["corpus"])
+        read_corpus(spec["corpus"])
     lines = copied(list(read(args, args.traces, args.limit_groups)), args.copies)
     lines = list(with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))

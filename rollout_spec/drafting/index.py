@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.corpus import CONTENT_OFFSET, Corpus, open_corpus
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.native import (
+    BudgetExceeded,
     Float32Array,
     Int32Array,
     InvalidArgument,
+    OutOfMemory,
     check_status,
     check_vector,
     ffi,
@@ -91,14 +93,20 @@ def make_index(config: SpecConfig) -> SuffixIndex:
     """The index that the options of `rollout.spec` describe.
 
     Raises:
-        ConfigError: the corpus cannot be used.
+        ConfigError: the corpus cannot be read, or has no room.
         BudgetExceeded, OutOfMemory: there is no room even for an empty index.
     """
-    return SuffixIndex(
-        num_speculative_tokens=config.num_speculative_tokens,
-        max_bytes=config.max_index_bytes,
-        corpus=open_corpus(config.corpus) if config.corpus else None,
+    index = SuffixIndex(
+        num_speculative_tokens=config.num_speculative_tokens, max_bytes=config.max_index_bytes
     )
+    try:
+        for text in read_corpus(config.corpus) if config.corpus else ():
+            index.add_to_corpus(text)
+    except (BudgetExceeded, OutOfMemory) as error:
+        index.close()
+        where = f"rollout.spec.corpus={config.corpus!r}: takes more than max_index_mb={config.max_index_mb}"
+        raise ConfigError(f"{where}; raise it, or take fewer texts ({error})") from error
+    return index
 
 
 class SuffixIndex:
@@ -107,16 +115,13 @@ class SuffixIndex:
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
-        corpus: drafted from too; it is not copied and not part of the budget.
 
     native/rollout_spec_native.h says exactly what is drafted.
 
     Raises InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
     """
 
-    def __init__(
-        self, *, num_speculative_tokens: int, max_bytes: int = 0, corpus: Corpus | None = None
-    ) -> None:
+    def __init__(self, *, num_speculative_tokens: int, max_bytes: int = 0) -> None:
         self._index = ffi.NULL
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
@@ -130,17 +135,18 @@ class SuffixIndex:
         options = ffi.new("rs_options *")
         options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
         options.max_bytes = max_bytes
-        # Held for as long as the index.
-        self._corpus = None if corpus is None else ffi.from_buffer("char[]", corpus.mapped)
-        if self._corpus is not None:
-            options.corpus = self._corpus + CONTENT_OFFSET
-            options.corpus_bytes = len(self._corpus) - CONTENT_OFFSET
         made = ffi.new("rs_index **")
         self._check(lib.rs_index_new(options, made, self._error))
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
         self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
+
+    def add_to_corpus(self, token_ids: Int32Array) -> None:
+        """Draft from this text too (int32 vector). Before the first group is opened."""
+        check_vector("token_ids", token_ids, None)
+        tokens = _tokens(token_ids)
+        self._check(lib.rs_corpus_add(self._handle(), tokens, len(token_ids), self._error))
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
         """A new group with this prompt (int32 vector, may be empty), which is behind; returns its id."""
@@ -266,7 +272,7 @@ class SuffixIndex:
         if self._index != ffi.NULL:
             ffi.release(self._index)
             self._index = ffi.NULL
-            self._corpus = self._matrix = self._vectors = None
+            self._matrix = self._vectors = None
 
     def __enter__(self) -> SuffixIndex:
         return self

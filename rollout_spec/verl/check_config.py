@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
-from rollout_spec.drafting.corpus import check_corpus
+from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.verl import launch
 from rollout_spec.verl.check_engine import check_engine
 from rollout_spec.verl.launch import group_router_file
@@ -186,7 +186,7 @@ def _check_drafting(config: DictConfig) -> None:
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):
-        check_corpus(corpus)
+        read_corpus(corpus)
 
 
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:

@@ -9,7 +9,8 @@ from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
 from rollout_spec.config import ConfigError, SpecConfig, refuse_first
-from rollout_spec.drafting.corpus import check_corpus, open_corpus
+from rollout_spec.drafting.corpus import read_corpus
+from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
@@ -30,8 +31,6 @@ def check_options(vllm_config: VllmConfig) -> None:
     config = engine_options(vllm_config)
     if config is None:
         return
-    if config.enabled and config.corpus:
-        check_corpus(config.corpus)
     refuse_unsupported(vllm_config, config)
     if not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
@@ -154,7 +153,9 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
     if config.corpus:
-        largest, vocab_size = open_corpus(config.corpus).largest_token, model.get_vocab_size()
+        make_index(config).close()  # is there room for it?
+        largest = max(int(text.max()) for text in read_corpus(config.corpus))
+        vocab_size = model.get_vocab_size()
         if largest >= vocab_size:
             raise ConfigError(
                 f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "

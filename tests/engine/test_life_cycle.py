@@ -28,7 +28,7 @@ def generate(llm, prompts=PROMPTS, params=None):
 def test_a_corpus_drafts_and_changes_no_token(make_engine, tmp_path):
     plain = generate(make_engine())
     num_steps = []
-    for corpus in ("", str(save_corpus(tmp_path / "corpus.sam", plain))):
+    for corpus in ("", str(save_corpus(tmp_path / "corpus.jsonl", plain))):
         llm = make_engine({"corpus": corpus})
         assert generate(llm) == plain
         num_steps.append(proposer_of(llm).take_counters().num_steps)

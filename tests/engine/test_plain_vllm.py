@@ -117,7 +117,11 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
     ("arguments", "options", "message"),
     [
         ({}, {"batch_treshold": 4}, r"rollout\.spec\.batch_treshold: unknown field"),
-        ({}, {"corpus": "/nowhere.sam"}, r"rollout\.spec\.corpus='/nowhere\.sam': No such file or directory"),
+        (
+            {},
+            {"corpus": "/nowhere.jsonl"},
+            r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file or directory",
+        ),
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
         ({"speculative_config": NGRAM}, {"method": "off", "verify": "coupled"}, r"goes with our drafter"),
         ({"speculative_config": None}, {}, r"rollout\.spec\.method=sam without"),
@@ -172,10 +176,17 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tin
         configured(tiny_model, **OFF)
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tiny_model, tmp_path):
-    corpus = save_corpus(tmp_path / "other.sam", [[1, 2, 10**6]])
-    with pytest.raises(ValueError, match=r"other\.sam': has the token 1000000, the model's vocabulary is of"):
-        configured(tiny_model, {"corpus": str(corpus)})
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([1, 2, 10**6], "has the token 1000000, the model's vocabulary is of"),
+        (list(range(200)) * 200, "takes more than max_index_mb=1; raise it"),
+    ],
+)
+def test_a_corpus_of_another_tokenizer_or_without_room_is_refused(tiny_model, tmp_path, text, message):
+    corpus = save_corpus(tmp_path / "corpus.jsonl", [text])
+    with pytest.raises(ValueError, match=rf"corpus\.jsonl': {message}"):
+        configured(tiny_model, {"corpus": str(corpus), "max_index_mb": 1})
 
 
 def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
