@@ -190,30 +190,7 @@ rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
     return RS_OK;
 }
 
-/* ---- matches ---- */
-
-static void move_up(const rs_automaton *a, rs_match *match) {
-    match->state = a->states[match->state].link;
-    match->len = a->states[match->state].len;
-}
-
-void rs_match_move(const rs_automaton *a, rs_match *match, int32_t token) {
-    const uint32_t *target;
-    while ((target = rs_find(a, match->state, token)) == NULL && match->state != RS_ROOT) {
-        move_up(a, match);
-    }
-    if (target != NULL) {
-        match->state = *target;
-        match->len++;
-    }
-}
-
-rs_match rs_match_continued(const rs_automaton *a, rs_match match) {
-    while (a->states[match.state].token < 0 && match.state != RS_ROOT) {
-        move_up(a, &match);
-    }
-    return match;
-}
+/* ---- checking ---- */
 
 bool rs_match_holds(const rs_automaton *a, rs_match match, int32_t level) {
     if (match.state >= a->num_states || match.len > a->states[match.state].len || (int64_t)match.len > level) {
@@ -221,8 +198,6 @@ bool rs_match_holds(const rs_automaton *a, rs_match match, int32_t level) {
     }
     return match.state == RS_ROOT ? match.len == 0 : match.len > a->states[a->states[match.state].link].len;
 }
-
-/* ---- checking ---- */
 
 /* Transition `token` of state `from` to `target`. NULL, or what is broken. */
 static const char *check_transition(const rs_automaton *a, uint32_t from, int32_t token, uint32_t target,

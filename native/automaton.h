@@ -63,11 +63,29 @@ static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, i
     return found == NULL ? NULL : &found->target;
 }
 
-/* The text has got another token. */
-void rs_match_move(const rs_automaton *automaton, rs_match *match, int32_t token);
+static inline void rs_match_move_up(const rs_automaton *automaton, rs_match *match) {
+    match->state = automaton->states[match->state].link;
+    match->len = automaton->states[match->state].len;
+}
 
-/* The longest suffix, the match's included, that has a continuation. */
-rs_match rs_match_continued(const rs_automaton *automaton, rs_match match);
+/* The text has got another token. */
+static inline void rs_match_move(const rs_automaton *automaton, rs_match *match, int32_t token) {
+    const uint32_t *target;
+    while ((target = rs_find(automaton, match->state, token)) == NULL && match->state != RS_ROOT) {
+        rs_match_move_up(automaton, match);
+    }
+    if (target != NULL) {
+        match->state = *target;
+        match->len++;
+    }
+}
+
+/* To the longest suffix, the match's included, that has a continuation. */
+static inline void rs_match_continue(const rs_automaton *automaton, rs_match *match) {
+    while (automaton->states[match->state].token < 0 && match->state != RS_ROOT) {
+        rs_match_move_up(automaton, match);
+    }
+}
 
 /* Whether the match can be that of a text of `level` tokens. */
 bool rs_match_holds(const rs_automaton *automaton, rs_match match, int32_t level);

@@ -25,7 +25,7 @@ typedef struct {
 
 /* To the longest suffix that has a continuation; then every shorter one has it too. */
 static void move_to_continued(walk *w) {
-    w->match = rs_match_continued(w->automaton, w->match);
+    rs_match_continue(w->automaton, &w->match);
     w->shorter = w->match.state == RS_ROOT ? RS_ROOT : w->automaton->states[w->match.state].link;
 }
 
@@ -81,7 +81,8 @@ static void ask_contexts(const walk *w, rs_prediction *prediction) {
 }
 
 static void ask_corpus(const walk *w, rs_prediction *prediction) {
-    const rs_match match = rs_match_continued(&w->index->corpus, w->corpus);
+    rs_match match = w->corpus;
+    rs_match_continue(&w->index->corpus, &match);
     if (match.len > w->match.len) {
         const rs_proposal proposal = most_frequent(&w->index->corpus, match);
         rs_prediction_add_match(prediction, RS_CORPUS_EXPERT, &proposal);
