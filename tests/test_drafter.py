@@ -79,18 +79,19 @@ def test_a_models_drafts_are_those_of_their_rows():
     assert drafts == [[], [], [70, 10, 11], []]
 
 
-@pytest.mark.parametrize("model_tokens", [0, 3])
+@pytest.mark.parametrize("most_model_tokens", [0, 3])
 @pytest.mark.parametrize("batch_threshold", [0, 8, "auto"])
-def test_an_open_gate_alone_waits_for_drafts(batch_threshold, model_tokens):
+def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens):
     """Also where the text gives nothing, if there is a model. Drafts that come too late are none."""
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config, model_tokens=model_tokens))
+    batch = Batch(Drafter(config, most_model_tokens=most_model_tokens))
     batch.add("a")
     for token in [10, 11] * 10:
         assert batch.step([[token]], in_time=False) == [[]]
         repeats = batch.levels[0] > len(PROMPT) + 2
         if batch_threshold != "auto":
-            assert batch.drafter.next_step_waits == (batch_threshold != 0 and (model_tokens > 0 or repeats))
+            may_draft = most_model_tokens > 0 or repeats
+            assert batch.drafter.next_step_waits == (batch_threshold != 0 and may_draft)
     assert batch.drafter.next_step_waits == (batch_threshold != 0)
     assert batch.drafter.counters.num_draft_tokens == 0
     [draft] = batch.step([[10]])
@@ -101,7 +102,7 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, model_tokens):
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
     """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
     now, dear = 0.0, 9.0
-    drafter = Drafter(SpecConfig(), lambda: now, model_tokens=2)
+    drafter = Drafter(SpecConfig(), lambda: now, most_model_tokens=2)
     batch = Batch(drafter, num_rows=1, length=4096)
     batch.add("a", max_level=4096)
     text = np.random.default_rng(0).integers(10, 20, 4096).tolist()  # of it the index proposes what is wrong
@@ -176,14 +177,14 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     assert [draft[:3] for draft in drafts[:2]] == [[51, 52, 53], [61, 62]] and drafts[3] == []
     assert drafts[2][:2] == [71, 72]
     batch.step([[51, 52, 53, 50], [61, 65], [71, 72, 70], []])
-    assert steps[-1].model_tokens is not None
-    verified, accepted = steps[-1].model_tokens
+    assert steps[-1].model_shares is not None
+    verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
     counters = batch.drafter.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
-    assert [step.model_tokens is None for step in steps] == [True, True, False, True]
+    assert [step.model_shares is None for step in steps] == [True, True, False, True]
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
 
 

@@ -7,7 +7,7 @@ from rollout_spec.drafting.gate.costs import (
     EARLY_PROBE_EVERY,
     EARLY_STEPS,
     PROBE_EVERY,
-    ModelTokens,
+    ModelShares,
     Ranks,
     Step,
 )
@@ -294,12 +294,12 @@ def test_what_a_models_tokens_bring_and_take_is_learned(monkeypatch):
     gains, shares, num_drafted = [], [], 0
     monkeypatch.setattr(Passes, "learn_gains", lambda self, gain: gains.append(gain.tolist()))
     monkeypatch.setattr(Passes, "learn_share", lambda self, *share: shares.append(share))
-    gate, counters = AutoGate(model_tokens=2), EngineCounters()
+    gate, counters = AutoGate(most_model_tokens=2), EngineCounters()
     survivals = np.full((NUM_ROWS, 2), (0.9, 0.85), np.float32)
-    verified = ModelTokens(verified=np.array([1.0, 0.5]), accepted=np.array([0.95, 0.45]))
+    verified = ModelShares(verified=np.array([1.0, 0.5]), accepted=np.array([0.95, 0.45]))
     for _ in range(60):
         num_new = NUM_ROWS + round(0.875 * num_drafted)
-        step = Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2, model_tokens=verified if num_drafted else None)
+        step = Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2, model_shares=verified if num_drafted else None)
         num_drafted = 0
         if gate.begin(step, counters) is not None:
             num_drafted = int(gate.choose(survivals, np.full(NUM_ROWS, 2, np.int32), counters).sum())

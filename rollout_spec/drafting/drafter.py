@@ -76,7 +76,7 @@ class Drafter:
         clock: seconds, of which the gate learns what a step takes.
         fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. What fills them is verified, and seldom right.
-        model_tokens: most tokens of a model that drafts too, for the steps that wait for drafts; 0: none.
+        most_model_tokens: the most that a model drafts for a row; 0: there is no model.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Drafter:
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
         fills: bool = False,
-        model_tokens: int = 0,
+        most_model_tokens: int = 0,
     ) -> None:
         self.counters = EngineCounters()
         self._fill_to = config.num_speculative_tokens if fills else 0
-        self._has_model = model_tokens > 0
-        self._gate = make_gate(config, self._fill_to, model_tokens)
+        self._has_model = most_model_tokens > 0
+        self._gate = make_gate(config, self._fill_to, most_model_tokens)
         self._clock = clock
         self._last_end: float | None = None  # when the last step ended
         self._last_seconds = 0.0  # what it took, with what was between it and the one before
@@ -106,14 +106,14 @@ class Drafter:
         self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
 
     @property
-    def model_tokens(self) -> int:
-        """How many tokens a model is to draft in the next step, if that waits for drafts; at least 1.
+    def num_passes(self) -> int:
+        """How many passes a model is to take in the next step, if that waits for drafts; at least 1.
 
-        Whatever runs the model reads this, and `next_step_waits`, after every `draft`. In a step that does
-        not wait the model takes its first pass only. Where ranks share a model all take the same passes: the
-        scheduler tells them.
+        Each drafts one token for every row. Whatever runs the model reads this, and `next_step_waits`, after
+        every `draft`: in a step that does not wait the model takes its first pass only. Where ranks share a
+        model all take the same passes: the scheduler tells them.
         """
-        return self._gate.model_tokens
+        return self._gate.num_passes
 
     @property
     def wants_room(self) -> bool:
@@ -204,8 +204,8 @@ class Drafter:
                 many columns as it has taken passes in the step that has ended; None: just the first.
             rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
 
-        `next_step_waits` then says whether the next step must wait for its drafts, and `model_tokens` how
-        many tokens a model is to draft in it.
+        `next_step_waits` then says whether the next step must wait for its drafts, and `num_passes` how many
+        passes a model is to take in it.
 
         Returns:
             The draft tokens of each row, most often empty.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout_spec.drafting.gate.costs import ModelTokens
+from rollout_spec.drafting.gate.costs import ModelShares
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 
@@ -34,7 +34,7 @@ class ModelShare:
 
     def count_accepted(
         self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], counters: EngineCounters
-    ) -> ModelTokens | None:
+    ) -> ModelShares | None:
         """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
         lengths, self._lengths = self._lengths, {}
         each = zip(request_ids, nums_new_tokens, strict=True)
@@ -45,7 +45,7 @@ class ModelShare:
         accepted = np.minimum(verified, accepted)
         counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
-        return ModelTokens(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
+        return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
 
 
 def _num_alike(draft: list[int], proposed: list[int]) -> int:

@@ -96,7 +96,7 @@ class Engine:
                 config,
                 lambda: self.total.seconds,
                 fills=fills_drafts,
-                model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
+                most_model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
             )
         self.times, self._model = times, model
         self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
@@ -142,16 +142,16 @@ class Engine:
         seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._model_tokens))
+        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._num_passes))
 
     @property
-    def _model_tokens(self) -> int:
-        """What the model drafts in each row of this step."""
+    def _num_passes(self) -> int:
+        """The model's passes in this step that draft."""
         if self._model is None:
             return 0
         if self.drafter is None:
             return self._model.num_tokens
-        return self.drafter.model_tokens if self.drafter.next_step_waits else 0
+        return self.drafter.num_passes if self.drafter.next_step_waits else 0
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """End the step that has begun; returns the number of tokens that it gave.
@@ -209,13 +209,13 @@ class Engine:
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:
-        if not self._model_tokens:
+        if not self._num_passes:
             return None
         nums_done = [
             int(level) - len(request.prompt_token_ids)
             for level, request in zip(self._levels, self._running, strict=False)
         ]
-        return drafts_at([request.proposals for request in self._running], nums_done, self._model_tokens)
+        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
 
     @property
     def _num_context(self) -> int:

@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
     """Tokens of the rank that verified most in the step."""
 
 
-class ModelTokens(NamedTuple):
+class ModelShares(NamedTuple):
     """Of the m tokens that a model has drafted for each row of a step, by their place in the draft."""
 
     verified: npt.NDArray[np.float64]
@@ -50,9 +50,9 @@ class Step(NamedTuple):
     ranks: Ranks | None = None
     """None: the engine core steps by itself."""
     num_passes: int = 0
-    """Tokens that a model has drafted in it for every row, to be verified in the next."""
-    model_tokens: ModelTokens | None = None
-    """What it has verified of a model's; None: there was nothing."""
+    """Passes that a model has taken in it, each for a token of every row, to be verified in the next."""
+    model_shares: ModelShares | None = None
+    """What it has verified and accepted of a model's drafts; None: there was nothing."""
 
 
 class Choice(NamedTuple):
