@@ -287,7 +287,7 @@ def test_which_times_the_gate_hears(num_new, of, synced, seconds):
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
-def test_what_is_no_text_is_left_out_and_the_others_draft(token):
+def test_what_is_no_text_is_dropped_and_the_others_draft(token):
     """A row, a prompt, a response of the history."""
     batch = make(num_speculative_tokens=3, history=2)
     batch.drafter.history.add(prompt_key(PROMPT), np.array([20, token], np.int32))
@@ -442,18 +442,18 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
     calls = count_calls(batch.drafter)
     for i in range(64):
         batch.add(f"{i}", random.integers(0, 50_000, 8, dtype=np.int32), 2_000)
-    nums_left_out = []
+    nums_dropped = []
     for step in range(30):
         batch.step(random.integers(0, 50_000, (64, 33)).tolist())
-        nums_left_out.append(batch.drafter.take_counters().num_untracked_rows)
+        nums_dropped.append(batch.drafter.take_counters().num_untracked_rows)
         assert len(calls) == step + 1
         batch.drafter.index.validate()
-    assert nums_left_out == sorted(nums_left_out) and nums_left_out[0] == 0 and 32 < nums_left_out[-1] < 63
+    assert nums_dropped == sorted(nums_dropped) and nums_dropped[0] == 0 and 32 < nums_dropped[-1] < 63
     assert batch.drafter.index.stats().num_bytes <= 1 << 20
     for name in batch.request_ids:
         batch.drafter.remove(name)
     assert batch.drafter.index.stats().num_sequences == 0
-    assert len(batch.drafter.history) == 64 - nums_left_out[-1]
+    assert len(batch.drafter.history) == 64 - nums_dropped[-1]
 
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):

@@ -301,7 +301,7 @@ class Drafter:
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_left_out
+        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
         self.counters.num_behind_rows += proposed.num_behind
 
     def _propose_after(
@@ -322,12 +322,12 @@ class Drafter:
         if self.index.catch_up(0):  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
-        if result.num_left_out:
-            self._forget_left_out(rows, result.num_draft_tokens)
+        if result.num_dropped:
+            self._forget_dropped(rows, result.num_draft_tokens)
         return result
 
-    def _forget_left_out(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has left out (-1, here 0 then) have no place in the index any more."""
+    def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
+        """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
             self._requests[self._row_ids[row]].member = None
         self._rows = None
