@@ -130,15 +130,13 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
     class Recorder:
-        weighs_costs = True
-
         def __init__(self):
             self.steps: list[Step] = []
 
         def begin(self, step, counters):
             self.steps.append(step)
 
-    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
     batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
     batch.drafter._gate = gate = Recorder()  # type: ignore[assignment]
     batch.add("a")
@@ -158,9 +156,6 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
         Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
         Step(num_rows=1, num_context=11, num_new_tokens=1, seconds=16.0),  # one has ended, none is new
     ]
-    gate.weighs_costs = False
-    batch.step([[17, 18]])
-    assert gate.steps[6:] == [Step(num_rows=1, num_new_tokens=2)]
 
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
@@ -169,7 +164,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     for name in ("a", "b", "c", "d"):
         batch.add(name)
     gate, steps = batch.drafter._gate, list[Step]()
-    begin, gate.weighs_costs = gate.begin, True
+    begin = gate.begin
     gate.begin = lambda step, counters: (steps.append(step), begin(step, counters))[1]  # type: ignore[method-assign]
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]

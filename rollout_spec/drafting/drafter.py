@@ -21,11 +21,9 @@ from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
+from rollout_spec.drafting.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
 
-# If less than this share of about the last ALIKE_MEMORY steps can be compared (requests come and go all the
-# time), the gate learns from every step: otherwise it would learn next to nothing.
-ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
 STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
 MOST_SECONDS = 0.01  # of it at most: an engine without work may have waited long for this step
@@ -91,11 +89,8 @@ class Drafter:
         self._has_model = most_model_tokens > 0
         self._gate = make_gate(config, self._fill_to, most_model_tokens)
         self._clock = clock
-        self._last_end: float | None = None  # when the last step ended
-        self._last_seconds = 0.0  # what it took, with what was between it and the one before
-        self._all_decoded = False  # whether all rows of it did
+        self._step_seconds = StepSeconds()
         self.next_step_waits = False  # for drafts, as they may pay
-        self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
@@ -220,7 +215,21 @@ class Drafter:
             self._gate.discard()
             others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        step = self._step_that_ended(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
+        has_new_rows = self._map_rows(request_ids)
+        num_decoding = num_rows - nums_new_tokens.count(0)
+        step = Step(
+            num_rows=num_decoding,
+            num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
+            num_new_tokens=sum(nums_new_tokens),
+            seconds=self._step_seconds.end_step(
+                self._clock() if ended is None else ended,
+                all_decode=num_decoding == num_rows,
+                has_new_rows=has_new_rows,
+            ),
+            ranks=ranks,
+            num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
+            model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters),
+        )
         rows = self._decoding_rows(step, nums_new_tokens)
         drafts: list[list[int]] = [[] for _ in request_ids]
         if step.num_rows == 0:
@@ -241,35 +250,6 @@ class Drafter:
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 
-    def _step_that_ended(
-        self,
-        request_ids: Sequence[str],
-        nums_new_tokens: Sequence[int],
-        levels: Int32Array,
-        ranks: Ranks | None,
-        ended: float | None,
-        model_drafts: ModelDrafts | None,
-    ) -> Step:
-        """What the gate learns from it; called once a step."""
-        num_rows, num_new = len(nums_new_tokens) - nums_new_tokens.count(0), sum(nums_new_tokens)
-        has_no_new_rows = self._map_rows(request_ids)
-        verified = self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
-        now = self._clock() if ended is None else ended
-        last_end, self._last_end = self._last_end, now
-        self._last_seconds = 0.0 if last_end is None else now - last_end
-        if not self._gate.weighs_costs:
-            return Step(num_rows, num_new_tokens=num_new)
-        # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
-        all_decode = num_rows == len(nums_new_tokens)
-        is_alike = has_no_new_rows and all_decode and self._all_decoded
-        self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
-        is_comparable = last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE)
-        seconds = self._last_seconds if is_comparable else None
-        self._all_decoded = all_decode
-        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
-        num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
-        return Step(num_rows, context, num_new, seconds, ranks, num_passes, verified)
-
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
         has_more = self.index.catch_up(0)
@@ -282,13 +262,13 @@ class Drafter:
         return rows if step.num_rows == len(nums_new_tokens) else rows.among(np.array(nums_new_tokens) > 0)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether all were rows of the step before, of which some may have ended."""
+        """Whether there is one that was no row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._rows is not None and self._row_ids == request_ids:
-            return True
+            return False
         self._rows = self._tracked_rows(request_ids)
         last, self._row_ids = self._row_ids, list(request_ids)
-        return set(last).issuperset(request_ids)
+        return not set(last).issuperset(request_ids)
 
     def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
@@ -320,7 +300,7 @@ class Drafter:
             price or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
         if self.index.catch_up(0):  # also where nobody waits for a device
-            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
+            end = self._clock() + min(STEP_SHARE * self._step_seconds.last, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
             self._forget_dropped(rows, result.num_draft_tokens)
@@ -384,4 +364,4 @@ class Drafter:
 
     def note_new_weights(self) -> None:
         """The target's weights have changed: the time until the next step is no step's."""
-        self._last_end = None
+        self._step_seconds.forget_last_end()

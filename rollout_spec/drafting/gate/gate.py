@@ -34,13 +34,12 @@ class Gate:
         most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
 
     Attributes:
-        weighs_costs: whether the gate uses step times, not only the number of rows.
         fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
         probes_soon: whether the step after the next one goes without drafts, to be measured.
         num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
     """
 
-    weighs_costs = fills = probes_soon = False
+    fills = probes_soon = False
 
     def __init__(self, most_model_tokens: int) -> None:
         self.num_passes = most_model_tokens
@@ -111,8 +110,6 @@ class AutoGate(Gate):
             is proposed, or is a plain step.
         most_model_tokens: as of `Gate`; the gate chooses how many passes pay.
     """
-
-    weighs_costs = True
 
     def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
         super().__init__(most_model_tokens)
