@@ -133,7 +133,7 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
         def __init__(self):
             self.steps: list[Step] = []
 
-        def begin(self, step, counters):
+        def begin(self, step):
             self.steps.append(step)
 
     now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
@@ -165,7 +165,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
         batch.add(name)
     gate, steps = batch.drafter._gate, list[Step]()
     begin = gate.begin
-    gate.begin = lambda step, counters: (steps.append(step), begin(step, counters))[1]  # type: ignore[method-assign]
+    gate.begin = lambda step: (steps.append(step), begin(step))[1]  # type: ignore[method-assign]
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
     drafts = batch.step([[50], [60], [70], [80]], model=model, rooms=[4, 2, 4, 0])
@@ -176,7 +176,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
-    counters = batch.drafter.counters
+    counters = batch.drafter._model_share.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
     assert [step.model_shares is None for step in steps] == [True, True, False, True]
@@ -265,7 +265,7 @@ def test_which_times_the_gate_hears(num_new, of, synced, seconds):
     now, heard = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
     begin = drafter._gate.begin
-    drafter._gate.begin = lambda step, counters: (heard.append(step.seconds), begin(step, counters))[1]
+    drafter._gate.begin = lambda step: (heard.append(step.seconds), begin(step))[1]
     text, name = np.array([[*PROMPT, 10]], np.int32), ""
     for i in range(300):
         now += 0.125

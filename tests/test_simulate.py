@@ -235,9 +235,7 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin = AutoGate.begin
-    monkeypatch.setattr(
-        AutoGate, "begin", lambda self, step, counters: begin(self, step._replace(ranks=None), counters)
-    )
+    monkeypatch.setattr(AutoGate, "begin", lambda self, step: begin(self, step._replace(ranks=None)))
     assert seconds(lines, cluster, on, STEPPED) > 1.1 * drafted
 
 

@@ -84,7 +84,7 @@ class Drafter:
         fills: bool = False,
         most_model_tokens: int = 0,
     ) -> None:
-        self.counters = EngineCounters()
+        self.counters = EngineCounters()  # without those of the gate and the model
         self._fill_to = config.num_speculative_tokens if fills else 0
         self._has_model = most_model_tokens > 0
         self._gate = make_gate(config, self._fill_to, most_model_tokens)
@@ -228,7 +228,7 @@ class Drafter:
             ),
             ranks=ranks,
             num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters),
+            model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens),
         )
         rows = self._decoding_rows(step, nums_new_tokens)
         drafts: list[list[int]] = [[] for _ in request_ids]
@@ -236,14 +236,14 @@ class Drafter:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
             return drafts
-        price = self._gate.begin(step, self.counters)
+        price = self._gate.begin(step)
         proposed = self._propose_after(rows, token_ids, levels, price, model_drafts, rooms)
         self._count(step, rows, proposed)
         if price is None:
             self.next_step_waits = False
         elif in_time:
             drafts = self._choose_for_next_step(rows, proposed, num_rows)
-            self._model_share.count_drafted(request_ids, drafts, model_drafts, self.counters)
+            self._model_share.count_drafted(request_ids, drafts, model_drafts)
             self._fill_up(drafts, nums_new_tokens)
         else:
             self._choose_whether_to_wait(rows, proposed)
@@ -341,7 +341,7 @@ class Drafter:
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
         numbers = proposed.num_draft_tokens
-        chosen = self._gate.choose(proposed.survivals, numbers, self.counters) if len(rows) else numbers
+        chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
         if chosen.any() or not numbers.any():  # else the gate has counted the step as off
             self.counters.num_steps_on += 1
         return chosen
@@ -358,9 +358,9 @@ class Drafter:
         num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
-        taken, self.counters = self.counters, EngineCounters()
-        taken.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
-        return taken
+        self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
+        each = self.counters, self._gate.counters, self._model_share.counters
+        return EngineCounters.sum(one.take() for one in each)
 
     def note_new_weights(self) -> None:
         """The target's weights have changed: the time until the next step is no step's."""

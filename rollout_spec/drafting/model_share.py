@@ -13,6 +13,7 @@ class ModelShare:
     """Counts the tokens that a draft begins with and that the model proposed too."""
 
     def __init__(self) -> None:
+        self.counters = EngineCounters()
         self._num_tokens = 0  # of the model's drafts for the step that runs
         self._lengths: dict[str, int] = {}  # how many of them the step verifies, by request
 
@@ -21,7 +22,6 @@ class ModelShare:
         request_ids: Sequence[str],
         drafts: Sequence[list[int]],
         model_drafts: ModelDrafts | None,
-        counters: EngineCounters,
     ) -> None:
         """The step that begins next verifies these drafts."""
         if model_drafts is None:
@@ -30,10 +30,10 @@ class ModelShare:
         proposed = model_drafts.tokens.tolist()
         for request_id, draft, tokens in zip(request_ids, drafts, proposed, strict=False):
             self._lengths[request_id] = _num_alike(draft, tokens)
-        counters.num_model_draft_tokens += sum(self._lengths.values())
+        self.counters.num_model_draft_tokens += sum(self._lengths.values())
 
     def count_accepted(
-        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], counters: EngineCounters
+        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int]
     ) -> ModelShares | None:
         """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
         lengths, self._lengths = self._lengths, {}
@@ -43,7 +43,7 @@ class ModelShare:
             return None
         verified, accepted = np.array(rows).T
         accepted = np.minimum(verified, accepted)
-        counters.num_model_accepted_tokens += int(accepted.sum())
+        self.counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
         return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
 

@@ -76,11 +76,12 @@ class Costs:
     Only a rank whose first request comes late measures its first ones alone.
 
     Args:
+        counters: where the seconds of steps with drafts are counted.
         fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.
     """
 
-    def __init__(self, fill_to: int) -> None:
-        self._fill_to = fill_to
+    def __init__(self, counters: EngineCounters, fill_to: int) -> None:
+        self._counters, self._fill_to = counters, fill_to
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = self._num_plain = 0
         self._step: Step | None = None
@@ -142,7 +143,7 @@ class Costs:
         """Believe what drafts cost so far less, by this share."""
         self._drafted.forget(share)
 
-    def learn(self, step: Step, choice: Choice, counters: EngineCounters) -> float | None:
+    def learn(self, step: Step, choice: Choice) -> float | None:
         """From the step that has ended, which verified this choice.
 
         Returns:
@@ -150,7 +151,7 @@ class Costs:
             None: it says nothing.
         """
         self._step, self._plain_seconds = step, None
-        excess = None if step.seconds is None else self._learn(step, step.seconds, choice, counters)
+        excess = None if step.seconds is None else self._learn(step, step.seconds, choice)
         number = self._num_steps
         if step.ranks is not None:
             number = step.ranks.num_steps
@@ -167,7 +168,7 @@ class Costs:
             return number % FILLED_PROBE_EVERY == 0
         return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)
 
-    def _learn(self, step: Step, seconds: float, choice: Choice, counters: EngineCounters) -> float | None:
+    def _learn(self, step: Step, seconds: float, choice: Choice) -> float | None:
         num_tokens, is_plain = step.num_rows + choice.num_tokens, choice.num_tokens == 0
         if step.ranks is not None:
             num_tokens, is_plain = step.ranks.most_tokens, self.is_probe
@@ -192,8 +193,8 @@ class Costs:
             # Where another rank verified more: what the step would have taken otherwise.
             own_seconds = seconds * choice.expected_seconds / expected if step.ranks is not None else seconds
             own_plain = plain / step.num_rows * step.num_new_tokens
-            counters.gate_seconds += own_seconds
-            counters.gate_plain_seconds += own_plain
+            self._counters.gate_seconds += own_seconds
+            self._counters.gate_plain_seconds += own_plain
             self._remember(own_seconds, own_plain, choice.promised, step.num_new_tokens - step.num_rows)
         if num_tokens > self.most_rows:
             self._drafted.learn(num_tokens, step.num_context, seconds)

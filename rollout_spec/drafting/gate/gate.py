@@ -34,6 +34,7 @@ class Gate:
         most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
 
     Attributes:
+        counters: the steps that it left without drafts, and what `Costs` counts.
         fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
         probes_soon: whether the step after the next one goes without drafts, to be measured.
         num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
@@ -42,13 +43,13 @@ class Gate:
     fills = probes_soon = False
 
     def __init__(self, most_model_tokens: int) -> None:
-        self.num_passes = most_model_tokens
+        self.counters, self.num_passes = EngineCounters(), most_model_tokens
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+    def begin(self, step: Step) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
         return None
 
-    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
         """How much of each draft to verify.
 
         Args:
@@ -86,7 +87,7 @@ class FixedGate(Gate):
         self._is_open: bool | None = None
         self._num_against = 0
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+    def begin(self, step: Step) -> float | None:
         says_open = step.num_rows <= self._batch_threshold
         self._num_against = 0 if says_open == self._is_open else self._num_against + 1
         if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
@@ -94,7 +95,7 @@ class FixedGate(Gate):
         self.fills = bool(self._is_open)
         if self._is_open:
             return self._min_survival
-        counters.num_steps_off_threshold += 1
+        self.counters.num_steps_off_threshold += 1
         return None
 
 
@@ -113,7 +114,7 @@ class AutoGate(Gate):
 
     def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
         super().__init__(most_model_tokens)
-        self._costs, self._passes = Costs(fill_to), Passes(most_model_tokens)
+        self._costs, self._passes = Costs(self.counters, fill_to), Passes(most_model_tokens)
         self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
         self._least_verified = MIN_SURVIVAL  # the least survival in the latest budget
@@ -121,8 +122,8 @@ class AutoGate(Gate):
         self._num_refused = 0  # steps in a row in which no draft paid
         self._steps_until_look = 0
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
-        excess = self._costs.learn(step, self._choice, counters)
+    def begin(self, step: Step) -> float | None:
+        excess = self._costs.learn(step, self._choice)
         self.probes_soon = self._costs.probes_soon
         if excess is not None and step.num_passes:
             self._passes.learn_share(step.num_passes, excess)
@@ -132,18 +133,18 @@ class AutoGate(Gate):
             self._passes.learn_gains(accepted - verified * self._least_verified)
         self._choice, self.fills = NOTHING, False
         if self._costs.is_probe:
-            counters.num_steps_off_probe += 1
+            self.counters.num_steps_off_probe += 1
             return None
         if self._num_refused >= HYSTERESIS_STEPS:
             # What made drafts dear may be over: believe it less and less, and weigh drafts now and then.
             self._costs.forget_drafts(1.0 / FORGET_STEPS)
             self._steps_until_look -= 1
             if self._steps_until_look > 0:
-                counters.num_steps_off_cost += 1
+                self.counters.num_steps_off_cost += 1
                 return None
         return max(MIN_SURVIVAL, self._least_verified / 2)
 
-    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
         self._steps_until_look = LOOK_EVERY
         is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
@@ -156,7 +157,7 @@ class AutoGate(Gate):
             return numbers
         if not self._drafts_for(gain):
             self._num_refused += 1
-            counters.num_steps_off_cost += 1
+            self.counters.num_steps_off_cost += 1
             self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
             return np.zeros_like(numbers)
         self._num_refused = 0
