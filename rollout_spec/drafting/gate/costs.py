@@ -151,7 +151,12 @@ class Costs:
             None: it says nothing.
         """
         self._step, self._plain_seconds = step, None
-        excess = None if step.seconds is None else self._learn(step, step.seconds, choice)
+        is_plain = choice.num_tokens == 0 if step.ranks is None else self.is_probe
+        excess = None
+        if step.seconds is not None and is_plain:
+            self._learn_plain(step, step.seconds)
+        elif step.seconds is not None:
+            excess = self._learn_drafted(step, step.seconds, choice)
         number = self._num_steps
         if step.ranks is not None:
             number = step.ranks.num_steps
@@ -168,22 +173,22 @@ class Costs:
             return number % FILLED_PROBE_EVERY == 0
         return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)
 
-    def _learn(self, step: Step, seconds: float, choice: Choice) -> float | None:
-        num_tokens, is_plain = step.num_rows + choice.num_tokens, choice.num_tokens == 0
-        if step.ranks is not None:
-            num_tokens, is_plain = step.ranks.most_tokens, self.is_probe
-        if is_plain:
-            if self._num_plain:
-                seconds = min(
-                    seconds, MAX_SLOWNESS * float(self._plain.seconds(num_tokens, step.num_context))
-                )
-            if self._num_steps < EARLY_STEPS:
-                self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
-            self._plain.learn(num_tokens, step.num_context, seconds)
-            self._plain_seconds = None
-            self._num_plain += 1
-            self._remember(seconds, seconds, 0.0, 0)
-            return None
+    def _learn_plain(self, step: Step, seconds: float) -> None:
+        """From a step without drafts. Where ranks step together no other rank had some either."""
+        num_tokens = step.num_rows if step.ranks is None else step.ranks.most_tokens
+        if self._num_plain:
+            expected = float(self._plain.seconds(num_tokens, step.num_context))
+            seconds = min(seconds, MAX_SLOWNESS * expected)
+        if self._num_steps < EARLY_STEPS:
+            self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
+        self._plain.learn(num_tokens, step.num_context, seconds)
+        self._plain_seconds = None
+        self._num_plain += 1
+        self._remember(seconds, seconds, 0.0, 0)
+
+    def _learn_drafted(self, step: Step, seconds: float, choice: Choice) -> float | None:
+        """From a step with drafts, which may all be another rank's; returns what `learn` does."""
+        num_tokens = step.num_rows + choice.num_tokens if step.ranks is None else step.ranks.most_tokens
         if self._drafted.was_cold(num_tokens):
             return None
         plain = self.plain_seconds
