@@ -27,7 +27,7 @@ from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.predict.engine import Cluster
     from rollout_spec.trace import Rollout
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clusters(args: argparse.Namespace, times: Any) -> list[Cluster]:
-    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.predict.engine import Cluster
 
     return [
         Cluster(

@@ -22,6 +22,19 @@ from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
 
 
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What engines there are, all alike."""
+
+    num_replicas: int
+    max_num_seqs: int
+    group_size: int | None = None  # the first responses of each line, None: all
+    num_ranks: int = 1  # data-parallel ranks of a replica
+    kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
+    fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
+    tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
+
+
 class SimulatedModel(NamedTuple):
     """A draft model of an engine. What it drafts was recorded or simulated, and is in the requests.
 
@@ -69,11 +82,8 @@ class Engine:
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
+        cluster: the one that it belongs to.
         tail_rows: the tail is the time in which at most this many requests run.
-        kv_tokens: tokens that the KV cache holds.
-        row_tokens: tokens that would fill what a running request takes of it beside its own.
-        tool_seconds: between two turns of a sample. What it has said stays in the prefix cache.
-        fills_drafts: draft up to K tokens in every row, as `Drafter` does it.
         model: a model that drafts too.
     """
 
@@ -81,26 +91,24 @@ class Engine:
         self,
         config: SpecConfig,
         times: Times,
-        max_num_seqs: int,
+        cluster: Cluster,
+        *,
         tail_rows: int,
-        kv_tokens: float = math.inf,
-        fills_drafts: bool = False,
         model: SimulatedModel | None = None,
-        row_tokens: float = 0.0,
-        tool_seconds: float = 0.0,
     ) -> None:
         self.total = EngineRun()
+        self.times, self._cluster, self._tail_rows, self._model = times, cluster, tail_rows, model
         self.drafter: Drafter | None = None
+        num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
             self.drafter = Drafter(
                 config,
                 lambda: self.total.seconds,
-                fills=fills_drafts,
-                most_model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
+                fills=cluster.fills_drafts,
+                most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
             )
-        self.times, self._model = times, model
-        self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
-        self._row_tokens, self._tool_seconds = row_tokens, tool_seconds
+            num_draft_tokens = config.num_speculative_tokens
+        self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._running: list[Request] = []  # by row, as the arrays below
@@ -121,7 +129,7 @@ class Engine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
         self._queue.extend((request, 0) for request in requests)
-        num_rows = min(self._max_num_seqs, len(requests))
+        num_rows = min(self._cluster.max_num_seqs, len(requests))
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
@@ -246,7 +254,7 @@ class Engine:
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
-        while len(self._running) > 1 and self._num_kept > self._kv_tokens:
+        while len(self._running) > 1 and self._num_kept > self._cluster.kv_tokens:
             newest = next(reversed(self._admitted))
             row = next(i for i, request in enumerate(self._running) if request.name == newest)
             request = self._running[row]
@@ -258,10 +266,10 @@ class Engine:
     def _admit(self) -> int:
         """Fill the batch from the queue; returns the number of tokens to prefill."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._running) < self._max_num_seqs:
+        while self._queue and len(self._running) < self._cluster.max_num_seqs:
             request, num_done = self._queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
-            if self._running and needed > self._kv_tokens:
+            if self._running and needed > self._cluster.kv_tokens:
                 break
             self._queue.popleft()
             self._start(request, num_done)
@@ -297,7 +305,7 @@ class Engine:
             if has_ended and request.next_turn is None:
                 self.drafter.end_samples([request.sample])
         if has_ended and request.next_turn is not None:
-            self._at_tools.append((self.total.seconds + self._tool_seconds, request.next_turn))
+            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
