@@ -236,10 +236,11 @@ def _headline(results: list[dict[str, Any]]) -> str:
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.console import make_console, make_table
+    from rollout_spec.predict.simulate import fastest
 
     table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
     for result in results:
-        best = min(result["runs"], key=lambda figures: figures["makespan_s"])
+        best = fastest(result["runs"])
         for figures in result["runs"]:
             settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
             row = (
