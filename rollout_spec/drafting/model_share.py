@@ -7,6 +7,7 @@ import numpy as np
 from rollout_spec.drafting.gate.costs import ModelShares
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.trace import num_alike
 
 
 class ModelShare:
@@ -29,7 +30,7 @@ class ModelShare:
         self._num_tokens = model_drafts.tokens.shape[1]
         proposed = model_drafts.tokens.tolist()
         for request_id, draft, tokens in zip(request_ids, drafts, proposed, strict=False):
-            self._lengths[request_id] = _num_alike(draft, tokens)
+            self._lengths[request_id] = num_alike(draft, tokens)
         self.counters.num_model_draft_tokens += sum(self._lengths.values())
 
     def count_accepted(
@@ -46,9 +47,3 @@ class ModelShare:
         self.counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
         return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
-
-
-def _num_alike(draft: list[int], proposed: list[int]) -> int:
-    """With how many equal tokens both begin."""
-    pairs = enumerate(zip(draft, proposed, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(proposed)))

@@ -60,8 +60,7 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
 
 def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:
     """How many tokens two responses to one request share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    num_identical = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    num_identical = trace.num_alike(one, other)
     return Agreement(min(num_identical + 1, max(len(one), len(other))), num_identical)
 
 
