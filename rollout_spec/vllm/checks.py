@@ -88,6 +88,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     facts = _of_ours(vllm_config, config) if config.enabled else {}
     if has_model and (config.enabled or config.coupled):
         facts |= _of_model(vllm_config, config)
+    if facts:  # there are drafts
+        loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
+        facts["last_loop"] = loops == "last_loop" and loops
     refuse(facts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
@@ -175,6 +178,9 @@ def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
          "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
         (speculative.rejection_sample_method != "standard",
          "rejection_sample_method must be standard: verify=coupled has a way of its own"),
+        (getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
+         "watermark_config: a watermark follows from the tokens before it, and verify=coupled draws all of a "
+         "draft's at once"),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
          "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
         (vllm_config.parallel_config.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
