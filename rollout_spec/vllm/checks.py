@@ -143,6 +143,10 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
          "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (model.is_hybrid and current_platform.is_cpu() and number is not None and number < 33
+         and str(model.dtype) == "torch.bfloat16",  # others have none: our tests replace the layers
+         f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
+         "different lengths before vLLM 0.33"),
         (parallel.pipeline_parallel_size > 1,
          f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
          "reach one stage only"),
