@@ -108,7 +108,7 @@ SAMPLING = (
     _same("repetition_detection", {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}),
     _same("extra_args", {"extra_args": {"rollout_spec_key": ["a", 1], "rollout_spec_group": "g"}},
           note="here a request gives its name and its group"),
-    Option("watermarking", NO_EFFECT, "vLLM refuses an engine with watermarks and our drafter",
+    Option("watermarking", NO_EFFECT, "an engine with watermarks and drafts is refused",
            examples=({"watermarking": True},), versions=FROM_32),
     _refused("trace_decode_token_ids", "trace_decode_token_ids", _BY_VLLM,
              {"trace_decode_token_ids": [65, 66]}, versions=FROM_29),

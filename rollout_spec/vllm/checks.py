@@ -87,6 +87,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     facts = _of_ours(vllm_config, config) if config.enabled else {}
     if has_model and (config.enabled or config.coupled):
         facts |= _of_model(vllm_config, config)
+    if facts:  # there are drafts
+        loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
+        facts["last_loop"] = loops == "last_loop" and loops
     refuse(facts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
@@ -139,6 +142,10 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
          "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (model.is_hybrid and current_platform.is_cpu() and number is not None and number < 33
+         and str(model.dtype) == "torch.bfloat16",  # others have none: our tests replace the layers
+         f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
+         "different lengths before vLLM 0.33"),
         (parallel.pipeline_parallel_size > 1,
          f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
          "reach one stage only"),
@@ -176,6 +183,9 @@ def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
          "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
         (speculative.rejection_sample_method != "standard",
          "rejection_sample_method must be standard: verify=coupled has a way of its own"),
+        (getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
+         "watermark_config: a watermark follows from the tokens before it, and verify=coupled draws all of a "
+         "draft's at once"),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
          "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
         (vllm_config.parallel_config.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),

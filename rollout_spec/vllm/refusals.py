@@ -43,6 +43,10 @@ REFUSALS = {
         ("{model}", "the drafter takes {0[0]} positions, max_model_len is {0[1]}: set max_model_len to at "
                     "most {0[0]}"),
     # Of drafts, whoever makes them.
+    "last_loop":  # of Dory, from vLLM 0.33 on
+        ("recurrent_kv_cache_mode={}",
+         "within a step a token reads other keys and values of earlier tokens than across steps, so drafts "
+         "would change the tokens; run this policy without drafts"),
     "processors":
         ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
     "min_p":

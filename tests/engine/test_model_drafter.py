@@ -282,6 +282,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
         (speculative, "use_heterogeneous_vocab", True, "use_heterogeneous_vocab"),
         (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
         (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
+        (config, "watermark_config", object(), "watermark_config: a watermark follows from"),
         (
             speculative.draft_model_config,
             "max_model_len",

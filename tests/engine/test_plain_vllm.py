@@ -128,6 +128,11 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({"speculative_config": SPECULATIVE}, {"num_speculative_tokens": 4}, r"tokens=4 differs from"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
         ({"logits_processors": ["json.JSONDecoder"]}, {}, r"logits_processors"),
+        (
+            {"hf_overrides": {"recurrent_kv_cache_mode": "last_loop"}},
+            {},
+            r"^recurrent_kv_cache_mode=last_loop: [^\n]*run this policy without drafts\Z",
+        ),
         (LAUNCHED, {"batch_threshold": "auto"}, r"batch_threshold=auto: must be a number with"),
         (
             {"pipeline_parallel_size": 2},

@@ -372,6 +372,9 @@ def test_refused_before_an_engine_process_is_launched(tmp_path):
         check_options(config)
     with pytest.raises(ValueError, match=r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 "):
         configured(str(tmp_path), {"num_speculative_tokens": 15})
+    if MINOR < 33:
+        with pytest.raises(ValueError, match=r"recurrent layers, whose kernels for CPUs take no [^\n]*\Z"):
+            configured(str(tmp_path), {"num_speculative_tokens": 3}, dtype="bfloat16")
     transformers.JambaConfig(architectures=["JambaForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba 1"
