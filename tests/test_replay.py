@@ -58,7 +58,7 @@ def test_without_repetition_every_step_yields_one_token(tmp_path):
     assert result.total.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
     result = count(tmp_path, ([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
-    assert (result.num_groups, result.num_responses, result.total.num_tokens, result.total.num_steps) == (
+    assert (result.num_groups, len(result.responses), result.total.num_tokens, result.total.num_steps) == (
         2,
         3,
         3,

@@ -26,8 +26,8 @@ from rollout_spec.metrics import EngineCounters
 
 FILLER = 0  # a token id of any vocabulary
 STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
-MOST_SECONDS = 0.01  # of it at most: an engine without work may have waited long for this step
-PIECE_TOKENS = 1024  # of it that are indexed at a time, in 0.1 ms or less
+MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
+PIECE_TOKENS = 1024  # that are indexed at a time of text that is behind, in 0.1 ms or less
 
 
 class _Rows:
@@ -52,7 +52,7 @@ class _Rows:
     def set_levels(self, levels: Int32Array, may_draft: bool, rooms: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
-        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) * may_draft
+        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) if may_draft else 0
         if rooms is not None:
             np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
 
@@ -98,7 +98,7 @@ class Drafter:
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
-        self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
+        self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
 
     @property
     def num_passes(self) -> int:
@@ -216,21 +216,20 @@ class Drafter:
             others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         has_new_rows = self._map_rows(request_ids)
+        assert self._rows is not None
         num_decoding = num_rows - nums_new_tokens.count(0)
+        all_decode = num_decoding == num_rows
+        now = self._clock() if ended is None else ended
         step = Step(
             num_rows=num_decoding,
             num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
             num_new_tokens=sum(nums_new_tokens),
-            seconds=self._step_seconds.end_step(
-                self._clock() if ended is None else ended,
-                all_decode=num_decoding == num_rows,
-                has_new_rows=has_new_rows,
-            ),
+            seconds=self._step_seconds.end_step(now, all_decode=all_decode, has_new_rows=has_new_rows),
             ranks=ranks,
             num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
             model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens),
         )
-        rows = self._decoding_rows(step, nums_new_tokens)
+        rows = self._rows if all_decode else self._rows.among(np.array(nums_new_tokens) > 0)
         drafts: list[list[int]] = [[] for _ in request_ids]
         if step.num_rows == 0:
             self._gate.discard()
@@ -255,11 +254,6 @@ class Drafter:
         has_more = self.index.catch_up(0)
         while has_more and has_time():
             has_more = self.index.catch_up(PIECE_TOKENS)
-
-    def _decoding_rows(self, step: Step, nums_new_tokens: Sequence[int]) -> _Rows:
-        rows = self._rows
-        assert rows is not None
-        return rows if step.num_rows == len(nums_new_tokens) else rows.among(np.array(nums_new_tokens) > 0)
 
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
         """Whether there is one that was no row of the step before."""

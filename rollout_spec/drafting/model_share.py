@@ -15,14 +15,11 @@ class ModelShare:
 
     def __init__(self) -> None:
         self.counters = EngineCounters()
-        self._num_tokens = 0  # of the model's drafts for the step that runs
-        self._lengths: dict[str, int] = {}  # how many of them the step verifies, by request
+        self._num_tokens = 0  # that the model drafted of each row for the step that runs
+        self._lengths: dict[str, int] = {}  # how many of its tokens the step verifies, by request
 
     def count_drafted(
-        self,
-        request_ids: Sequence[str],
-        drafts: Sequence[list[int]],
-        model_drafts: ModelDrafts | None,
+        self, request_ids: Sequence[str], drafts: Sequence[list[int]], model_drafts: ModelDrafts | None
     ) -> None:
         """The step that begins next verifies these drafts."""
         if model_drafts is None:

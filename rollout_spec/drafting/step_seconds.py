@@ -6,14 +6,10 @@ ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 
 
 class StepSeconds:
-    """Seconds from the end of a step to the end of the next.
-
-    Attributes:
-        last: of the last step; 0.0: nobody knows.
-    """
+    """Seconds from the end of a step to the end of the next."""
 
     def __init__(self) -> None:
-        self.last = 0.0
+        self.last = 0.0  # what the last step took; 0.0: nobody knows
         self._last_end: float | None = None
         self._all_decoded = False  # whether all rows of the last step did
         self._share_alike = 1.0  # of late, the share of steps that can be compared

@@ -42,7 +42,7 @@ class SimulatedModel(NamedTuple):
     The further passes are left out while the gate lets nothing be drafted, and where they do not pay.
     """
 
-    num_tokens: int  # of a draft, at most
+    num_tokens: int  # the most that it drafts for a row
     times: Times  # of a pass
 
     def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
@@ -82,7 +82,6 @@ class Engine:
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        cluster: the one that it belongs to.
         tail_rows: the tail is the time in which at most this many requests run.
         model: a model that drafts too.
     """
@@ -133,7 +132,7 @@ class Engine:
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
-        # Of each row the tokens that exist, and those that it ends with.
+        # How many tokens of each row exist, and with how many it ends.
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         self._prefilled.clear()
         self._begin = self.total.seconds
@@ -145,7 +144,7 @@ class Engine:
         return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
 
     def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
-        """Of the step that has begun; the other data-parallel ranks bring `num_tokens_of_others`."""
+        """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
         num_tokens, num_context, num_rows, drafted = work
         seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
         if self._model is None:

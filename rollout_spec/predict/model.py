@@ -125,12 +125,12 @@ class Model:
 
     @property
     def expert_params(self) -> int:
-        """Of one expert in all layers that have experts."""
+        """Parameters of one expert, in all layers that have experts."""
         return self.num_expert_layers * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def shared_params(self) -> int:
-        """That every token takes: attention, router, shared experts, dense layers and output."""
+        """Parameters that every token takes: attention, router, shared experts, dense layers and output."""
         gate = self.num_heads if self.gates_queries else 0
         attention = self.head_dim * (2 * (self.num_heads + self.num_kv_heads) + gate)
         expert_layer = self.num_experts + 3 * self.shared_expert_size
@@ -197,7 +197,7 @@ def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_expert_size(fields: dict[str, Any], width: str) -> int:
-    """Of all shared experts; where only their number is given, each is as wide as the others."""
+    """The width of all shared experts; where only their number is given, each is as wide as the others."""
     number = next((name for name in ("n_shared_experts", "num_shared_experts") if fields.get(name)), None)
     size = _whole(fields, "shared_expert_intermediate_size", 0)
     return size or (_whole(fields, number) * _whole(fields, width) if number else 0)

@@ -64,10 +64,6 @@ class ReplayResult:
     responses: list[Replayed] = dataclasses.field(default_factory=list)
 
     @property
-    def num_responses(self) -> int:
-        return len(self.responses)
-
-    @property
     def mean_acceptance_length(self) -> float:
         return 1.0 + self.total.num_accepted_tokens / max(1, self.num_drafts)
 
@@ -75,7 +71,7 @@ class ReplayResult:
         names = ("num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step", "acceptance_rate")
         return {
             "num_groups": self.num_groups,
-            "num_responses": self.num_responses,
+            "num_responses": len(self.responses),
             **{name: getattr(self.total, name) for name in names},
             "mean_acceptance_length": self.mean_acceptance_length,
             "tail_tokens_per_step": self.num_tail_tokens / max(1, self.num_tail_steps),
@@ -142,7 +138,7 @@ class IndexProposer:
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
         self.index, self._mixes = make_index(config), mixes
-        self.price = config.min_survival  # of a token: it is drafted if its survival is not less
+        self.price = config.min_survival  # a token is drafted if its survival is not less
         self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
@@ -212,7 +208,7 @@ def replay_line(
     decoding = _Decoding(line, num_speculative_tokens)
     token_ids, levels, ends = decoding.token_ids, decoding.levels, decoding.ends
     n = len(levels)
-    counts = np.zeros((n, 4), np.int64)  # of `Counts` all but the first
+    counts = np.zeros((n, 4), np.int64)  # all fields of `Counts` but the first
     proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
     is_running = levels < ends
@@ -279,7 +275,7 @@ def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array
 def _num_accepted(
     drafts: Int32Array, numbers: Int32Array, token_ids: Int32Array, rows: Int32Array, levels: Int32Array
 ) -> np.ndarray:
-    """Of each row's draft, the tokens up to the first that is not the recorded one, [n]."""
+    """How many tokens of each row's draft come before the first that is not the recorded one, [n]."""
     offsets = np.arange(drafts.shape[1])
     # Rows that have ended draft nothing; clipping keeps their columns inside the matrix.
     columns = np.minimum(levels[:, None] + offsets, token_ids.shape[1] - 1)

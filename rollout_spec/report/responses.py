@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_spec import trace
 
-# Of a loop: its longest n-gram, how many times in a row that stands at the end, and the tokens of all of
+# A loop's longest n-gram, how many times in a row that stands at the end, and the tokens of all of
 # them, which keep short runs of one token ("----") from counting.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
 

@@ -96,8 +96,7 @@ class SpecScheduler(Scheduler):
 
     def take_aborted(self) -> RequestCounters:
         """The sums over the requests aborted since the last call."""
-        taken, self._aborted = self._aborted, RequestCounters()
-        return taken
+        return self._aborted.take()
 
 
 class AsyncSpecScheduler(SpecScheduler, AsyncScheduler):

@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
 
 class ModelShares(NamedTuple):
-    """Of the m tokens that a model has drafted for each row of a step, by their place in the draft."""
+    """What became of the m tokens that a model drafted for each row of a step, by their place in a draft."""
 
     verified: npt.NDArray[np.float64]
     """[m]: the share of the rows in whose draft the step verified it."""
@@ -128,7 +128,7 @@ class Costs:
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """How many draft tokens a step verifies, with what fills drafts up."""
-        return self.step.num_rows * self._fill_to or num_draft_tokens
+        return self.step.num_rows * self._fill_to if self._fill_to else num_draft_tokens
 
     def drafted_seconds(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds that a step takes with each of these numbers of draft tokens; a plain step's at least."""
@@ -147,8 +147,8 @@ class Costs:
         """From the step that has ended, which verified this choice.
 
         Returns:
-            Of a step with drafts: how much longer it took than expected, as a share of a plain step's time.
-            None: it says nothing.
+            How much longer a step with drafts took than expected, as a share of a plain step's time. None: a
+            plain step, or one that says nothing.
         """
         self._step, self._plain_seconds = step, None
         is_plain = choice.num_tokens == 0 if step.ranks is None else self.is_probe

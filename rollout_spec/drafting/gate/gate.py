@@ -18,8 +18,8 @@ HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
 MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
-NUM_TRIES = 8  # of steps whose drafts are filled up, though by a guess they do not pay: the guess is far off
-MARGIN = 0.02  # of a plain step's tokens that drafts must gain
+NUM_TRIES = 8  # steps whose drafts are filled up though by a guess they do not pay: the guess is far off
+MARGIN = 0.02  # the share of a plain step's tokens that drafts must gain
 LOOK_EVERY = 16  # steps, in one of which a closed gate weighs drafts all the same
 FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what they cost are lost
 
