@@ -60,7 +60,8 @@ TARGETS = (
     ),
     Target(
         tuple(
-            f"rollout_spec/drafting/{name}.py" for name in ("gate/costs", "gate/gate", "groups", "history")
+            f"rollout_spec/drafting/{name}.py"
+            for name in ("gate/costs", "gate/gate", "step_seconds", "groups", "history")
         ),
         tuple(f"tests/test_{name}.py" for name in ("gate", "drafter", "groups", "history", "proposer")),
         "not promises_that",
