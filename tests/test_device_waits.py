@@ -357,14 +357,15 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
 
 
 def test_allowed_tokens_hold_on_the_device(vllm):
-    """A mask that has moved with its request is sent to the device; after a draft it is the same row's."""
+    """A mask moves with its request, leaves nothing behind, and is sent; after a draft it is the same row's."""
     allowed_tokens.fix(gpu_input_batch)
     with Accelerator():
         batch = gpu_input_batch.InputBatch(
             max_num_reqs=4, max_model_len=16, max_num_batched_tokens=16, device=DEVICE,
             vocab_size=VOCAB_SIZE, block_sizes=[4], kernel_block_sizes=[4], max_num_blocks_per_req=[4],
         )  # fmt: skip
-        for name, allowed in (("ended", None), ("left", [3, 4])):
+
+        def add(name, allowed):
             batch.add_request(
                 gpu_input_batch.CachedRequestState(
                     req_id=name, prompt_token_ids=[1], mm_features=[], generator=None, block_ids=([0],),
@@ -372,12 +373,19 @@ def test_allowed_tokens_hold_on_the_device(vllm):
                     num_computed_tokens=1, output_token_ids=[],
                 )
             )  # fmt: skip
+
+        add("ended", None)
+        add("left", [3, 4])
         batch.remove_request("ended")
         batch.condense()
+        add("next", None)
         batch.refresh_metadata()
     mask = forbidden_but((3, 4), 4)
-    assert torch.equal(batch.sampling_metadata.allowed_token_ids_mask.value, mask[:1])
-    assert torch.equal(batch.allowed_token_ids_mask_cpu_tensor, mask)
+    assert torch.equal(batch.sampling_metadata.allowed_token_ids_mask.value, mask[:2])
+    for _ in range(2):
+        assert torch.equal(batch.allowed_token_ids_mask_cpu_tensor, mask)
+        batch.swap_states(0, 1)
+        mask = mask[[1, 0, 2, 3]]
     engine = Engine(SAMPLED, allowed=(3, 4))
     engine.with_drafts()
     tokens = engine.output.sampled_token_ids.value.tolist()

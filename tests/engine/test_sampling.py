@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec.certify.numerics import p_values
 from rollout_spec.vllm.upstream import thinking_budget
-from tests.engine.conftest import VOCAB_SIZE, proposer_of, runner_of, token_ids
+from tests.engine.conftest import proposer_of, token_ids
 from tests.engine.serving import Request, sampling, serve
 
 FALSE_ALARM_RATE = 1e-5  # of one comparison
@@ -84,49 +84,6 @@ def test_seeded_requests_repeat_in_standard_verification(make_engine):
     asked = [Request(PROMPT, sampling({"temperature": 1.0, "seed": i, "extra_args": None})) for i in range(8)]
     first, second = (serve(make_engine({"verify": "standard"}, seed=seed), asked) for seed in (0, 1))
     assert first == second
-
-
-@pytest.mark.parametrize("spec", [None, {}], ids=["plain", "drafting"])
-def test_allowed_tokens_leave_with_their_request(make_engine, spec):
-    """A request in a row that held another's, which has moved to a lower row and still runs."""
-    import torch
-
-    llm = make_engine(spec, fresh=True)
-    engine = llm.llm_engine
-
-    def add(name, max_tokens, **asked):
-        asked = {"temperature": 0, "max_tokens": max_tokens, "detokenize": False} | asked
-        engine.add_request(name, {"prompt_token_ids": PROMPT}, sampling(asked))
-
-    def finish(name):
-        while True:
-            for output in engine.step():
-                if output.finished and output.request_id == name:
-                    return list(output.outputs[0].token_ids)
-
-    add("alone", 20)
-    expected = finish("alone")
-    few = sorted(set(range(3, VOCAB_SIZE)) - set(expected))
-    add("first", 2)
-    add("few", 80, allowed_token_ids=few)
-    finish("first")
-    engine.step()  # "few" moves to its row
-    add("next", 20)
-    assert finish("next") == expected
-
-    batch = runner_of(llm).input_batch
-    add("other", 20)
-    engine.step()
-
-    def masked():
-        return batch.allowed_token_ids_mask_cpu_tensor.any(dim=1).tolist()[:3]
-
-    assert masked() == [True, False, False]
-    with torch.inference_mode():
-        batch.swap_states(0, 1)
-        assert masked() == [False, True, False]
-        batch.swap_states(0, 1)
-    assert set(finish("few")) <= set(few)
 
 
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
