@@ -35,8 +35,8 @@ def lines(rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def found(paths, tokenizer=None, columns=None):
-    rollouts = list(read_rollouts(paths, tokenizer, columns))
+def found(paths, tokenizer=None, columns=None, limit=None):
+    rollouts = list(read_rollouts(paths, tokenizer, columns, limit=limit))
     return [(one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses]) for one in rollouts]
 
 
@@ -51,11 +51,7 @@ def test_no_file_is_read_beyond_the_last_of_the_first_groups(tmp_path, caplog):
         (tmp_path / f"{step}.jsonl").write_text(text if step < 10 else "no line of a recording\n")
     first = [([step], [[group, 1]]) for step in (1, 2) for group in range(2)]
     for limit in (1, 2, 3, 4):
-        rollouts = read_rollouts([tmp_path], limit=limit)
-        said = [
-            (one.prompt_token_ids.tolist(), [text.tolist() for text in one.responses]) for one in rollouts
-        ]
-        assert (said, caplog.messages) == (first[:limit], [])
+        assert (found([tmp_path], limit=limit), caplog.messages) == (first[:limit], [])
     assert len(list(read_rollouts([tmp_path], limit=5))) == 4
     assert "left out" in caplog.text
 
@@ -70,6 +66,9 @@ FORMS = {
     ],
     "a recording": [
         {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
+    ],
+    "chats of one message": [
+        {"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS
     ],
 }
 VERL_ROW = FORMS["verl"][0]
@@ -215,54 +214,30 @@ TWICE = "rows are there again, the first time in {0}/x.jsonl, then in {0}/"
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "options", "doubt"),
+    ("x", "doubt", "options"),
     [
-        (LONG_VERL, b"", {}, ""),
-        (LONG_VERL * 2, b"", {}, f"3 of 6 {TWICE}x.jsonl: each counts"),
-        (VERL * 2, b"", {}, ""),  # short answers are alike by chance
-        (RECORDED, RECORDED, {}, f"1 of 2 {TWICE}y.jsonl: each counts"),
-        (RECORDED, None, {}, "left out: {0}/y.jsonl is a link to nothing"),
-        (
-            RECORDED,
-            b"",
-            {"tokenizer": "nowhere"},
-            "--tokenizer: has no effect, because these rollouts are token",
-        ),
-        (
-            RECORDED,
-            b"",
-            {"columns": {"step": ""}},
-            "--columns: has no effect, because recordings have fields",
-        ),
-        (
-            lines(PADDED + WHOLE),
-            b"",
-            {},
-            "3 of 5 responses end in a run of token 0: if that is padding, remove",
-        ),
-        (lines(PADDED[:2] + WHOLE), b"", {}, ""),
-        (texts("{i} " + "c " * 17), b"", {}, "2 of 2 responses end in a run of 'c ': if that is padding"),
-        (texts("{i} " + "c " * 9), b"", {}, ""),
-        (texts(ASKED + "{i}"), b"", {}, "2 of 2 responses begin with their prompt: remove it"),
-        (lines(WITH_PROMPT), b"", {}, "2 of 3 responses begin with their prompt: remove it"),
+        (LONG_VERL, "", {}),
+        (LONG_VERL * 2, f"3 of 6 {TWICE}x.jsonl: each counts", {}),
+        (VERL * 2, "", {}),  # short answers are alike by chance
+        (RECORDED, f"1 of 2 {TWICE}y.jsonl: each counts", {}),
+        (RECORDED, "left out: {0}/y.jsonl is a link to nothing", {}),
+        (RECORDED, "--tokenizer: has no effect, because these rollouts are token", {"tokenizer": "nowhere"}),
+        (RECORDED, "--columns: has no effect, because recordings have fields", {"columns": {"step": ""}}),
+        (lines(PADDED + WHOLE), "3 of 5 responses end in a run of token 0: if that is padding, remove", {}),
+        (lines(PADDED[:2] + WHOLE), "", {}),
+        (texts("{i} " + "c " * 17), "2 of 2 responses end in a run of 'c ': if that is padding", {}),
+        (texts("{i} " + "c " * 9), "", {}),
+        (texts(ASKED + "{i}"), "2 of 2 responses begin with their prompt: remove it", {}),
+        (lines(WITH_PROMPT), "2 of 3 responses begin with their prompt: remove it", {}),
     ],
 )
-def test_what_speaks_against_rollouts_is_one_line(tmp_path, tokenizer, caplog, x, y, options, doubt):
-    (tmp_path / "x.jsonl").write_bytes(x)
-    if y:
-        (tmp_path / "y.jsonl").write_bytes(y)
-    elif y is None:
+def test_what_speaks_against_rollouts_is_one_line(tmp_path, tokenizer, caplog, x, doubt, options):
+    if "y.jsonl: each" in doubt:
+        (tmp_path / "y.jsonl").write_bytes(x)
+    elif "a link" in doubt:
         (tmp_path / "y.jsonl").symlink_to("nowhere")
-    has_texts = b"score" in x
-    assert found([tmp_path], **({"tokenizer": tokenizer} if has_texts else options))
+    assert read_back(tmp_path, x, **({"tokenizer": tokenizer} if b"score" in x else options))
     assert [message.startswith(doubt.format(tmp_path)) for message in caplog.messages] == [True] * bool(doubt)
-
-
-def test_a_chat_of_one_message_is_a_response(tmp_path, tokenizer):
-    rows = [
-        {"prompt": prompt, "completion": [{"role": "assistant", "content": text}]} for prompt, text in ROWS
-    ]
-    assert read_back(tmp_path, rows, tokenizer) == WANTED
 
 
 HIDDEN = [["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"], ["1.jsonl", ".1.jsonl"]]
@@ -290,9 +265,8 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
     assert found([tmp_path], tokenizer) == WANTED
     assert f"left out: {tmp_path / 'x.jsonl'}:" in caplog.text
     (tmp_path / "b" / "y.jsonl").write_text("{}")
-    with pytest.raises(
-        TraceError, match=r"none of its 2 files holds rollouts: .*y\.jsonl: no response"
-    ):  # the first of them
+    said = r"none of its 2 files holds rollouts: .*y\.jsonl: no response"  # the first of them
+    with pytest.raises(TraceError, match=said):
         read_rollouts([tmp_path])
 
 
@@ -315,18 +289,10 @@ MISTAKES = [
     (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),
     (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
     (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
-    (
-        b'[\n {"a": 1}\n]\n',
-        "",
-        "x.jsonl:1: not JSON: Expecting value: line 2 column 1 (char 2). This is an array",
-    ),
+    (b'[\n {"a": 1}\n]\n', "", "x.jsonl:1: not JSON: Expecting value: line 2 column 1 (char 2). This is"),
     (b'[{"a": 1}]\n', "", "x.jsonl:1: must be a JSON object. This is an array: `jq -c '.[]' FILE`"),
     (b'{\n "a": 1\n}\n', "", "This object has several lines: `jq -c . FILE` writes"),
-    (
-        lines([{"response": [{"role": "a", "content": "b"}] * 2}]),
-        "",
-        "x.jsonl:1: the response is a chat of 2",
-    ),
+    (lines([{"response": [{"role": "a", "content": "b"}] * 2}]), "", "x.jsonl:1: the response is a chat of"),
     (lines([{"response": [[["a"]]]}]), "", "x.jsonl:1: the response is [['a']], and not what the policy"),
     (b'{"response": ' + b"[" * 500 + b"]" * 500 + b"}\n", "", "x.jsonl:1: the response is [[[["),
     (lines([{"response": 5}]), "", "x.jsonl:1: the response is 5, and not what the policy wrote"),
