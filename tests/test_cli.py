@@ -72,7 +72,7 @@ MISTAKES = [
     ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
     (
         "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
-        "NUMBER: the tokens that it drafts, 1 to 4",
+        "tokens that it drafts, 1 to 4",
     ),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
@@ -95,37 +95,24 @@ MISTAKES = [
     (f"simulate {{TRACE}} --step-times {',1:' * 999}", "neither a file nor tokens:seconds"),
     ("simulate {TRACE} --step-times " + "[" * 99, "neither a file nor tokens:seconds"),
     ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
-    (
-        "simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}",
-        "'{TRACE}'; name files before options that take",
-    ),
-    (
-        "simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}",
-        "FILE_OR_FOLDER; name files before opt",
-    ),
-    (
-        "simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 2 --expert-parallel",
-        "--expert-parallel: a dense",
-    ),
+    ("simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}", "'{TRACE}'; name files before options that"),
+    ("simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}", "FILE_OR_FOLDER; name files before"),
+    ("simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 2 --expert-parallel", "-parallel: a dense"),
     ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
     ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
     ("simulate {TRACE} --model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
     ("simulate {TRACE} --model-config /nowhere.json --gpu h100", "/nowhere.json"),
     ("simulate {TRACE} --model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
     *(
-        (
-            f"simulate {{TRACE}} --model-config {{QWEN}} --gpu h100 {options}",
-            f"an engine holds {kv} tokens, the",
+        (f"simulate {{TRACE}} --gpu h100 {options}", message)
+        for options, message in (
+            ("--model-config {QWEN} --longest-response 131072", "an engine holds 24,708 tokens, the"),
+            ("--model-config {QWEN} --tp 8 --longest-response 1000000000", "engine holds 1,947,316 tokens"),
+            (
+                "--model-config {EXPERTS} --tp 4 --dp 8 --model-acceptance 0.7",
+                "--dp 8: engines refuse a draft",
+            ),
         )
-        for options, kv in (
-            ("--longest-response 131072", "24,708"),
-            ("--tp 8 --longest-response 1000000000", "1,947,316"),
-        )
-    ),
-    (
-        "simulate {TRACE} --limit-groups 1 --model-acceptance 0.7 --model-config {EXPERTS} --gpu h100"
-        " --tp 4 --dp 8",
-        "--dp 8: engines refuse a draft model on data-parallel ranks of experts",
     ),
     *(
         (f"simulate {{TRACE}} --limit-groups 2 --step-times 1:0.1 {options}", message)

@@ -24,10 +24,7 @@ from tests.text import int32, save_corpus, speak
         (b'{"group": "0", "prompt_token_ids": [], "responses": [[]]}', "no token in any response"),
         (b"PK\x03\x04abcd\n", ".+corpus.jsonl:1: not JSON"),
         (b'{"prompt": "a text"}\n', ".+corpus.jsonl:1: group: is missing"),
-        (
-            b'{"group": "0", "prompt_token_ids": [], "responses": [[-1]]}',
-            r".+ responses\[0\]\[0\]: -1 is not",
-        ),
+        (b'{"group": "0", "prompt_token_ids": [], "responses": [[-1]]}', r".+ responses\[0\]\[0\]: -1 is"),
     ],
 )
 def test_what_is_no_corpus_is_refused(tmp_path, capsys, content, message):
@@ -40,9 +37,8 @@ def test_what_is_no_corpus_is_refused(tmp_path, capsys, content, message):
         make_index(SpecConfig(corpus=str(path)))
     trace = write_trace(tmp_path / "trace.jsonl", ([1], [[1, 2]]))
     assert command("replay", trace, "--spec", f"corpus={path}") == 2
-    assert re.fullmatch(
-        rf"rollout-spec replay: rollout\.spec\.corpus='{path}': {message}.*\n", capsys.readouterr().err
-    )
+    said = rf"rollout-spec replay: rollout\.spec\.corpus='{path}': {message}.*\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_a_corpus_without_room_is_refused(tmp_path):
@@ -103,11 +99,7 @@ def test_a_link_stays_and_what_is_there_is_refused(tmp_path, capsys):
     ("file", "output", "message"),
     [
         ("nowhere.jsonl", "corpus.jsonl", "nowhere.jsonl: No such file or directory"),
-        (
-            "good.jsonl",
-            "nowhere/corpus.jsonl",
-            "nowhere/corpus.jsonl: must be a plain file in a folder that exists",
-        ),
+        ("good.jsonl", "nowhere/corpus.jsonl", "nowhere/corpus.jsonl: must be a plain file in a folder"),
         ("good.jsonl", ".", "must be a plain file in a folder that exists"),
         ("empty.jsonl", "corpus.jsonl", "no token in any response"),
     ],

@@ -357,7 +357,7 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
 
 
 def test_allowed_tokens_hold_on_the_device(vllm):
-    """A mask moves with its request, leaves nothing behind, and is sent; after a draft it is the same row's."""
+    """A mask moves with its request, leaves nothing, and is sent; after a draft it is the same row's."""
     allowed_tokens.fix(gpu_input_batch)
     with Accelerator():
         batch = gpu_input_batch.InputBatch(

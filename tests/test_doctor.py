@@ -31,19 +31,14 @@ def test_doctor_says_that_drafting_works_here():
 
 
 def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(monkeypatch, capsys):
-    found = [
-        ("a", diagnosis.OK),
-        ("patch p", diagnosis.OK),
-        ("b", diagnosis.WARN),
-        ("patch q", diagnosis.FAIL),
-    ]
-    monkeypatch.setattr(diagnosis, "diagnose", lambda: (diagnosis.Check(*one, "why", "do") for one in found))
+    found = {"a": diagnosis.OK, "patch p": diagnosis.OK, "b": diagnosis.WARN, "patch q": diagnosis.FAIL}
+    checks = [diagnosis.Check(name, status, "why", "do") for name, status in found.items()]
+    monkeypatch.setattr(diagnosis, "diagnose", lambda: iter(checks))
     assert main(["doctor"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == ["fail patch q why; do", "warn b why; do", "ok a why; do"]
-    assert lines[3].startswith("ok patches 1 applied") and lines[4:] == [
-        "Drafting cannot work here: patch q."
-    ]
+    assert lines[3].startswith("ok patches 1 applied")
+    assert lines[4:] == ["Drafting cannot work here: patch q."]
 
 
 @pytest.mark.parametrize(

@@ -70,19 +70,11 @@ def test_no_response_drops_more_than_it_takes_the_place_of():
 
 
 def test_keys_tell_prompts_and_groups_apart():
-    keys = [
-        prompt_key(int32(1, 2)),
-        prompt_key(int32(1, 2, 3)),
-        group_key("1"),
-        group_key(1),
-        group_key("12"),
-    ]
+    keys = [*map(prompt_key, (int32(1, 2), int32(1, 2, 3))), *map(group_key, ("1", 1, "12"))]
     assert len(set(keys)) == len(keys)
     # What another release has saved is found.
-    assert [keys[0].hex(), keys[2].hex()] == [
-        "21c1ea13e5b9528cf84dbec3eadb1b09",
-        "150ec49e758e674a2c9189ba6b164854",
-    ]
+    assert keys[0].hex() == "21c1ea13e5b9528cf84dbec3eadb1b09"
+    assert keys[2].hex() == "150ec49e758e674a2c9189ba6b164854"
 
 
 @pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 20, 1), (200, 4), (60, 8), (1, 9)])

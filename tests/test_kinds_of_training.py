@@ -41,9 +41,7 @@ def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(policy, tm
     for metrics in steps:
         assert metrics["num_turns/max"] == 6, "three of the policy, two of the tool, and the prompt"
         assert metrics["rollout/spec_generated_tokens"] <= NUM_PROMPTS * NUM_SAMPLES * 240
-        assert metrics["rollout/spec_num_resumed"] >= 2 * NUM_PROMPTS * NUM_SAMPLES, (
-            "two turns of each sample"
-        )
+        assert metrics["rollout/spec_num_resumed"] >= 2 * NUM_PROMPTS * NUM_SAMPLES, "two turns of each"
     files = list((tmp_path / "validation").glob("*.jsonl"))
     assert len(files) == len(steps)
     for file in files:

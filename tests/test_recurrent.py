@@ -73,26 +73,23 @@ def test_policies_whose_drafts_are_refused_by_name(fields, reason, tmp_path, mon
     monkeypatch.setattr("rollout_spec.vllm.versions.version", lambda: "0.24.0")
     fields = {"text_config": {"linear_num_value_heads": 32}} | fields
     check_config(run_of(fields, tmp_path, OFF))
-    with pytest.raises(
-        ConfigError, match=rf"^rollout\.spec\.method=sam: [^\n]*{reason}[^\n]*; run it with off$"
-    ):
+    message = rf"^rollout\.spec\.method=sam: [^\n]*{reason}[^\n]*; run it with off$"
+    with pytest.raises(ConfigError, match=message):
         check_config(run_of(fields, tmp_path, SAM))
 
 
 def test_no_policy_with_recurrent_layers_drafts_on_npus(tmp_path):
     config = run_of(QWEN3_NEXT, tmp_path, SAM, 3)
     config.trainer.device = "npu"
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.spec\.method=sam: Qwen3NextForCausalLM has recurrent [^\n]*\Z"
-    ):
+    message = r"^rollout\.spec\.method=sam: Qwen3NextForCausalLM has recurrent [^\n]*\Z"
+    with pytest.raises(ConfigError, match=message):
         check_config(config)
 
 
 def test_every_supported_policy_is_known_from_its_release_on():
     for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
-        assert [recurrent.refusal(architecture, n) is None for n in (24, 28, 29, 32, None)] == [
-            False, False, True, True, True,
-        ]  # fmt: skip
+        are_known = [recurrent.refusal(architecture, n) is None for n in (24, 28, 29, 32, None)]
+        assert are_known == [False, False, True, True, True]
     assert [recurrent.refusal("Qwen3NextForCausalLM", n) is None for n in (23, 24)] == [False, True]
     assert [recurrent.refusal("NemotronHForCausalLM", n) is None for n in (24, 29)] == [False, True]
     assert [recurrent.refusal("FalconH1ForCausalLM", n) is None for n in (29, 32)] == [False, True]

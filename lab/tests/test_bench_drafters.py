@@ -60,9 +60,8 @@ def test_without_drafts_a_step_gives_one_token(results):
 
 
 def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
-    assert [(result["method"], result["min_survival"]) for result in results[:3]] == [
-        *[("off", None), ("sam", 0.6), ("sam", 0.05)]
-    ]
+    of_first = [(result["method"], result["min_survival"]) for result in results[:3]]
+    assert of_first == [("off", None), ("sam", 0.6), ("sam", 0.05)]
     for history in (0, 8):
         dear, cheap = only(results, method="sam", history=history)
         assert dear["draft_tokens_per_step"] < cheap["draft_tokens_per_step"]
@@ -150,19 +149,16 @@ def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
     runs = all_runs(("sam", "model", "sam+model"), SpecConfig(), [8], [0], [0.1])
     suffix, model, both = (result["tokens_per_step"] for result in measure(lines, runs))
     assert both > 1.05 * max(suffix, model)
-    assert (
-        replay(lines, SpecConfig(num_speculative_tokens=8, history=0, min_survival=0.1)).total.tokens_per_step
-        == both
-    )
+    config = SpecConfig(num_speculative_tokens=8, history=0, min_survival=0.1)
+    assert replay(lines, config).total.tokens_per_step == both
     for short in measure(lines, all_runs(("model", "sam+model"), SpecConfig(), [1], [0], [0.1])):
         assert 0 < short["draft_tokens_per_step"] <= 1.0  # K is less than the model's
 
 
 def step(suffix, rows, token_ids, levels, budget=4):
     budgets = [budget] * len(rows)
-    drafts, numbers = suffix.draft(
-        *(np.array(value, np.int32) for value in (rows, token_ids, levels, budgets))
-    )
+    arrays = (np.array(value, np.int32) for value in (rows, token_ids, levels, budgets))
+    drafts, numbers = suffix.draft(*arrays)
     return [draft[:number].tolist() for draft, number in zip(drafts, numbers, strict=True)]
 
 

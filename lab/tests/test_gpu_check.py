@@ -126,12 +126,9 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
 
 def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of MRV1 beside MRV1's roofline: 10 ms and 1 ms for each token."""
-    found = {
-        "sampling": [],
-        "steps": [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)],
-        "settings": {"model_runner": "V1"},
-    }
-    monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found | {"waits": None}]))
+    steps = [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)]
+    found = {"sampling": [], "steps": steps, "settings": {"model_runner": "V1"}, "waits": None}
+    monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found]))
     rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
     *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
@@ -244,12 +241,8 @@ STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
 
 def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_of_tokens() -> None:
     found = {(one["drafted"], one["num_tokens"]): one["seconds"] for one in step_times(STEPS)}
-    assert found == {
-        (False, 1): 0.010,
-        (False, 4): 0.011,
-        (True, 4): pytest.approx(0.013),
-        (True, 128): 0.040,
-    }
+    expected = {(False, 1): 0.010, (False, 4): 0.011, (True, 4): 0.013, (True, 128): 0.040}
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -264,9 +257,8 @@ def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> 
     sentences = verdict(record)
     assert len(sentences) == 6 and says in sentences[0] and says in sentences[3]
     assert [sentence.endswith(", on MRV2.") for sentence in sentences] == [True] * 3 + [False] * 3
-    assert (
-        "10.00 ms at least" in sentences[4] and "with 4 tokens, and 4.0 times that with 128." in sentences[4]
-    )
+    assert "10.00 ms at least" in sentences[4]
+    assert "with 4 tokens, and 4.0 times that with 128." in sentences[4]
 
 
 def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:

@@ -172,14 +172,8 @@ def test_position_ids_of_images_are_taken_apart_by_sample(lengths: list[int]) ->
 
 
 def test_a_critic_loads_without_flash_attention(tmp_path: pathlib.Path) -> None:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_labels=1,
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1, num_labels=1)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     workarounds.load_critics(verl_model)
     critic = verl_model.load_valuehead_model(str(tmp_path), torch.float32, config, False)

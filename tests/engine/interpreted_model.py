@@ -22,6 +22,7 @@ NAMES = (*interpreted_runner.NAMES, "one", "short")
 BRIEF = ("sampled", "one", "greedy")
 REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
+UNTIL_WRONG = {"batch_threshold": 3, "min_survival": 0.0}
 FEWER_BLOCKS = FEW_BLOCKS | {"num_gpu_blocks_override": 5}  # for two rows, and then for one
 
 
@@ -76,12 +77,7 @@ def served(models, **ahead):
     return {
         "plain": plain,
         "model": run(target, None, stop, without_grammar, **alone),
-        "same": both(
-            *same,
-            {"batch_threshold": 3, "min_survival": 0.0},
-            names=("short", "sampled", "one", "looping"),
-            **ahead,
-        ),
+        "same": both(*same, UNTIL_WRONG, names=("short", "sampled", "one", "looping"), **ahead),
         "both": both(target, eagle, gate, stop, names=NAMES),
         "preempted": preempted(target, eagle, **ahead),
         "wrong": wrong_beside_text | {"passes": passes_of_wrong},

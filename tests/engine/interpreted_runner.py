@@ -34,9 +34,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"regex": "([a-d][!-+]){7,9}"}, "ignore_eos": False},
 }  # fmt: skip
 # With those of the table in which a model runner, or its sampler, takes part.
-NAMES = (
-    *REQUESTS, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0",
-)  # fmt: skip
+NAMES = (*REQUESTS, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0")
 MORE = (
     FREE, "seed-0", "frequency_penalty-0", "repetition_penalty-0", "prompt_logprobs-0",
     "logprobs-2", "max_tokens-1", "looping",
@@ -47,10 +45,9 @@ FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 # For two requests of at most 64 tokens, drafts included, and one block more; the first block is vLLM's.
 FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
 DRAW = random.Random(5)
-MIXED = {f"mixed {number}": random_request(DRAW) for number in range(24)}
-MIXED = {
-    name: asked for name, asked in MIXED.items() if asked.params.thinking_token_budget is None
-}  # which 0.24 does not take on MRV2
+DRAWN = {f"mixed {number}": random_request(DRAW) for number in range(24)}
+# Without what 0.24 does not take on MRV2.
+MIXED = {name: asked for name, asked in DRAWN.items() if asked.params.thinking_token_budget is None}
 
 # What vLLM counts of each request, from 0.29 on.
 DETAILED = {} if version() in ("0.23.0", "0.24.0") else {"per_request_spec_decode_metrics": "detailed"}
@@ -64,9 +61,7 @@ def main(model):
         "plain": plain,
         "drafted": run(model, {}, stop, names=(*NAMES, "looping"), max_num_seqs=64),
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
-        "open": run(
-            model, {}, stop, names=(*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED
-        ),
+        "open": run(model, {}, stop, (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
@@ -87,15 +82,9 @@ def images():
     ]
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_vl(pathlib.Path(folder))
+        asked = {"names": FEW[:4], "prompts": prompts, "limit_mm_per_prompt": {"image": 2}}
         return {
-            name: run(
-                model,
-                spec,
-                names=FEW[:4],
-                prompts=prompts,
-                limit_mm_per_prompt={"image": 2},
-                async_scheduling=spec is not None,
-            )
+            name: run(model, spec, **asked, async_scheduling=spec is not None)
             for name, spec in (("plain", None), ("drafted", {}))
         }
 
@@ -173,9 +162,8 @@ def request(name, prompt=TEXT, num_tokens=0, **more):
 
 
 def serve_named(llm, names, prompts=None):
-    asked = [
-        request(name, prompt) for name, prompt in zip(names, prompts or [TEXT] * len(names), strict=True)
-    ]
+    prompts = prompts or [TEXT] * len(names)
+    asked = [request(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
     return dict(zip(names, serve(llm, asked), strict=True))
 
 

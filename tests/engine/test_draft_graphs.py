@@ -55,63 +55,46 @@ class SomeRunner(model_runner.GPUModelRunner):
         return SimpleNamespace(max_query_len=None)
 
 
+# Of vLLM's configuration, where a test wants nothing else.
+PARALLEL = {
+    "data_parallel_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1, "use_ubatching": False,
+}  # fmt: skip
+
+
 def runner_with(
-    monkeypatch,
-    mode="FULL_AND_PIECEWISE",
-    support="ALWAYS",
-    more="ALWAYS",
-    sizes=SIZES,
-    max_num_seqs=ROWS,
-    speculator=None,
-    architecture=None,
-    num_ranks=1,
-    kind=SomeRunner,
-    **parallel,
-):
+    monkeypatch, mode="FULL_AND_PIECEWISE", support="ALWAYS", more="ALWAYS", sizes=SIZES, max_num_seqs=ROWS,
+    speculator=None, architecture=None, kind=SomeRunner, **parallel,
+):  # fmt: skip
     """What our engine's runner has once its KV cache is made: a manager of vLLM's, and what was said."""
-    monkeypatch.setattr(
-        cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    )
+    only_rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: only_rank)
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, False)
-    contexts = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1} | parallel
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
-        parallel_config=SimpleNamespace(
-            data_parallel_size=num_ranks, tensor_parallel_size=1, use_ubatching=False, **contexts
-        ),
+        parallel_config=SimpleNamespace(**PARALLEL | parallel),
         compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes,
-            max_cudagraph_capture_size=sizes[-1],
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1],
             cudagraph_mode=CUDAGraphMode[mode],
         ),
         model_config=SimpleNamespace(is_hybrid=architecture is not None, architecture=architecture),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         speculative_config=None,
         num_speculative_tokens=K,
-    )
+    )  # fmt: skip
     builder = SimpleNamespace(get_cudagraph_support=lambda *_: AttentionCGSupport[support])
     group = SimpleNamespace(
-        layer_names=["layer"],
-        kv_cache_spec=None,
-        backend=type("SomeBackend", (), {}),
+        layer_names=["layer"], kv_cache_spec=None, backend=type("SomeBackend", (), {}),
         get_metadata_builder=lambda _: builder,
-    )
+    )  # fmt: skip
     said: list[str] = []
     monkeypatch.setattr(graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append))
+    other = AttentionCGSupport[more], "SomeOther"
     runner: Any = kind(
-        vllm_config=config,
-        decode_query_len=1 + K,
-        attn_groups=[[group]],
-        model_state=SimpleNamespace(
-            get_additional_cg_support=lambda: (AttentionCGSupport[more], "SomeOther")
-        ),
-        speculator=speculator,
-        adaptive_verification=None,
-        pcp_manager=None,
-        use_pp=False,
-        cudagraph_manager=None,
-        said=said,
-    )
+        vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
+        model_state=SimpleNamespace(get_additional_cg_support=lambda: other), cudagraph_manager=None,
+        adaptive_verification=None, pcp_manager=None, use_pp=False,
+    )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
     runner.why_no_graphs = give_graphs_or_say_why_not(runner)
     runner.initialize_kv_cache(CUDAGraphMode[mode])
@@ -194,10 +177,8 @@ def test_where_they_cannot_be_it_is_said(changed, reason, monkeypatch):
     for mode, num_said in (("FULL_AND_PIECEWISE", 1), ("FULL_DECODE_ONLY", 2), ("PIECEWISE", 0)):
         runner = runner_with(monkeypatch, mode, **changed)
         assert table(runner) == GRAPHS[mode]
-        assert [reason in line for line in runner.said[:1]] == [True][:num_said]
-        assert ["steps with drafts run without" in line for line in runner.said[1:]] == [True] * (
-            num_said == 2
-        )
+        assert len(runner.said) == num_said and all(reason in line for line in runner.said[:1])
+        assert all("steps with drafts run without" in line for line in runner.said[1:])
 
 
 def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch):
@@ -255,7 +236,7 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     group = SimpleNamespace(cpu_group=None, cpu_all_reduce_=all_reduce)  # which 0.33 calls
     monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
     monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce), raising=False)
-    runners = [runner_with(monkeypatch, num_ranks=2) for _ in rows]
+    runners = [runner_with(monkeypatch, data_parallel_size=2) for _ in rows]
     found: list[Any] = [None] * len(rows)
 
     def run(rank):

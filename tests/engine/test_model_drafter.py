@@ -11,19 +11,16 @@ import pytest
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin
-from rollout_spec.vllm.checks import check_options, mrv2_misfit
+from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.versions import mrv2_has_draft_models, version
 from tests.engine.conftest import UNTESTED, configured
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served, served_in_brief
 from tests.engine.serving import assert_each_same
-from tests.engine.test_runner_v2 import WITH_GRAPHS, interpreted, on_cuda
+from tests.engine.test_runner_v2 import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_bigrams, make_eagle, make_eagle3, make_even, make_mtp
 
-pytestmark = pytest.mark.skipif(
-    version() == "0.23.0" and mrv2_misfit() is not None,
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
+pytestmark = NEEDS_MRV2
 NUM_MODEL_TOKENS = 3
 
 
@@ -134,10 +131,7 @@ def test_a_row_ends_where_it_must(results, engine):
     """With drafts it comes to its most tokens, a stop string, and a weight sync that interrupts it."""
     found, sampled = results[engine], results["plain"]["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"]
-    stop, stopped = found["stop"], found["stopped"]
-    assert stopped["end"] == ["stop", stop]
-    assert stopped["text"] == sampled["text"].partition(stop)[0]
-    assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
+    assert_stopped(found, sampled)
     if engine == "both":
         assert found["counters_behind"]["num_failed_steps"] == 0
 
@@ -155,9 +149,7 @@ def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_head
     """The right head is the target, so it is accepted whole, at temperatures of 0, 0.7 and 1."""
     heads = results_of_heads["mtp"]["heads"]
     if "right" not in heads:
-        pytest.skip(
-            "the weights come through verl, which is not installed beside this vLLM; it is beside 0.24.0"
-        )
+        pytest.skip("the weights come through verl, which is beside vLLM 0.24.0 and not beside this one")
     counters = {name: found["counters"] for name, found in heads.items()}
     drafted, accepted = (
         {name: counts[f"num_model_{kind}_tokens"] for name, counts in counters.items()}
@@ -175,11 +167,8 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
     assert 10 < sum(token in DRAFT_TOKENS for token in tokens) < 30
     place = 1
     while place < len(tokens):
-        num_right = next(
-            (i for i, token in enumerate(tokens[place:][:NUM_MODEL_TOKENS]) if token not in DRAFT_TOKENS),
-            NUM_MODEL_TOKENS,
-        )
-        place, num_steps = place + num_right + 1, num_steps + 1
+        are_right = [token in DRAFT_TOKENS for token in tokens[place:][:NUM_MODEL_TOKENS]]
+        place, num_steps = place + [*are_right, False].index(False) + 1, num_steps + 1
     assert len(even["steps"]) == num_steps
 
 
@@ -283,12 +272,7 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
         (speculative, "use_local_argmax_reduction", True, "use_local_argmax_reduction"),
         (speculative, "rejection_sample_method", "synthetic", "rejection_sample_method must be standard"),
         (config, "watermark_config", object(), "watermark_config: a watermark follows from"),
-        (
-            speculative.draft_model_config,
-            "max_model_len",
-            9,
-            "the drafter takes 9 positions, max_model_len is",
-        ),
+        (speculative.draft_model_config, "max_model_len", 9, "the drafter takes 9 positions, max_model_len"),
         *of_runner[with_runner],
     ):
         with monkeypatch.context() as patch:
@@ -301,11 +285,9 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
         with pytest.raises(ConfigError, match=r"the drafter takes 9 positions, max_model_len is [1-9]\d\d"):
             check_options(config)
     check_options(config)
+    needs_coupled = r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard"
     for arguments, refusal in (
-        (
-            {"spec": {"verify": "standard"}},
-            r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard",
-        ),
+        ({"spec": {"verify": "standard"}}, needs_coupled),
         ({"enable_lora": True}, "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"),
     ):
         named = "^speculative_config.method=eagle( with rollout_spec)?: "
@@ -316,9 +298,6 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
             patch.setattr(config.scheduler_config, "async_scheduling", True)
             with pytest.raises(ConfigError, match=r"^async_scheduling: must be False with vLLM's MRV1$"):
                 check_options(config)
-    monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", lambda self, logits: logits)
-    if with_runner == "V1":
-        with pytest.raises(
-            PatchError, match=r"SpecDecodeBaseProposer\._sample_draft_tokens takes self, logits\."
-        ):
+        monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", lambda self, logits: logits)
+        with pytest.raises(PatchError, match=r"Proposer\._sample_draft_tokens takes self, logits\."):
             check_options(config)

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("own_process_groups")
 LENGTH = 40
 GROUPS = {f"group {i}": prompt for i, prompt in enumerate(PROMPTS[:4])}
 NUMBERS = itertools.count()  # of requests
+TWO_RANKS = {
+    "tensor_parallel_size": 2, "distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +194,7 @@ def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch)
 @pytest.mark.long
 def test_of_tensor_parallel_ranks_one_drafts(make_engine):
     plain = generate(make_engine())
-    llm = make_engine(
-        {}, tensor_parallel_size=2, distributed_executor_backend="mp", worker_extension_cls=EXTENSION
-    )
+    llm = make_engine({}, **TWO_RANKS)
     assert generate(llm) == plain
     first, second = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
     assert first["num_accepted_tokens"] > 0
@@ -208,13 +209,8 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model, make_engi
         for i, (temperature, length) in enumerate(((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80)))
     ]
     plain = [one["tokens"] for one in serve_requests(make_engine(**OFF), asked)]
-    llm = make_engine(
-        {"batch_threshold": 2},
-        speculative_config={"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        worker_extension_cls=EXTENSION,
-    )
+    drafter = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8}
+    llm = make_engine({"batch_threshold": 2}, speculative_config=drafter, **TWO_RANKS)
     llm.collective_rpc(note_drawn)
     assert [one["tokens"] for one in serve_requests(llm, asked)] == plain
     first, second = llm.collective_rpc(drawn)

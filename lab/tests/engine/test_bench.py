@@ -18,6 +18,8 @@ from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.test_runner_v2 import interpreted
 
+SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,12 +39,7 @@ def test_what_a_model_drafts_behind_every_token_is_recorded(
     from rollout_spec_lab.bench import engine
     from rollout_spec_lab.bench.rollouts import write_proposals
 
-    settings = {
-        "max_num_seqs": 4,
-        "max_model_len": 128,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 << 20,
-    }
+    settings = {"max_num_seqs": 4, "max_model_len": 128, **SMALL}
     load = Load([[1, *[5, 9] * 14, 7], [1, 8, 4]], group_size=2, median_tokens=16, max_tokens=24)
     plan = engine.Plan(
         load=load, methods=["model"], model=tiny_model, dtype="float32", engine=settings, spec={"history": 0},
@@ -103,8 +100,7 @@ def test_the_first_responses_of_a_recording_at_a_time(
     trace.write_text("".join(to_line(str(i), 1, PROMPTS[i], RECORDED[i:]) for i in range(2)))
     command = ["bench", "rollout", str(trace), "--model-config", f"{tiny_model}/config.json"]
     command += ["--methods", "sam:64", "--rows", "1", "6", "--repeats", "1", "--dtype", "float32"]
-    engine = json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20})
-    assert main([*command, "--engine", engine, "--output", str(tmp_path)]) == 0
+    assert main([*command, "--engine", json.dumps(SMALL), "--output", str(tmp_path)]) == 0
     for rows, served in ((1, [RECORDED[:1]]), (6, [RECORDED, RECORDED[1:3]])):
         [result] = json.loads((tmp_path / f"rows-{rows}/engine.json").read_text())["results"]
         assert result["repeats"][0]["num_tokens"] == sum(len(each) for line in served for each in line)
@@ -150,9 +146,8 @@ def test_rollouts_without_and_with_drafts(
     options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
     options += ["--max-num-seqs", "6", "--tail-threshold", "4", "--median-tokens", "24", "--max-tokens", "64"]
     options += ["--repeats", "1", "--temperature", "0.3", "--dtype", "float32"]
-    assert (
-        main(["bench", "engine", "--model", tiny_model, *options, "--output", str(tmp_path), "--json"]) == 0
-    )
+    command = ["bench", "engine", "--model", tiny_model, *options, "--output", str(tmp_path), "--json"]
+    assert main(command) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "engine.json").read_text())
     timelines = json.loads((tmp_path / "timelines.json").read_text())

@@ -25,15 +25,9 @@ def record_of(folder: Path) -> Any:
 
 def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(tiny_model: str, tmp_path: Path) -> None:
     """In its second part."""
-    options = [
-        "--model-config",
-        f"{tiny_model}/config.json",
-        "--parts",
-        "doctor,verify",
-        "--output",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen([sys.executable, "-m", "rollout_spec_lab.cli", "gpu-check", *options])
+    command = [sys.executable, "-m", "rollout_spec_lab.cli", "gpu-check", "--output", str(tmp_path)]
+    options = ["--model-config", f"{tiny_model}/config.json", "--parts", "doctor,verify"]
+    process = subprocess.Popen([*command, *options])
     try:
         deadline = time.monotonic() + 200
         while not (record_of(tmp_path)["parts"] and processes.descendants(process.pid)):
