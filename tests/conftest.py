@@ -72,9 +72,8 @@ def small_disk(tmp_path, request):
     """A file system of 64 KiB, or of what a test asks for (`indirect`)."""
     folder, size = tmp_path / "disk", getattr(request, "param", "64k")
     folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    if subprocess.run(mount, check=False).returncode:
         pytest.skip("only root can mount a disk so small that it is full; CI is root")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # what died there may still hold it

@@ -140,10 +140,7 @@ def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run):
 
 @pytest.mark.parametrize("run", ["colocated", "separate"], indirect=True)
 def test_a_validation_is_served_and_neither_counted_nor_recorded(run):
-    validations = [
-        step for step, metrics in run.metrics.items() if any("val-core" in name for name in metrics)
-    ]
-    assert validations
+    assert any("val-core" in name for metrics in run.metrics.values() for name in metrics)
     assert not run.ended("val"), "nor recorded"
 
 

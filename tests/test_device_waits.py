@@ -270,14 +270,9 @@ def mrv2_step(counts=DRAFTS):
     return accelerator
 
 
-RACE, TOKENS, LOGPROBS = (
-    f"rollout_spec.{name}"
-    for name in (
-        "verification.coupled._block_masses",
-        "verification.transfers.fetched",
-        "vllm.mrv1.kept_logprobs._get_logprobs_tensors",
-    )
-)
+RACE = "rollout_spec.verification.coupled._block_masses"
+TOKENS = "rollout_spec.verification.transfers.fetched"
+LOGPROBS = "rollout_spec.vllm.mrv1.kept_logprobs._get_logprobs_tensors"
 # By step: what the host waits in, and the copies to the device that nothing waits for.
 STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
     "plain": (lambda: Engine(SAMPLED).plain(), [RACE], 1),
@@ -328,12 +323,11 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     engine = Engine(temperature)
     accelerator, drafts = engine.with_model(), engine.output.value.tolist()
     keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
-    ends, logits = torch.tensor([9 + 1, 10 + 1, 11 + 2]), flat(3, VOCAB_SIZE).contiguous()
+    hot, ends = torch.tensor(temperature), torch.tensor([9 + 1, 10 + 1, 11 + 2])
+    logits = flat(3, VOCAB_SIZE).contiguous()
     for number in range(2):
-        drawn = coupled.keyed_sample(
-            logits / torch.tensor(temperature).clamp(min=1e-9).unsqueeze(1), keys, ends + number
-        )
-        expected = torch.where(torch.tensor(temperature) > 0, drawn, logits.argmax(dim=-1))
+        drawn = coupled.keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
+        expected = torch.where(hot > 0, drawn, logits.argmax(dim=-1))
         assert [row[number] for row in drafts] == expected.tolist()
     # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
     races = [RACE] * 2 if any(temperature) else []
@@ -397,17 +391,15 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(vllm, monkeypatch):
     accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
     put = accelerator.put
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
-    speculator = bare(
-        EagleSpeculator, model=SimpleNamespace(compute_logits=lambda x: x), use_fp64_gumbel=False
-    )
+    model = SimpleNamespace(compute_logits=lambda x: x)
+    speculator = bare(EagleSpeculator, model=model, use_fp64_gumbel=False)
     speculator.log_odds = log_odds = put(torch.zeros(4, 2))
     with accelerator:
         patches.put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
         accelerator.start()
         rows = put(torch.arange(3))
-        tokens = speculator.sample_draft(
-            put(logits), rows, rows, put(torch.ones(3)), rows, put(torch.tensor(1))
-        )
+        step, ones = put(torch.tensor(1)), put(torch.ones(3))
+        tokens = speculator.sample_draft(put(logits), rows, rows, ones, rows, step)
     assert (accelerator.waits, accelerator.num_sent) == ([], 0)
     assert torch.equal(tokens.value, logits.argmax(dim=-1))
     expected = torch.zeros(4, 2)
@@ -484,9 +476,8 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
 
 def flat(num_rows, vocab_size=151_936):
     """Logits that leave every block able to win; one row in memory."""
-    return (torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)) * 0.01).expand(
-        num_rows, -1
-    )
+    row = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)) * 0.01
+    return row.expand(num_rows, -1)
 
 
 def coupled_step(temperature):

@@ -35,18 +35,12 @@ class Batch:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        drafts = None
+        more = {"in_time": in_time, "rooms": None if rooms is None else np.array(rooms, np.int32)}
         if model is not None:
-            drafts = ModelDrafts(np.array(model, np.int32), np.full(np.shape(model), 9, np.float32))
-        return self.drafter.draft(
-            self.request_ids,
-            list(map(len, tokens)),
-            self.token_ids,
-            self.levels,
-            in_time=in_time,
-            model_drafts=drafts,
-            rooms=None if rooms is None else np.array(rooms, np.int32),
-        )
+            log_odds = np.full(np.shape(model), 9, np.float32)
+            more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
+        nums = list(map(len, tokens))
+        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more)
 
 
 def make(**options):

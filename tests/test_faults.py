@@ -91,10 +91,8 @@ ERRORS = {
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
 def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, model, small_disk, tmp_path):
-    options = {
-        "transfer": TRANSFER,
-        "disk": ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"],
-    }
+    disk = ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"]
+    options = {"transfer": TRANSFER, "disk": disk}
     end = train(tmp_path, model, mode, fault, *options.get(fault, []))
     print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
     assert end.code == 1

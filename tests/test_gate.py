@@ -49,11 +49,8 @@ class Machine:
         self.gate, self.seconds = AutoGate(fill_to), seconds
         self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
         self.lies = False
-        self._rng, self._share, self._num_filled = (
-            np.random.default_rng(0),
-            share_proposed,
-            fill_to * NUM_ROWS,
-        )
+        self._rng, self._share = np.random.default_rng(0), share_proposed
+        self._num_filled = fill_to * NUM_ROWS
         self._num_drafted = self.num_right = 0
 
     def step(self):

@@ -125,16 +125,11 @@ def test_what_was_hardly_measured_is_half_a_guess_from_fewer_tokens():
     assert curve.seconds_from(16, 0.1, [64], 0) == pytest.approx([0.2])
 
 
+NUMS, CONTEXTS = st.integers(1, 60_000), st.integers(0, 10**7)  # of tokens
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 60_000), st.integers(0, 10**7), st.floats(1e-6, 100.0)),
-        min_size=1,
-        max_size=60,
-    ),
-    st.integers(1, 60_000),
-    st.integers(0, 10**7),
-)
+@given(st.lists(st.tuples(NUMS, CONTEXTS, st.floats(1e-6, 100.0)), min_size=1, max_size=60), NUMS, CONTEXTS)
 def test_whatever_is_measured_a_cost_is_a_positive_number(measured, n, context):
     curve = StepCost()
     for sample in measured:

@@ -44,10 +44,8 @@ print("none")
 
 def run(*command, cwd, **environment):
     here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not the checkout
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd, env={**here, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+    given = {"cwd": cwd, "env": {**here, **environment}}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

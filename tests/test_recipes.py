@@ -62,14 +62,13 @@ def check_memory(rollout, size, device):
     for name in {"gpu": ("a100", "h100"), "npu": ("910b",)}[device]:
         whole = roofline.DEVICES[name]
         rest = whole.memory_bytes - buffers / rollout.gpu_memory_utilization
-        engine = roofline.Roofline(
-            model,
-            dataclasses.replace(whole, memory_bytes=rest),
+        ranks = (
             rollout.tensor_model_parallel_size,
             rollout.data_parallel_size,
             rollout.expert_parallel_size > 1,
-            rollout.gpu_memory_utilization,
         )
+        kept = dataclasses.replace(whole, memory_bytes=rest)
+        engine = roofline.Roofline(model, kept, *ranks, rollout.gpu_memory_utilization)
         assert engine.kv_tokens > 8 * rollout.max_model_len
 
 
@@ -112,9 +111,8 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
 def run_script(*arguments, **env):
     command = [str(argument) for argument in arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PATH": path, **env}
-    )
+    env = {**os.environ, "PATH": path, **env}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.fixture

@@ -60,11 +60,9 @@ def write_run(
 
 def compared(folder, off, sam, tokens=None, sam_tokens=None, **settings):
     tokens = tokens or [100] * len(off)
-    runs = (
-        write_run(folder / "off", off, tokens),
-        write_run(folder / "sam", sam, sam_tokens or tokens, True, **settings),
-    )
-    return compare(*(read_run(run, run.name) for run in runs))
+    write_run(folder / "off", off, tokens)
+    write_run(folder / "sam", sam, sam_tokens or tokens, True, **settings)
+    return compare(*(read_run(folder / name, name) for name in ("off", "sam")))
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +108,13 @@ def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says():
 
 
 def test_totals_weigh_each_step_by_what_it_decoded(comparison):
+    measures = comparison.measures
     # 1000/2 + 1800/4 + 1200/4 decode steps for 4000 tokens.
-    off, on = (
-        {name: getattr(of, side).value for name, of in comparison.measures.items()} for side in ("off", "on")
-    )
-    expected = {
-        "tokens_per_step": 4000 / (500 + 450 + 300),
-        "acceptance_rate": 60 / (40 + 80 + 120),
-        "draft_ms": 0.2,
-    }
-    assert {name: on[name] for name in expected} == pytest.approx(expected)
-    assert off["tokens_per_step"] == 1.0
-    assert math.isnan(off["acceptance_rate"])
+    assert measures["tokens_per_step"].on.value == pytest.approx(4000 / (500 + 450 + 300))
+    assert measures["acceptance_rate"].on.value == pytest.approx(60 / (40 + 80 + 120))
+    assert measures["draft_ms"].on.value == pytest.approx(0.2)
+    assert measures["tokens_per_step"].off.value == 1.0
+    assert math.isnan(measures["acceptance_rate"].off.value)
     assert comparison.on.total("num_drafts") == 30
     assert (comparison.off.looping_share, comparison.on.looping_share) == (0.5, 0.25)
 
@@ -215,10 +208,9 @@ def test_training_that_took_no_time_or_was_not_logged_measures_no_machine(tmp_pa
 
 def test_a_missing_value_is_left_out(tmp_path):
     whole = compared(tmp_path, [10.0] * 4, [10.0] * 4)
-    steps = [
-        dataclasses.replace(step, reward=math.nan) if step.step == 3 else step for step in whole.on.steps
-    ]
-    result = compare(whole.off, dataclasses.replace(whole.on, steps=tuple(steps)))
+    first, second, third, last = whole.on.steps
+    steps = first, second, dataclasses.replace(third, reward=math.nan), last
+    result = compare(whole.off, dataclasses.replace(whole.on, steps=steps))
     for side in (result.measures["reward"].off, result.measures["reward"].on):  # the same steps in both
         assert side.value == pytest.approx(np.mean([0.1, 0.2, 0.4]))
     acceptance = result.measures["acceptance_rate"].off
@@ -263,9 +255,8 @@ def test_only_common_steps_are_compared(runs, tmp_path):
 def test_runs_that_are_wrongly_chosen_are_told_first(tmp_path, given, warning):
     for number, name in enumerate({"off", "sam", *given}, 1):
         write_run(tmp_path / name, [5.0 * number, 6.0], [1000, 1000], name.startswith("sam"))
-    comparison = compare(
-        *(read_run(tmp_path / run, name) for run, name in zip(given, ("off", "on"), strict=True))
-    )
+    off, on = given
+    comparison = compare(read_run(tmp_path / off, "off"), read_run(tmp_path / on, "on"))
     first, *others = comparison.to_dict()["warnings"] or [None]
     assert not others and (first is None if warning is None else warning in first)
     assert warning is None or sentences(comparison)[0] == first

@@ -191,10 +191,8 @@ def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     one = dataclasses.replace(one, proposals=[right_model(right, 2), right_model(other, 2)])
     copies = copied([one], 3)
     assert len({each.group for each in copies}) == 3 and copied([one], 1)[0].group == one.group
-    tokens = [
-        {*np.concatenate([*each.responses, *(of.tokens[of.tokens >= 0] for of in each.proposals)]).tolist()}
-        for each in copies
-    ]
+    said = [[*each.responses, *(of.tokens[of.tokens >= 0] for of in each.proposals)] for each in copies]
+    tokens = [{*np.concatenate(each).tolist()} for each in said]
     assert not tokens[0] & tokens[1] and not tokens[1] & tokens[2]
     for each in copies:
         assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
@@ -257,9 +255,8 @@ def test_replicas_share_their_history():
     """In the second step each serves the random text that the other has served in the first."""
     first, second, *others = noise()
     swapped = [second, first, *others]
-    lines = [
-        dataclasses.replace(one, step=step) for step, part in enumerate((noise(), swapped)) for one in part
-    ]
+    steps = enumerate((noise(), swapped))
+    lines = [dataclasses.replace(one, step=step) for step, part in steps for one in part]
     configs = [SpecConfig(batch_threshold=64, history=history) for history in (0, 8)]
     without, shared = (seconds(lines, Cluster(2, 64), config, FLAT) for config in configs)
     assert shared < 0.7 * without
@@ -279,10 +276,8 @@ def test_auto_learns_where_requests_come_and_go_in_every_step():
     rng = np.random.default_rng(5)
     lengths = np.maximum(3, rng.exponential(30, (200, 8))).astype(int)
     lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
-    fixed, auto = (
-        seconds(lines, Cluster(1, 128), SpecConfig(batch_threshold=threshold), FLAT)
-        for threshold in (128, "auto")
-    )
+    configs = [SpecConfig(batch_threshold=threshold) for threshold in (128, "auto")]
+    fixed, auto = (seconds(lines, Cluster(1, 128), config, FLAT) for config in configs)
     assert auto < fixed / 0.75
 
 

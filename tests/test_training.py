@@ -94,9 +94,8 @@ def test_the_first_step_is_what_an_engine_without_drafts_samples(run):
         off = {"rollout_spec": {"method": "off"}}
         llm = new_engine(str(smollm2()), additional_config=off, kv_cache_memory_bytes=1 << 28)
         settings = {"temperature": 0.3, "max_tokens": LENGTH, "detokenize": False}
-        params = [
-            SamplingParams(**settings, extra_args={"rollout_spec_key": each.name}) for each in run.responses
-        ]
+        names = [{"rollout_spec_key": each.name} for each in run.responses]
+        params = [SamplingParams(**settings, extra_args=name) for name in names]
         prompts = [{"prompt_token_ids": response.prompt} for response in run.responses]
         plain = token_ids(llm.generate(prompts, params, use_tqdm=False))
         close([llm])

@@ -4,6 +4,7 @@ import numpy as np
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
            "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+IMAGE = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 CHARACTERS = [chr(code) for code in range(10, 127)]
 TOKENS = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
 VOCAB_SIZE = 128
@@ -60,12 +61,9 @@ def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
     tokenizer.chat_template = CHAT_TEMPLATE
     pixels = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
     of_video = transformers.Qwen3VLVideoProcessor if stem == "Qwen3VL" else transformers.Qwen2VLVideoProcessor
-    return getattr(transformers, f"{stem}Processor")(
-        image_processor=transformers.Qwen2VLImageProcessor(patch_size=PATCH, **pixels),
-        video_processor=of_video(patch_size=PATCH, **pixels),
-        tokenizer=tokenizer,
-        chat_template=CHAT_TEMPLATE,
-    )
+    parts = {"tokenizer": tokenizer, "video_processor": of_video(patch_size=PATCH, **pixels)}
+    parts["image_processor"] = transformers.Qwen2VLImageProcessor(patch_size=PATCH, **pixels)
+    return getattr(transformers, f"{stem}Processor")(**parts, chat_template=CHAT_TEMPLATE)
 
 
 def make_image(seed):
@@ -77,7 +75,5 @@ def make_image(seed):
 def tokens(*parts):
     found: list[str] = []
     for part in parts:
-        found += (
-            ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"] * part if isinstance(part, int) else part
-        )
+        found += IMAGE * part if isinstance(part, int) else part
     return [TOKENS[each] for each in found]

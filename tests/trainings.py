@@ -82,14 +82,13 @@ def execute(training, folder, log="train.log"):
 
 
 def responses_of(folder):
-    return [
-        Response(
-            int(file.stem.split("-")[1]), line.step, line.group, name, line.prompt_token_ids.tolist(), own
-        )
-        for file in sorted((folder / trace.FOLDER).glob("rollouts-*.jsonl"))
-        for line in read_trace(file)
-        for name, own in zip(line.names, (tokens.tolist() for tokens in line.responses), strict=True)
-    ]
+    found = []
+    for file in sorted((folder / trace.FOLDER).glob("rollouts-*.jsonl")):
+        for line in read_trace(file):
+            common = int(file.stem.split("-")[1]), line.step, line.group
+            for name, own in zip(line.names, line.responses, strict=True):
+                found.append(Response(*common, name, line.prompt_token_ids.tolist(), own.tolist()))
+    return found
 
 
 def saved(folder, step):
@@ -119,15 +118,10 @@ def make_image_data(folder):
     for number in range(NUM_PROMPTS):
         png = io.BytesIO()
         make_image(number).save(png, "PNG")
-        rows.append(
-            {
-                "data_source": "images",
-                "prompt": [{"role": "user", "content": "<image>What is this" + number * "?"}],
-                "images": [{"bytes": png.getvalue()}],
-                "reward_model": {"style": "rule", "ground_truth": ""},
-                "extra_info": {"index": number},
-            }
-        )
+        asked = {"role": "user", "content": "<image>What is this" + number * "?"}
+        reward = {"style": "rule", "ground_truth": ""}
+        row = {"prompt": [asked], "images": [{"bytes": png.getvalue()}], "reward_model": reward}
+        rows.append(row | {"data_source": "images", "extra_info": {"index": number}})
     file = folder / "images.parquet"
     pandas.DataFrame(rows).to_parquet(file, index=False)
     return file

@@ -144,9 +144,8 @@ def test_the_first_rollout_of_a_trace_is_served() -> None:
 def test_requests_last_and_say_nothing_of_those_before() -> None:
     """More tokens than four a row and step; siblings share a prompt, copies and cells share no token."""
     lines = [line(None, [1, 2, 3, 4], [1, 2])]
-    cells = [
-        requests_of(lines, number, rows=2, num_steps=3, max_tokens=3, vocab_size=151_936) for number in (0, 1)
-    ]
+    size = {"rows": 2, "num_steps": 3, "max_tokens": 3, "vocab_size": 151_936}
+    cells = [requests_of(lines, number, **size) for number in (0, 1)]
     for requests in cells:
         assert max(len(response) for _, response in requests) == 3
         assert sum(len(response) for _, response in requests) >= 2 * 3 * 4

@@ -66,11 +66,9 @@ def run(i, engine, row, how, endpoints, barrier, results, num_syncs):
 def transfer(case):
     results, endpoints = context.Queue(), [context.Queue() for _ in range(4)]
     actors, engines = Engine.build_topology(2, 2, [None] * 4)
-    rows = [
-        dict(zip(group, row, strict=True))
-        for group in (actors, engines)
-        for row in zip(*group.values(), strict=True)
-    ]
+    rows: list[dict] = []
+    for group in (actors, engines):
+        rows += (dict(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True))
     who = {"fails": 0, "raises": 2, "dies": 2}.get(case)
     barrier, num_syncs = context.Barrier(4), 2 if who is None else 1
     for i in range(4):

@@ -61,9 +61,8 @@ def test_the_published_rule_composes_and_drafts(size, coarse_model):
     check(config)
     rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)
     assert rollout["enforce_eager"], "as here"
-    given = {
-        name: rollout["engine_kwargs"]["vllm"][name] for name in ("additional_config", "speculative_config")
-    }
+    asked = rollout["engine_kwargs"]["vllm"]
+    given = {name: asked[name] for name in ("additional_config", "speculative_config")}
     with engine(coarse_model, None, **given) as llm:
         lengths = noted_lengths(llm)
         for num_rows, longest in ((9, 0), (8, 3)):  # 8 rows open the gate after four steps

@@ -155,9 +155,8 @@ def new_engine(tiny_model, spec=None, **arguments):
     """An LLM, drafting where `spec` holds options; of another model it has the tokenizer."""
     from vllm import LLM
 
-    return LLM(
-        **engine_settings(tiny_model, spec) | {"skip_tokenizer_init": "model" not in arguments} | arguments
-    )
+    settings = engine_settings(tiny_model, spec) | {"skip_tokenizer_init": "model" not in arguments}
+    return LLM(**settings | arguments)
 
 
 @pytest.fixture(scope="module")

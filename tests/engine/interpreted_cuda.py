@@ -206,9 +206,6 @@ when_imported("vllm.v1.worker.gpu.cudagraph_utils", count_replays)
 when_imported("vllm.v1.worker.gpu.model_runner", seem_compiled)
 when_imported("vllm.v1.attention.backends.cpu_attn", plan_attention)
 when_imported("vllm.v1.worker.cpu_worker", start_as_on_gpus)
-for late in (
-    "vllm.v1.worker.cpu.shm",
-    "vllm.v1.worker.gpu.async_utils",
-    "rollout_spec.vllm.mrv2.host_drafts",
-):
-    when_imported(late, arrive_late)  # the first has events of its own
+when_imported("vllm.v1.worker.cpu.shm", arrive_late)  # which has events of its own
+when_imported("vllm.v1.worker.gpu.async_utils", arrive_late)
+when_imported("rollout_spec.vllm.mrv2.host_drafts", arrive_late)

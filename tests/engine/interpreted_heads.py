@@ -44,10 +44,8 @@ def synced(folders, spec):
     worker, runner = core_of(llm).model_executor.driver_worker.worker, runner_of(llm)
 
     def served():
-        return {
-            "requests": serve_named(llm, NAMES),
-            "counters": proposer_of(runner).take_counters().to_dict(),
-        }
+        requests = serve_named(llm, NAMES)
+        return {"requests": requests, "counters": proposer_of(runner).take_counters().to_dict()}
 
     found = {"wrong": served()}
     if has_verl:

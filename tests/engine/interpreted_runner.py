@@ -73,13 +73,10 @@ def main(model):
 
 def images():
     """Prompts with one image, another one, both, and none."""
-    prompts = [
-        {
-            "prompt_token_ids": tokens("Look. ", len(seeds), "What is it?"),
-            "multi_modal_data": {"image": [make_image(seed) for seed in seeds]},
-        }
-        for seeds in ([0], [1], [0, 1], [])
-    ]
+    prompts = []
+    for seeds in ([0], [1], [0, 1], []):
+        text, seen = tokens("Look. ", len(seeds), "What is it?"), {"image": [*map(make_image, seeds)]}
+        prompts.append({"prompt_token_ids": text, "multi_modal_data": seen})
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_vl(pathlib.Path(folder))
         asked = {"names": FEW[:4], "prompts": prompts, "limit_mm_per_prompt": {"image": 2}}

@@ -65,16 +65,9 @@ def convolve_plain(x, states, weight, bias, activation, slot, has_state):
 
 
 def convolve_rows(
-    x,
-    conv_state,
-    weight,
-    bias=None,
-    activation=None,
-    conv_state_indices=None,
-    num_accepted_tokens=None,
-    query_start_loc=None,
-    **_,
-):
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, num_accepted_tokens=None,
+    query_start_loc=None, **_,
+):  # fmt: skip
     """vLLM's `causal_conv1d_update`."""
     out = torch.empty_like(x)
     slots = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -92,47 +85,26 @@ def convolve_rows(
 
 
 def convolve_prompts(
-    x,
-    weight,
-    bias,
-    conv_states=None,
-    query_start_loc=None,
-    cache_indices=None,
-    has_initial_state=None,
-    activation="silu",
-    **_,
-):
+    x, weight, bias, conv_states=None, query_start_loc=None, cache_indices=None, has_initial_state=None,
+    activation="silu", **_,
+):  # fmt: skip
     """vLLM's `causal_conv1d_fn`; x is [dim, tokens]."""
     out = torch.empty_like(x)
     for i, slot in enumerate(cache_indices.flatten().tolist()):
         begin, end = query_start_loc[i : i + 2].tolist()
         if begin < end:
             has_state = has_initial_state is not None and bool(has_initial_state[i])
-            row = x[:, begin:end].T
-            out[:, begin:end] = convolve_plain(
-                row, conv_states, weight, bias, activation, slot, has_state
-            ).T.to(out.dtype)
+            given = conv_states, weight, bias, activation, slot, has_state
+            out[:, begin:end] = convolve_plain(x[:, begin:end].T, *given).T.to(out.dtype)
     return out
 
 
 def scan_rows(
-    state,
-    x,
-    dt,
-    A,  # noqa: N803
-    B,  # noqa: N803
-    C,  # noqa: N803
-    D=None,  # noqa: N803
-    dt_bias=None,
-    z=None,
-    dt_softplus=False,
-    state_batch_indices=None,
-    dst_state_batch_indices=None,
-    out=None,
-    num_accepted_tokens=None,
-    cu_seqlens=None,
-    **_,
-):
+    state, x, dt,
+    A, B, C, D=None,  # noqa: N803
+    dt_bias=None, z=None, dt_softplus=False, state_batch_indices=None, dst_state_batch_indices=None,
+    out=None, num_accepted_tokens=None, cu_seqlens=None, **_,
+):  # fmt: skip
     """vLLM's `selective_state_update` of Mamba 2; x is [tokens, heads, dim]."""
     assert z is None
     reads = state_batch_indices.reshape(len(state_batch_indices), -1)

@@ -19,7 +19,7 @@ import torch
 from tests.engine.conftest import OFF, close, core_of, engine_settings, proposer_of, runner_of
 from tests.engine.serving import KEY, sampling
 from tests.engine.tiny_recurrent import SEEN
-from tests.tiny_vl import make_image
+from tests.tiny_vl import IMAGE, make_image
 
 Tokens = list[list[int]]
 # Four groups of three siblings.
@@ -27,7 +27,6 @@ PROMPTS = [([5, 6, 7, 8 + i] * 6)[: 21 + i] for i in range(4) for _ in range(3)]
 LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8] * 4 for i in range(8)]
 # What is in a request's prompt, by its number, if the policy sees.
 IMAGES = ((), (0,), (1,), (0, 0))
-IMAGE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 SEES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
@@ -48,10 +47,8 @@ def seen(engine, prompt, params):
     if not seeds:
         return {"prompt_token_ids": prompt}
     image = [SEEN[token] for token in IMAGE]
-    return {
-        "prompt_token_ids": prompt[:18] + image * len(seeds) + prompt[18:],
-        "multi_modal_data": {"image": [*map(make_image, seeds)]},
-    }
+    images = {"image": [*map(make_image, seeds)]}
+    return {"prompt_token_ids": prompt[:18] + image * len(seeds) + prompt[18:], "multi_modal_data": images}
 
 
 def generate(llm, prompts, params):
@@ -140,11 +137,8 @@ def resumed(llm):
     engine.abort_request([f"resumed {i}" for i in range(6)], internal=False)
     tokens = [found[f"resumed {i}"] for i in range(6)]
     going = [i for i in range(6) if len(tokens[i]) < lengths[i]]
-    rest = generate(
-        llm,
-        [PROMPTS[i] + tokens[i] for i in going],
-        [asked(i, max_tokens=lengths[i] - len(tokens[i]) + 9 * (i % 4)) for i in going],
-    )
+    params = [asked(i, max_tokens=lengths[i] - len(tokens[i]) + 9 * (i % 4)) for i in going]
+    rest = generate(llm, [PROMPTS[i] + tokens[i] for i in going], params)
     for i, more in zip(going, rest, strict=True):
         tokens[i] = tokens[i] + more
     return tokens

@@ -122,9 +122,8 @@ def joined(parts, request):
             "end": [own[-1].finish_reason, own[-1].stop_reason],
             "experts": experts_of(own[-1]),
         })  # fmt: skip
-    prompt = [
-        {token: one.logprob for token, one in row.items()} for row in possible(parts[0].prompt_logprobs)
-    ]
+    of_prompt = possible(parts[0].prompt_logprobs)
+    prompt = [{token: one.logprob for token, one in row.items()} for row in of_prompt]
     return samples[0] | {"others": samples[1:], "prompt": prompt}
 
 

@@ -32,11 +32,7 @@ if not graphs.HAS_GRAPHS:
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
 # Of STEPS: plain ones, of mixed lengths, of K draft tokens in every row.
-MIXED = {
-    "FULL_AND_PIECEWISE": ["FULL", "FULL", "FULL"],
-    "FULL_DECODE_ONLY": ["FULL", "FULL", "FULL"],
-    "PIECEWISE": ["PIECEWISE", "PIECEWISE", "PIECEWISE"],
-}
+MIXED = GRAPHS | dict.fromkeys(("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ["FULL"] * 3)
 
 
 class SomeRunner(model_runner.GPUModelRunner):
@@ -110,10 +106,9 @@ def graph_of(runner, rows, num_prompts=0, rank=0):
         prefill_len=SimpleNamespace(np=np.full(len(rows), 99)),
         num_computed_prefill_tokens=np.where(is_prompt, 0, 99),
     )
+    nums = dict(zip(names, rows, strict=True))
     output = SimpleNamespace(
-        num_scheduled_tokens=dict(zip(names, rows, strict=True)),
-        total_num_scheduled_tokens=sum(rows),
-        scheduled_spec_decode_tokens={},
+        num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows), scheduled_spec_decode_tokens={}
     )
     uniform = runner.gather_batch_req_state(output, False)[1]
     num_ranks = runner.vllm_config.parallel_config.data_parallel_size

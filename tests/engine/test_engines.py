@@ -14,9 +14,8 @@ from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 LENGTHS = (60, 30, 60)  # so that the batch gets smaller
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(5) for _ in range(3)][:13]
-NAMES: list[dict[str, Any]] = [
-    {}, {"temperature": 0.0}, {"seed": 4, "extra_args": None}, {"extra_args": None}
-]  # fmt: skip
+UNNAMED: dict[str, Any] = {"extra_args": None}
+NAMES: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"seed": 4} | UNNAMED, UNNAMED]
 FEW_BLOCKS = {
     "num_gpu_blocks_override": 12, "block_size": 32, "max_model_len": 96, "enable_prefix_caching": False,
 }  # fmt: skip
@@ -25,12 +24,9 @@ FEW_BLOCKS = {
 def requests(**others):
     """Named, greedy, seeded and unnamed ones, siblings beside others; `others` by number."""
     settings = {"temperature": 1.0, "logprobs": 1}
+    asked = [settings | {"max_tokens": LENGTHS[i % 3]} | NAMES[i % 4] for i in range(len(PROMPTS))]
     return [
-        Request(
-            prompt,
-            sampling(settings | {"max_tokens": LENGTHS[i % 3]} | NAMES[i % 4], key=[3, i]),
-            {name: value(i) for name, value in others.items()},
-        )
+        Request(prompt, sampling(asked[i], key=[3, i]), {name: value(i) for name, value in others.items()})
         for i, prompt in enumerate(PROMPTS)
     ]
 
@@ -141,9 +137,8 @@ def make_adapter(folder, seed):
 def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
     from vllm.lora.request import LoRARequest
 
-    adapters = [
-        LoRARequest(f"adapter {i}", i, make_adapter(tmp_path_factory.mktemp("adapter"), i)) for i in (1, 2)
-    ]
+    folders = {i: tmp_path_factory.mktemp("adapter") for i in (1, 2)}
+    adapters = [LoRARequest(f"adapter {i}", i, make_adapter(folder, i)) for i, folder in folders.items()]
     asked = [named(PROMPTS[0], i, lora_request=each) for each in (None, *adapters) for i in range(3)]
     found = same_with_drafts(chat_model, asked, enable_lora=True, max_loras=2, max_lora_rank=8)
     # On CPUs vLLM gives a request without an adapter the last one's, so these are two policies or three.
@@ -163,16 +158,16 @@ def test_prompts_of_embeddings(chat_model):
 
 
 def test_images(tmp_path):
-    prompts = [
-        (tokens("Look. ", 1, "What is it?"), [0]),
-        (tokens("Look. ", 1, "What is it?"), [1]),
-        (tokens(2, "Which one?"), [0, 1]),
-        (tokens("First ", 1, " and then ", 2), [2, 0, 2]),
-        (tokens("No image at all."), []),
-    ]
-    asked = [
-        named({"prompt_token_ids": prompt, "multi_modal_data": {"image": [*map(make_image, images)]}}, i)
-        for i, (prompt, images) in enumerate(prompts)
-    ]
+    asked = []
+    for text, images in (
+        (("Look. ", 1, "What is it?"), [0]),
+        (("Look. ", 1, "What is it?"), [1]),
+        ((2, "Which one?"), [0, 1]),
+        (("First ", 1, " and then ", 2), [2, 0, 2]),
+        (("No image at all.",), []),
+    ):
+        seen = {"image": [*map(make_image, images)]}
+        prompt = {"prompt_token_ids": tokens(*text), "multi_modal_data": seen}
+        asked.append(named(prompt, len(asked)))
     found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
     assert len({tuple(one["tokens"]) for one in found}) == len(found)

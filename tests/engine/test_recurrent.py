@@ -24,7 +24,6 @@ from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import (
     FAST,
-    IMAGE,
     IMAGES,
     SEES,
     SHORT_STEPS,
@@ -36,7 +35,7 @@ from tests.engine.recurrent_scenarios import (
 from tests.engine.serving import assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
-from tests.tiny_vl import make_image
+from tests.tiny_vl import IMAGE, make_image
 
 MINOR = minor(version()) or 99
 # 0.24 runs no Qwen3.5 of text alone; 0.23 has no such drafts.
