@@ -12,7 +12,7 @@ from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
-from tests.text import int32, speak
+from tests.text import int32
 
 
 @pytest.fixture
@@ -56,16 +56,6 @@ def test_a_models_log_odds_count(index, arguments):
     assert sure == sorted(sure) and len(set(sure)) > 3
     assert survival(-3.01) == survival(-4) == survival(float("-inf")) == survival(float("nan"))
     assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
-
-
-def test_what_a_model_drafts_after_a_token_that_is_not_drafted_says_nothing(index, arguments):
-    def survivals(*tokens):
-        log_odds = np.array([[-4, 6]] * 3, np.float32)
-        model = ModelDrafts(np.array([tokens] * 3, np.int32), log_odds)
-        return index.index_and_draft(**arguments, model_drafts=model).survivals.tolist()
-
-    assert survivals(98, 7) == survivals(98, -1)
-    assert survivals(6, 7) != survivals(6, -1)
 
 
 def test_a_models_second_token_is_trusted_apart_from_its_first(index):
@@ -127,26 +117,6 @@ def test_no_matrix_is_none(index, arguments):
         step()
         with pytest.raises(InvalidArgument, match=r"^token_ids: must be a two-dimensional int32 array"):
             index.index_and_draft(**arguments | {"token_ids": None})
-
-
-def test_a_step_indexes_no_more_than_it_may(index):
-    """Rows that are behind go on in the steps that follow, and end as those that were indexed at once."""
-    text = speak(np.random.default_rng(2), 1000, num_words=30, alphabet=9)
-    rows, group = np.stack([text, text[::-1]]), index.open_group(int32())
-    rows = np.ascontiguousarray(rows)
-    sequences = int32(index.open_sequence(group), index.open_sequence(group))
-    levels, num_tokens = int32(600, 500), []
-    while not num_tokens or num_tokens[-1] < 1100:
-        result = index.index_and_draft(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 200)
-        num_tokens.append(index.stats().num_tokens)
-        num_whole = sum(num_tokens[-1] >= at for at in (500, 1100))
-        assert (result.num_draft_tokens > 0).sum() == 2 - result.num_behind == num_whole
-        index.validate()
-    assert num_tokens == [200, 400, 600, 800, 1000, 1100]  # that of which least is left goes first
-    levels = int32(601, 501)
-    index.index_and_draft(sequences, rows, int32(0, 1), levels, int32(4, 4), 0.0, 1)
-    assert index.stats().num_tokens == 1102
-    assert index.text(int(sequences[0])).tolist() == text[:601].tolist()
 
 
 @pytest.mark.parametrize(
@@ -342,14 +312,3 @@ def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once()
         num_bytes = [full, index.stats().num_bytes, *steps()]
         assert max(-np.diff(num_bytes)) <= 2 << 20
         assert num_bytes[-1] < small + (1 << 18)
-
-
-def test_a_prompt_does_not_wait_for_earlier_responses(index):
-    earlier = np.random.default_rng(0).integers(0, 50_000, 1_000, dtype=np.int32)
-    index.add_text(index.open_group(int32()), earlier)
-    prompt = int32(*[1, 2, 3] * 4)
-    sequence = int32(index.open_sequence(index.open_group(prompt)))
-    row = {"token_ids": prompt[None], "rows": int32(0), "levels": int32(12), "max_draft_tokens": int32(2)}
-    result = index.index_and_draft(sequence, **row, min_survival=0.0, max_tokens=16)
-    assert result.draft_tokens[0, :2].tolist() == [1, 2]
-    assert index.stats().num_tokens_behind == 1_000 - 4
