@@ -38,9 +38,8 @@ def test_a_configuration_that_rejected_nothing_says_nothing():
     with pytest.raises(CertifyError, match=r"temperature=0\.6: no draft token .*=0\.0: nothing was drafted"):
         untested({CONFIGURATION: accepted, greedy: nothing})
     # One that says nothing is named, and costs the others nothing.
-    assert untested({CONFIGURATION: accepted, greedy: rejected}) == {
-        CONFIGURATION: "no draft token was rejected"
-    }
+    found = untested({CONFIGURATION: accepted, greedy: rejected})
+    assert found == {CONFIGURATION: "no draft token was rejected"}
 
 
 def test_counts_end_at_the_first_difference():
@@ -63,9 +62,8 @@ def test_counts_end_at_the_first_difference():
 def test_the_gap_says_how_wrong_the_logits_must_have_been():
     logprobs = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul(2).log_softmax(0)
     order = logprobs.argsort(descending=True).tolist()
-    assert explain(logprobs, 0.0, 0, 1.0, 1, 1, order[:2], 1e-4) == pytest.approx(
-        float(logprobs[order[0]] - logprobs[order[1]])
-    )
+    gap = float(logprobs[order[0]] - logprobs[order[1]])
+    assert explain(logprobs, 0.0, 0, 1.0, 1, 1, order[:2], 1e-4) == pytest.approx(gap)
     own = int(keyed_sample(logprobs[None] / 0.5, torch.tensor([7]), torch.tensor([3])))
     assert explain(logprobs, 0.5, 0, 1.0, 7, 3, [own, own], 1e-4) == 0
     other = next(token for token in order if token != own)
@@ -99,9 +97,8 @@ def test_a_boundary_that_was_on_either_side_explains(top_k, top_p):
                 inside, outside = (order[:4], [*order[:3], order[4]])[:: 1 if moved > 0 else -1]
             else:  # those before the last one have as much less than top_p, or more
                 before = ahead[num_kept - 2]
-                near[order[: num_kept - 1]] += (
-                    float(np.log(top_p / (1 - top_p)) - torch.logit(before)) - moved
-                )
+                to_boundary = float(np.log(top_p / (1 - top_p)) - torch.logit(before))
+                near[order[: num_kept - 1]] += to_boundary - moved
                 inside, outside = (order[:num_kept], order[: num_kept - 1])[:: 1 if moved > 0 else -1]
             one, other = drawn(near, inside), drawn(near, outside)
             assert explain(near, 1.0, top_k, top_p, 7, 3, [one, one], 1e-4) == 0

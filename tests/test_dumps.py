@@ -197,10 +197,8 @@ def test_a_prompts_step_in_two_runs_is_said_and_a_file_named_twice_is_read_once(
 
 LONG_VERL = lines([row | {"output": f"{row['output']} {'c ' * 9}"} for row in FORMS["verl"]])
 ASKED = "a b c " * 4
-WITH_PROMPT = [
-    {"gid": i, "prompt_ids": [*range(20)], "response_ids": [*range(number), 7, i]}
-    for i, number in enumerate((20, 20, 5))
-]
+BEGINS = [[*range(20), 7, 0], [*range(20), 7, 1], [*range(5), 7, 2]]
+WITH_PROMPT = [{"gid": i, "prompt_ids": [*range(20)], "response_ids": ids} for i, ids in enumerate(BEGINS)]
 
 
 def texts(response):

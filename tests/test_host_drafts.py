@@ -62,10 +62,8 @@ def mrv2_host(accelerator, rows):
 
 def scheduled(new=(), drafts=None):
     """A step of vLLM's scheduler, in which these requests are new."""
-    requests = [
-        SimpleNamespace(req_id=name, prompt_token_ids=TEXT, prefill_token_ids=TEXT, sampling_params=None)
-        for name in new
-    ]
+    common = {"prompt_token_ids": TEXT, "prefill_token_ids": TEXT, "sampling_params": None}
+    requests = [SimpleNamespace(req_id=name, **common) for name in new]
     return SimpleNamespace(
         finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
         scheduled_spec_decode_tokens=drafts or {},

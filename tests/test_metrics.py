@@ -32,12 +32,8 @@ def test_the_metrics_of_two_servers_by_hand():
                                 num_accepted_tokens=4),
         num_interrupted=2,
     )  # fmt: skip
-    two = RolloutReport(
-        engine=EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1),
-        requests=[RequestCounters(num_decoded_tokens=10, num_decode_steps=10)],
-        num_generated_tokens=11,
-        rollout_seconds=2.0,
-    )
+    engine = EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1)
+    two = RolloutReport(engine, [RequestCounters(num_decoded_tokens=10, num_decode_steps=10)], 11, 2.0)
     idle = RolloutReport()  # it trains
     assert logged(one, two, idle) == pytest.approx(
         {

@@ -1,24 +1,20 @@
-"""What an engine of a recurrent policy serves, with drafts and without; run as a program, on MRV2."""
+"""What an engine of a recurrent policy serves, with drafts and without; as `interpreted_runner`, on MRV2."""
 
 import functools
-import json
 import math
 import os
 import pathlib
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-if __name__ == "__main__":
-    import tests.engine.interpreted_triton  # noqa: F401 (before all others)
-
 import torch
 
 from tests.engine.conftest import OFF, close, core_of, engine_settings, proposer_of, runner_of
+from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import KEY, sampling
-from tests.engine.tiny_recurrent import SEEN
+from tests.engine.tiny_recurrent import SEEN, make_mtp, make_recurrent
 from tests.tiny_vl import IMAGE, make_image
 
 Tokens = list[list[int]]
@@ -262,14 +258,14 @@ def state_bytes(runner):
     )
 
 
-def main(name, head, path):
-    """Of MRV2: what an engine without drafts gives and what one with drafts does, as JSON.
+def main(name, head):
+    """What an engine without drafts gives, and what one with drafts does.
 
     Args:
         name: of a policy.
         head: "mtp": its own head drafts beside the text; "text": there is none; "images": and it sees.
-        path: of the file.
     """
+    replace_layers()
     # Few rows: interpreted, the kernels that copy their states take most of the time.
     names = ("crowded", "gate") if head == "mtp" else ("crowded", "gate", "preempted", "long_prompts")
     cached = {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 8}
@@ -283,12 +279,4 @@ def main(name, head, path):
         plain = served(model, None, names, **cached)
         drafted = served(model, spec, names, **cached, **beside, **ahead)
     del drafted["graphs"]
-    pathlib.Path(path).write_text(json.dumps({"plain": plain, "drafted": drafted}))
-
-
-if __name__ == "__main__":
-    from tests.engine.recurrent_layers import replace_layers
-    from tests.engine.tiny_recurrent import make_mtp, make_recurrent
-
-    replace_layers()
-    main(*sys.argv[1:])
+    return {"plain": plain, "drafted": drafted}

@@ -92,11 +92,10 @@ def test_both_sources_draft(results):
 
 def assert_both_draft(found):
     counters = found["counters"]
-    of_model, of_text = (
-        [counters[f"num_{which}{kind}_tokens"] for kind in ("draft", "accepted")] for which in ("model_", "")
-    )
-    assert 0 < of_model[1] < of_model[0] < of_text[0], "the model's are among all"
-    assert of_model[1] < of_text[1] < of_text[0]
+    drafted, accepted = counters["num_draft_tokens"], counters["num_accepted_tokens"]
+    of_model = counters["num_model_accepted_tokens"], counters["num_model_draft_tokens"]
+    assert 0 < of_model[0] < of_model[1] < drafted, "the model's are among all"
+    assert of_model[0] < accepted < drafted
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     num_passes = counters["num_model_passes"] + counters["num_model_passes_left_out"]
     assert num_passes == NUM_MODEL_TOKENS * len(found["steps"])
@@ -150,11 +149,8 @@ def test_a_weight_sync_reaches_the_policys_own_head_and_no_other(results_of_head
     heads = results_of_heads["mtp"]["heads"]
     if "right" not in heads:
         pytest.skip("the weights come through verl, which is beside vLLM 0.24.0 and not beside this one")
-    counters = {name: found["counters"] for name, found in heads.items()}
-    drafted, accepted = (
-        {name: counts[f"num_model_{kind}_tokens"] for name, counts in counters.items()}
-        for kind in ("draft", "accepted")
-    )
+    drafted = {name: found["counters"]["num_model_draft_tokens"] for name, found in heads.items()}
+    accepted = {name: found["counters"]["num_model_accepted_tokens"] for name, found in heads.items()}
     assert accepted["wrong"] < 0.9 * drafted["wrong"]
     for name in ("right", "kept"):
         assert accepted[name] == drafted[name] > 20, name

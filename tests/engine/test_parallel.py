@@ -43,9 +43,8 @@ def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_mo
     the token and its position."""
     from vllm import SamplingParams
 
-    llm = new_engine(
-        tiny_experts, spec, model=tiny_experts, tokenizer=chat_model, enable_return_routed_experts=True
-    )
+    arguments = {"tokenizer": chat_model, "enable_return_routed_experts": True}
+    llm = new_engine(tiny_experts, spec, model=tiny_experts, **arguments)
     runner = runner_of(llm)
     capturer = runner.routed_experts_capturer
 
@@ -204,10 +203,8 @@ def test_of_tensor_parallel_ranks_one_drafts(make_engine):
 @pytest.mark.long
 def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model, make_engine):
     """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
-    asked = [
-        Request(PROMPTS[i], sampling({"temperature": temperature, "max_tokens": length}, key=i))
-        for i, (temperature, length) in enumerate(((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80)))
-    ]
+    kinds = [{"temperature": t, "max_tokens": num} for t, num in ((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80))]
+    asked = [Request(PROMPTS[i], sampling(kind, key=i)) for i, kind in enumerate(kinds)]
     plain = [one["tokens"] for one in serve_requests(make_engine(**OFF), asked)]
     drafter = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8}
     llm = make_engine({"batch_threshold": 2}, speculative_config=drafter, **TWO_RANKS)

@@ -87,9 +87,8 @@ def test_the_server_example(chat_model, environment, tmp_path):
 
 
 def ask(port, path, body=None):
-    call = urllib.request.Request(
-        f"http://127.0.0.1:{port}/{path}", body, {"Content-Type": "application/json"}
-    )
+    url, kind = f"http://127.0.0.1:{port}/{path}", {"Content-Type": "application/json"}
+    call = urllib.request.Request(url, body, kind)
     return urllib.request.urlopen(call, timeout=300).read().decode()
 
 
@@ -165,9 +164,8 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tin
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
     monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
-    with pytest.raises(
-        ValueError, match=r"verify=coupled: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
-    ):
+    message = r"verify=coupled: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
+    with pytest.raises(ValueError, match=message):
         configured(tiny_model, **OFF)
 
 
@@ -222,9 +220,8 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
     assert main(["doctor"]) == 1
     line, *_ = capsys.readouterr().out.splitlines()  # failures come first
     assert line.startswith(f"fail  engine patches  PatchError: {message}")
-    with pytest.raises(
-        (PatchError, ConfigError), match=r"^patch '[\w-]+' does not fit the installed packages[^\n]*$"
-    ):
+    refusal = r"^patch '[\w-]+' does not fit the installed packages[^\n]*$"
+    with pytest.raises((PatchError, ConfigError), match=refusal):
         configured(tiny_model, {})
 
 

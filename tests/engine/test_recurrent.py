@@ -4,12 +4,9 @@ The layers are in plain torch (`recurrent_layers.py`): where states are kept and
 """
 
 import json
-import os
 import pathlib
 import random
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +31,7 @@ from tests.engine.recurrent_scenarios import (
 )
 from tests.engine.serving import assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
+from tests.engine.test_runner_v2 import interpreted
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 from tests.tiny_vl import IMAGE, make_image
 
@@ -92,10 +90,8 @@ def wrong(drafted, plain):
 
 @pytest.fixture(scope="module")
 def results(model):
-    return {
-        name: served(model, spec, FAST, **SHORT_STEPS)
-        for name, spec in {"drafted": GATED, "plain": None}.items()
-    }
+    drafted, plain = (served(model, spec, FAST, **SHORT_STEPS) for spec in (GATED, None))
+    return {"drafted": drafted, "plain": plain}
 
 
 def test_drafts_change_nothing(results):
@@ -343,12 +339,9 @@ def with_embeddings(request, seed):
     ("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp"), ("V1", "images"), ("V2", "images")]
 )
 def test_drafts_change_nothing_where_prefixes_are_cached(runner, head, tmp_path):
-    path = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tests.engine.recurrent_scenarios", "qwen3_5_small", head, str(path)]
-    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert run.returncode == 0, run.stderr[-4000:]
-    results = json.loads(path.read_text())
+    given = tmp_path / "results.json", "qwen3_5_small", head
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
+    results = interpreted("tests.engine.recurrent_scenarios", *given, **chosen)
     drafted = results["drafted"]
     assert drafted["model_runner"].endswith({"V1": ".cpu_model_runner", "V2": ".cpu.model_runner"}[runner])
     assert wrong(drafted, results["plain"]) == set()

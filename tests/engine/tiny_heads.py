@@ -58,10 +58,8 @@ def make_eagle(target, folder, reads):
 
     weights = loaded(target)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
-    head = {
-        "embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        "fc.weight": torch.cat([one, zero] if reads == "token" else [zero, one], 1),
-    }
+    head = {"embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
+    head["fc.weight"] = torch.cat([one, zero] if reads == "token" else [zero, one], 1)
     for name, value in weights.items():
         if name.startswith(LAST) and "input_layernorm" not in name:
             head["layers.0." + name.removeprefix(LAST)] = value

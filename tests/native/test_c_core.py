@@ -15,12 +15,8 @@ def test_make(target, tmp_path):
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec "$@"\n')
     wrapper.chmod(0o755)
-    done = subprocess.run(
-        ["make", "-C", str(NATIVE), target, f"BUILD={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "CC": f"{wrapper} {os.environ.get('CC', 'cc')}"},
-    )
+    command = ["make", "-C", str(NATIVE), target, f"BUILD={tmp_path}"]
+    env = {**os.environ, "CC": f"{wrapper} {os.environ.get('CC', 'cc')}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "used").exists()
