@@ -76,7 +76,7 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-_OF_NOBODY = (  # what looks like +rollout.spec=sam, and would do nothing
+_MISSPELT = (
     r"\+\+rollout\.spec=",
     r"\+*rollout/spec=",
     r"\+*rollout=.*\bspec\b",
@@ -87,24 +87,31 @@ _OF_NOBODY = (  # what looks like +rollout.spec=sam, and would do nothing
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Raise a ConfigError for an unknown method, for `rollout.spec.NAME=VALUE` where NAME is no option, and
-    for what looks like `+rollout.spec=METHOD` and is none.
-
-    Hydra would refuse the first two in many lines, before any check of ours, and do nothing for the third.
-    """
-    known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
-    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
-    values = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
-    chosen = [[each] if "{" in each else each.split(",") for each in values]
-    of_nobody = _OF_NOBODY if chosen or has_own_config else (*_OF_NOBODY, r"\+*rollout\.spec\.")
-    for argument in arguments:
-        if any(re.match(pattern, argument) for pattern in of_nobody):
-            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+    """Raise a ConfigError for overrides that Hydra would refuse in many lines, before any check of ours, or
+    take for something else."""
+    asked = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
+    chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
+    _refuse_misspelt(arguments, has_method=bool(chosen))
     for method in itertools.chain(*chosen):
         if method not in METHODS:
             raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
+    _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
+
+
+def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
+    """What looks like `+rollout.spec=METHOD` and is none: Hydra would do nothing for it."""
+    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
+    patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
     for argument in arguments:
-        if argument.startswith("rollout.spec.") and any(len(methods) > 1 for methods in chosen):
+        if any(re.match(pattern, argument) for pattern in patterns):
+            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+
+
+def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
+    """`rollout.spec.NAME=VALUE` where NAME is no option, or where a sweep has no such key yet."""
+    known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
+    for argument in arguments:
+        if is_sweep and argument.startswith("rollout.spec."):
             raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] == "model_tokens":
