@@ -137,6 +137,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     refuse_old_version()
     launch.refuse_old_verl()
     _check_trainer(config, spec)
+    _check_replay_buffer(config)
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
@@ -156,19 +157,23 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
-    sampler, batches = "trainer.v1.sampler.custom_sampler.path", "algorithm.filter_groups.max_num_gen_batches"
-    most = value(config, batches)
-    if value(config, sampler) == REPLAY_BUFFER:
-        bounded = "with +rollout_spec_replay_buffer=bounded"
-        if type(most) is not int or most < 1:
-            raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
-        refill = "trainer.v1.sampler.sync_refill_failed_groups"
-        require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
     # An asynchronous mode needs the samples' names too: they tell validation from training.
     if spec.coupled or mode != "sync":
         way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
+
+
+def _check_replay_buffer(config: DictConfig) -> None:
+    if value(config, "trainer.v1.sampler.custom_sampler.path") != REPLAY_BUFFER:
+        return
+    bounded = "with +rollout_spec_replay_buffer=bounded"
+    batches = "algorithm.filter_groups.max_num_gen_batches"
+    most = value(config, batches)
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
+    refill = "trainer.v1.sampler.sync_refill_failed_groups"
+    require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
