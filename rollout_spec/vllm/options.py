@@ -17,6 +17,7 @@ PROPOSER = "rollout_spec.vllm.SuffixProposer"
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
 ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
+AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:

@@ -3,7 +3,14 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import ASYNC_SCHEDULER, SCHEDULER, has_our_drafter, names_our_drafter
+from rollout_spec.vllm.options import (
+    AHEAD_SCHEDULER,
+    ASYNC_SCHEDULER,
+    SCHEDULER,
+    drafts_with_model,
+    has_our_drafter,
+    names_our_drafter,
+)
 
 _V2 = Patch(
     name="vllm-v2-custom-class",
@@ -45,15 +52,29 @@ def decide_scheduling() -> None:
     from vllm.config import VllmConfig
 
     @wrap(VllmConfig, "__post_init__", _AHEAD)
-    def complete_and_schedule_ahead(complete: Any, self: Any) -> None:
-        if not has_our_drafter(self):
-            complete(self)
-            scheduler = self.scheduler_config
-            if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
-                scheduler.scheduler_cls = ASYNC_SCHEDULER  # it counts such steps
-            return
-        from rollout_spec.vllm.mrv2.ahead import schedule_ahead
+    def complete_and_schedule(complete: Any, self: Any) -> None:
+        if has_our_drafter(self):
+            from rollout_spec.vllm.mrv2.ahead import schedules_ahead
 
-        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
-        complete(self)
-        schedule_ahead(self, asked)
+            asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
+            complete(self)
+            self.scheduler_config.async_scheduling = schedules_ahead(self, asked)
+        else:
+            complete(self)
+        self.scheduler_config.scheduler_cls = scheduler_of(self)
+
+
+def scheduler_of(vllm_config: Any) -> Any:
+    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
+
+    With our drafter `AheadScheduler`, if it does; else a `SpecScheduler` if a model drafts too, which vLLM's
+    own would not tell how many tokens. Without our drafter an engine that asks for a `SpecScheduler`, to
+    count, gets the asynchronous one, if it is to be that. All others get what they ask for.
+    """
+    settings = vllm_config.scheduler_config
+    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
+    if has_our_drafter(vllm_config):
+        if is_asynchronous:
+            return AHEAD_SCHEDULER
+        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
+    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
