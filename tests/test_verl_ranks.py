@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_spec.homes import Homes
-from rollout_spec.verl.ranks import RankRouter
+from rollout_spec.patches import put_before
+from rollout_spec.verl.ranks import GROUPED, GroupedRanks
 
 
 class Engine:
@@ -14,9 +15,10 @@ class Engine:
     def __init__(self):
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
-        self.placed = RankRouter(self.generate, 2, Homes(8))
+        self.homes, self.loads = Homes(8), {0: 0, 1: 0}
+        put_before(GroupedRanks, self, GROUPED)
 
-    async def generate(self, *_, data_parallel_rank, priority):
+    async def generate(self, prompt, sampling_params, request_id, *, data_parallel_rank=None, priority=0):
         self.ranks.append(data_parallel_rank)
         yield "first"
         await self.may_end.wait()
@@ -25,7 +27,7 @@ class Engine:
     async def request(self, group, named=None):
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
         options: Any = {"sampling_params": params, "request_id": "r", "data_parallel_rank": named}
-        return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
+        return [output async for output in self.generate(prompt=[1], priority=0, **options)]
 
 
 def test_siblings_go_to_one_rank_while_load_allows():
@@ -41,7 +43,7 @@ def test_siblings_go_to_one_rank_while_load_allows():
         done = await asyncio.gather(*running, return_exceptions=True)
         assert isinstance(done[0], asyncio.CancelledError)
         assert done[1:] == [["first", "last"]] * 11
-        assert set(engine.placed._loads.values()) == {0}
+        assert set(engine.loads.values()) == {0}
 
     asyncio.run(check())
 

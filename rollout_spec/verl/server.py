@@ -13,12 +13,12 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.patches import guard_all
+from rollout_spec.patches import guard_all, put_before
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
-from rollout_spec.verl.ranks import RankRouter
+from rollout_spec.verl.ranks import GROUPED, GroupedRanks
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm.control import ProposerControl
@@ -235,7 +235,8 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         router = OmegaConf.load(group_router_file())
-        engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
+        engine.homes, engine.loads = Homes(router.max_imbalance), dict.fromkeys(range(num_ranks), 0)
+        put_before(GroupedRanks, engine, GROUPED)
 
 
 def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
