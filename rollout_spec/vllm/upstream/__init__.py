@@ -1,10 +1,9 @@
 """Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
-that the fix knows. Each file is a `Fix`, which `fixes` finds by itself.
-May import: `patches`, `recurrent`, `vllm`, numpy, torch, vllm.
-Of `rollout_spec.vllm` it imports `options` and `recurrent_policies` only. It never draws a token and knows no
+that the fix knows. Each file is a `Fix`, which `fixes` finds by itself. It never draws a token and knows no
 drafter.
+May import: `patches`, `recurrent`, `vllm.options`, `vllm.recurrent_policies`, numpy, torch, vllm.
 """
 
 import importlib
@@ -14,10 +13,11 @@ from typing import Any, Protocol, cast
 
 from rollout_spec.patches import Patch
 
-# Which engines need a fix: where it does not fit,
-ALL = "all"  # vLLM is left as it is: the fault is there without drafts too
-WITH_DRAFTS = "with drafts"  # engines that ask for us are refused: drafts would change what a request gets
-RECURRENT_MRV1 = "recurrent on MRV1"  # these are refused: drafts would change the tokens of such a policy
+# Which engines need a fix. Where it does not fit, ALL keep vLLM's fault, which they have without drafts too.
+# Any others are refused: drafts would change what a request gets.
+ALL = "all"
+WITH_DRAFTS = "with drafts"
+RECURRENT_MRV1 = "recurrent on MRV1"
 RECURRENT_MRV2 = "recurrent on MRV2"
 
 
