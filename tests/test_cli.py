@@ -285,9 +285,22 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert plain < both[0] < 1.5 * plain
 
 
-def test_an_output_that_is_no_folder_is_refused_first(capsys):
-    assert main(["replay", "nowhere.jsonl", "--output", __file__]) == 2
-    assert capsys.readouterr().err == f"rollout-spec replay: --output: {__file__} is no folder\n"
+@pytest.mark.parametrize("command", [["replay", "nowhere.jsonl"], ["compare", "nowhere", "nowhere"]])
+def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_path, capsys):
+    (closed := tmp_path / "closed").mkdir()
+    (dangling := tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0 or path != closed)  # as of root
+    for output, fault in (
+        (__file__, f"{__file__} is no folder"),
+        (f"{__file__}/deep/er", f"{__file__} is no folder"),
+        (dangling, f"{dangling} is no folder"),
+        (closed, f"{closed} cannot be written"),
+        (closed / "deep" / "er", f"{closed} cannot be written"),
+    ):
+        assert main([*command, "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"rollout-spec {command[0]}: --output: {fault}\n"
+    assert main([*command, "--output", str(tmp_path / "new" / "deep")]) == 2
+    assert "--output" not in capsys.readouterr().err
 
 
 FULL = """
