@@ -13,7 +13,7 @@ from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, PROPOSER, SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
 from rollout_spec.vllm.mrv2.ahead import AheadScheduler, drop_padding
-from rollout_spec.vllm.options import AHEAD_SCHEDULER, ASYNC_SCHEDULER
+from rollout_spec.vllm.options import AHEAD_SCHEDULER, ASYNC_SCHEDULER, scheduler_of
 from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 
 
@@ -55,7 +55,7 @@ def test_who_gets_which_scheduler(drafts, asked, is_asynchronous, given):
         scheduler_config=SimpleNamespace(scheduler_cls=asked, async_scheduling=is_asynchronous),
         speculative_config=drafts and speculative, additional_config={OPTIONS_KEY: {}},
     )  # fmt: skip
-    assert enable.scheduler_of(config) == given
+    assert scheduler_of(config) == given
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,22 @@ def has_our_drafter(vllm_config: VllmConfig) -> bool:
     return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
 
 
+def scheduler_of(vllm_config: VllmConfig) -> Any:
+    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
+
+    With our drafter `AheadScheduler`, if it does; else a `SpecScheduler` if a model drafts too, which vLLM's
+    own would not tell how many tokens. Without our drafter an engine that asks for a `SpecScheduler`, to
+    count, gets the asynchronous one, if it is to be that. All others get what they ask for.
+    """
+    settings = vllm_config.scheduler_config
+    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
+    if has_our_drafter(vllm_config):
+        if is_asynchronous:
+            return AHEAD_SCHEDULER
+        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
+    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
+
+
 def guards_requests(vllm_config: VllmConfig) -> bool:
     """Whether an engine with options of ours has drafts, whoever drafts."""
     options = asked_options(vllm_config.additional_config)

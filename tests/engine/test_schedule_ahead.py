@@ -19,7 +19,7 @@ def decided(tiny_model):
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm.mrv2.ahead import schedules_ahead
-    from rollout_spec.vllm.mrv2.enable import scheduler_of
+    from rollout_spec.vllm.options import scheduler_of
 
     def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, **arguments):
         config = configured(tiny_model, {}, **arguments)

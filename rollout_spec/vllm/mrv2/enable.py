@@ -3,14 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import (
-    AHEAD_SCHEDULER,
-    ASYNC_SCHEDULER,
-    SCHEDULER,
-    drafts_with_model,
-    has_our_drafter,
-    names_our_drafter,
-)
+from rollout_spec.vllm.options import has_our_drafter, names_our_drafter, scheduler_of
 
 _V2 = Patch(
     name="vllm-v2-custom-class",
@@ -62,19 +55,3 @@ def decide_scheduling() -> None:
         else:
             complete(self)
         self.scheduler_config.scheduler_cls = scheduler_of(self)
-
-
-def scheduler_of(vllm_config: Any) -> Any:
-    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
-
-    With our drafter `AheadScheduler`, if it does; else a `SpecScheduler` if a model drafts too, which vLLM's
-    own would not tell how many tokens. Without our drafter an engine that asks for a `SpecScheduler`, to
-    count, gets the asynchronous one, if it is to be that. All others get what they ask for.
-    """
-    settings = vllm_config.scheduler_config
-    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
-    if has_our_drafter(vllm_config):
-        if is_asynchronous:
-            return AHEAD_SCHEDULER
-        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
-    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
