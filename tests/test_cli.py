@@ -215,7 +215,7 @@ def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path,
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
     assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
-    assert f"{__file__}: File exists" in capsys.readouterr().err
+    assert f"--output: {__file__} is no folder" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
