@@ -13,17 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
-from rollout_spec.verl import launch
+from rollout_spec.verl import launch, model_drafter
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.launch import group_router_file
-from rollout_spec.verl.model_drafter import (
-    MODEL_TOKENS,
-    OPTION,
-    check_model_drafter,
-    drafter_options,
-    engine_drafter,
-    engine_scheduler,
-)
 from rollout_spec.verl.recurrent_policy import said_of_memory
 from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, number, require, say, value
 from rollout_spec.vllm import OPTIONS_KEY
@@ -58,7 +49,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
 
 def group_router(*, _root_: DictConfig) -> str | None:
     """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
-    return None if _num_places(_root_) == 1 else group_router_file()
+    return None if _num_places(_root_) == 1 else launch.group_router_file()
 
 
 @contextlib.contextmanager
@@ -109,13 +100,13 @@ def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
 
 def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
     """`rollout.spec.NAME=VALUE` where NAME is no option, or where a sweep has no such key yet."""
-    known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
+    known = {field.name for field in dataclasses.fields(SpecConfig)} | {model_drafter.OPTION}
     for argument in arguments:
         if is_sweep and argument.startswith("rollout.spec."):
             raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] == "model_tokens":
-            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {MODEL_TOKENS}")
+            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
         if override and override[1] not in known:
             SpecConfig.from_mapping({override[1]: override[2]})
 
@@ -131,9 +122,10 @@ def check_config(config: DictConfig) -> SpecConfig:
             f"rollout.spec={options!r}: not a configuration group. Is rollout-spec's plugin for verl loaded "
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
-    SpecConfig.from_mapping({name: option for name, option in options.items() if name != OPTION})
-    check_model_drafter(options, mtp)
-    spec = SpecConfig.from_mapping(drafter_options(options, mtp))
+    ours = {name: option for name, option in options.items() if name != model_drafter.OPTION}
+    SpecConfig.from_mapping(ours)
+    model_drafter.check_model_drafter(options, mtp)
+    spec = SpecConfig.from_mapping(model_drafter.drafter_options(options, mtp))
     refuse_old_version()
     launch.refuse_old_verl()
     _check_trainer(config, spec)
@@ -179,10 +171,10 @@ def _check_replay_buffer(config: DictConfig) -> None:
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
     asked = value(config, "rollout.spec"), value(config, MTP)
-    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != drafter_options(*asked):
+    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != model_drafter.drafter_options(*asked):
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
-    off = f"remove it; with rollout.spec=off only rollout.spec.{OPTION} may draft"
+    drafter, scheduler = model_drafter.engine_drafter(*asked), model_drafter.engine_scheduler(*asked)
+    off = f"remove it; with rollout.spec=off only rollout.spec.{model_drafter.OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
     if scheduler is not None:
         require(config, f"{ENGINE}.scheduler_cls", (scheduler,), _OURS)
@@ -204,7 +196,7 @@ def _check_drafting(config: DictConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if value(config, _ROUTER) != group_router_file():
+    if value(config, _ROUTER) != launch.group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
