@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout_spec.homes import Homes
 from rollout_spec.patches import put_before
-from rollout_spec.verl.ranks import GROUPED, GroupedRanks
+from rollout_spec.verl.router import GROUPED, GroupedRanks
 
 
 class Engine:

@@ -207,10 +207,10 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import client, hooks, launch, ranks
+        from rollout_spec.verl import client, hooks, launch, router
 
         hooks.install()
-        for patch in (launch.PRIVATE_METHODS, client.NAMED_CALLS, ranks.GROUPED):
+        for patch in (launch.PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
             yield _patch(patch, "in agent loops and servers: ")
     yield from map(_patch, applied())
 

@@ -18,8 +18,8 @@ from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
-from rollout_spec.verl.ranks import GROUPED, GroupedRanks
 from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.router import GROUPED, GroupedRanks
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
@@ -210,15 +210,12 @@ class SpecHttpServer(vLLMHttpServer):
         return self._windows.take()
 
     async def take_history(self) -> list[bytes]:
-        """See `ServerHistory.take`."""
         return await self._history.take()
 
     async def add_history(self, *contents: Sequence[bytes]) -> None:
-        """See `ServerHistory.add`."""
         await self._history.add(contents)
 
     async def pack_history(self) -> list[bytes]:
-        """See `ServerHistory.pack`."""
         return await self._history.pack()
 
     def _resolve_sleep_level(self) -> int:

@@ -100,13 +100,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
 def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+    longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
     return {
-        **of_our_drafter(
-            config,
-            policy,
-            current_platform.is_out_of_tree(),
-            vllm_config.scheduler_config.long_prefill_token_threshold,
-        ),
+        **of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest_piece),
         "processors": model.logits_processors,
         "min_p": model.get_diff_sampling_param().get("min_p"),
     }
