@@ -162,6 +162,6 @@ def _find_calls(name: str, copy: tuple[int, ...]) -> Calls:
 
 
 def _new_client(verls: type) -> Any:
-    client = object.__new__(verls)
+    client: Any = object.__new__(verls)
     put_before(NamingClient, client, NAMED_CALLS)
     return client

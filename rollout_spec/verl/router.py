@@ -1,4 +1,4 @@
-"""Sends the siblings of a prompt to one rollout server and one data-parallel rank of it, while load allows."""
+"""Sends the siblings of a prompt to one rollout server, and to one rank of its engine, while load allows."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
