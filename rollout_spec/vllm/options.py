@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
-# Of vLLM's `speculative_config`: a model drafts token by token.
+# Methods of vLLM's `speculative_config` by which a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
 ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
