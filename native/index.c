@@ -94,7 +94,7 @@ void rs_group_enter(rs_index *index, rs_group *group) {
 void rs_group_leave(rs_index *index, rs_group *group) {
     if (--group->num_running == 0) {
         set_idle(index, group);
-        if (index->sequences[group->prompt].has_no_room) {
+        if (index->sequences[group->prompt].is_left_out) {
             give_up(index, group); /* nothing can be drafted in it */
         }
     }

@@ -31,8 +31,8 @@ typedef enum { RS_CLOSED, RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
 
 typedef struct {
     rs_kind kind;
-    bool is_behind;    /* something of it is not indexed, and may have room: it is in the list of these */
-    bool has_no_room;  /* it is left out of the next step */
+    bool is_behind;    /* something of it is not indexed, nor left out: it is in the list of these */
+    bool is_left_out;  /* there was no memory for more of it: the next step drops its row */
     bool is_resumed;   /* the next step compares its row with its text */
     int32_t next;      /* in the list of those that are closed, or behind; -1: none */
     int32_t previous;  /* in the list of those that are behind; -1: none */
@@ -97,7 +97,7 @@ rs_status rs_sequence_reserve(rs_index *index);
 /* A sequence of this kind in a slot that was reserved, at the root. */
 rs_sequence *rs_sequence_new(rs_index *index, rs_kind kind, int32_t group);
 
-/* After any change: whether something of it is not indexed, and may have room. */
+/* After any change: whether something of it is not indexed, nor left out. */
 void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence);
 
 /* Whether every sequence that is behind is in the list of these exactly once. */
@@ -116,7 +116,7 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
 /* Its slot is closed; its group does not learn of it. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
-/* There is no room for more of it. */
+/* There is no memory for more of it. */
 void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
 
 /* While somebody is in a group, it is not given up. */

@@ -44,7 +44,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 26, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 27, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
     RS_MAX_BRANCHES = 64,
@@ -92,8 +92,8 @@ typedef struct {
     int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
     float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
                                         this token is accepted */
-    int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is left out */
-    int32_t num_left_out;            /* out: rows */
+    int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is dropped, its sequence is closed */
+    int32_t num_dropped;             /* out: rows */
     int32_t num_behind;              /* out: rows that draft nothing, as something of them is not indexed */
 } rs_batch;
 
@@ -127,8 +127,8 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
 /* Index up to max_tokens of what is behind; returns whether there is more to index. Rows and prompts go first, those of
- * which least is left before others; then parked sequences and texts in the order in which they came. What has no room is
- * left out: a row leaves with the next step, and so do those whose prompt it is. */
+ * which least is left before others; then parked sequences and texts in the order in which they came. A text for
+ * which there is no memory is left out: the next step drops its row, or the rows whose prompt it is. */
 bool rs_catch_up(rs_index *index, int64_t max_tokens);
 
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
@@ -158,7 +158,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * tokens. A level above the last one indexes the tokens between; the same level indexes nothing; of a lower one (a request
  * that was started again) what its text and the row begin with is kept.
  *
- * A row is left out where there is no room for it, a new token is negative, or its level is below the prompt's length,
+ * A row is dropped where there is no memory for it, a new token is negative, or its level is below the prompt's length,
  * above num_columns or RS_MAX_TEXT_TOKENS. Its sequence is closed then; what of it had room stays in the group.
  *
  * A row that has got more than RS_MAX_SPECULATIVE_TOKENS + 1 tokens is behind, and has no draft while it is. */

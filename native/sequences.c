@@ -20,7 +20,7 @@ static void unlink_behind(rs_index *index, rs_sequence *sequence) {
 }
 
 void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence) {
-    const bool is_behind = sequence->at.level < sequence->level && !sequence->has_no_room && sequence->group >= 0;
+    const bool is_behind = sequence->at.level < sequence->level && !sequence->is_left_out && sequence->group >= 0;
     if (is_behind == sequence->is_behind) {
         return;
     }
@@ -219,7 +219,7 @@ rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error)
     if (found->kind == RS_PARKED) {
         found->kind = RS_RUNNING;
         found->is_resumed = true;
-        found->has_no_room = false;
+        found->is_left_out = false;
         rs_sequence_note_behind(index, found);
         rs_group_enter(index, index->groups + found->group);
     }
@@ -243,7 +243,7 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
 /* ---- indexing ---- */
 
 void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
-    sequence->has_no_room = true;
+    sequence->is_left_out = true;
     index->num_texts_left_out++;
     rs_sequence_note_behind(index, sequence);
 }

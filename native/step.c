@@ -3,10 +3,10 @@
  *     check        rows 0 .. n-1            what is behind   drafts 0 .. n-1
  *     [ all rows ] [ new tokens of each ]   [ a few tokens ] [ from what all have now ]
  *          |            |
- *          |            +-- does not fit, or is no text: this row is left out
+ *          |            +-- does not fit, or is no text: this row is dropped
  *          +-- wrong: no text changes
  *
- * Invariants: what is wrong about the call is found before anything changes; a row that is left out has closed its
+ * Invariants: what is wrong about the call is found before anything changes; a row that is dropped has closed its
  * sequence, so that its group can make room for the rows after it; siblings see each other's newest tokens. */
 #include <inttypes.h>
 #include <string.h>
@@ -107,14 +107,14 @@ static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, 
     return common;
 }
 
-/* Take over what is new of a row, and index it unless that is much. False where it must be left out. */
+/* Take over what is new of a row, and index it unless that is much. False where it must be dropped. */
 static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     rs_sequence *sequence = index->sequences + batch->sequences[i];
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
     const int32_t level = batch->levels[i];
     const rs_group *group = index->groups + sequence->group;
     if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
-        sequence->has_no_room || index->sequences[group->prompt].has_no_room) {
+        sequence->is_left_out || index->sequences[group->prompt].is_left_out) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->level) {
@@ -133,18 +133,18 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     return was_behind || num_new > TOKENS_OF_A_STEP || rs_sequence_index(index, sequence, num_new) == RS_OK;
 }
 
-/* Returns how many rows were left out. */
+/* Returns how many rows were dropped. */
 static int32_t take_rows(rs_index *index, const rs_batch *batch) {
-    int32_t num_left_out = 0;
+    int32_t num_dropped = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         batch->num_draft_tokens[i] = 0;
         if (!take_row(index, batch, i)) {
             batch->num_draft_tokens[i] = -1;
-            num_left_out++;
+            num_dropped++;
             rs_sequence_close(index, batch->sequences[i], NULL);
         }
     }
-    return num_left_out;
+    return num_dropped;
 }
 
 /* ---- what is behind ---- */
@@ -231,7 +231,7 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     if (status != RS_OK) {
         return status;
     }
-    batch->num_left_out = take_rows(index, batch);
+    batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens);
     batch->num_behind = draft_rows(index, batch);
     rs_release(&index->memory, 1);

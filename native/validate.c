@@ -28,7 +28,7 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (level < sequence->start || level > sequence->level || sequence->followed > sequence->level) {
         return "sequence: its levels are not in order";
     }
-    if (sequence->is_behind != (level < sequence->level && !sequence->has_no_room)) {
+    if (sequence->is_behind != (level < sequence->level && !sequence->is_left_out)) {
         return "sequence: is_behind is wrong";
     }
     if ((sequence->start != 0 && sequence->start != index->sequences[group->prompt].level) ||

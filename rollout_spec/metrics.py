@@ -17,6 +17,12 @@ class Counters:
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def take(self) -> Self:
+        """The counts so far; this object counts on from nothing."""
+        taken = dataclasses.replace(self)
+        vars(self).update(vars(type(self)()))
+        return taken
+
     @classmethod
     def sum(cls, each: Iterable[Self]) -> Self:
         total = cls()

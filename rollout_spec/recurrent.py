@@ -108,6 +108,7 @@ class States:
     recurrent_bytes: int  # of one state of one layer
     channel_bytes: int  # of one token in the window of one layer's convolution
     width: int  # of the convolution
+    num_projected: int  # a token's queries, keys, values, gates and outputs in one layer
 
     def num_bytes(self, num_speculative_tokens: int, cached: bool = False) -> int:
         """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window.
@@ -124,7 +125,7 @@ class States:
 def states_of(
     fields: Mapping[str, Any], state_dtype: str = "auto", tensor_parallel_size: int = 1, dtype_bytes: int = 2
 ) -> States | None:
-    """Of a text model's config.json; None where its fields do not say how large a state is.
+    """The states of a text model, by its config.json; None where that does not say how large one is.
 
     Args:
         fields: of config.json, or of its text_config.
@@ -133,12 +134,13 @@ def states_of(
         dtype_bytes: of what the model computes in.
     """
     if fields.get("linear_num_value_heads"):  # the gated delta rule
-        values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+        heads = fields["linear_num_value_heads"]
+        values, gates = heads * fields["linear_value_head_dim"], 2 * heads
         channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
         size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
     elif heads := _first(fields, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):  # Mamba 2
         size_of_state = _first(fields, "ssm_state_size", "mamba_d_state")
-        values = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
+        values, gates = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim"), heads
         if not size_of_state or not values:
             return None
         groups = _first(fields, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
@@ -151,7 +153,13 @@ def states_of(
         state_dtype = fields.get("mamba_ssm_dtype") or fields.get("mamba_ssm_cache_dtype") or for_nemotron
     state_bytes = {"auto": dtype_bytes, "float32": 4}.get(state_dtype, 2)
     ranks = tensor_parallel_size
-    return States(_num_layers(fields), state_bytes * size // ranks, dtype_bytes * channels // ranks, width)
+    return States(
+        num_layers=_num_layers(fields),
+        recurrent_bytes=state_bytes * size // ranks,
+        channel_bytes=dtype_bytes * channels // ranks,
+        width=width,
+        num_projected=(channels + 2 * values + gates) // ranks,
+    )
 
 
 def _num_layers(fields: Mapping[str, Any]) -> int:

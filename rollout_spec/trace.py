@@ -255,3 +255,9 @@ def token_ids(value: Any, where: str) -> npt.NDArray[np.int32]:
         if type(token) is not int or not 0 <= token < 2**31:
             raise TraceError(f"{where}[{i}]: {token!r} is not a token id")
     return np.array(value, np.int32)
+
+
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal tokens both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

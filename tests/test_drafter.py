@@ -79,18 +79,19 @@ def test_a_models_drafts_are_those_of_their_rows():
     assert drafts == [[], [], [70, 10, 11], []]
 
 
-@pytest.mark.parametrize("model_tokens", [0, 3])
+@pytest.mark.parametrize("most_model_tokens", [0, 3])
 @pytest.mark.parametrize("batch_threshold", [0, 8, "auto"])
-def test_an_open_gate_alone_waits_for_drafts(batch_threshold, model_tokens):
+def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens):
     """Also where the text gives nothing, if there is a model. Drafts that come too late are none."""
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config, model_tokens=model_tokens))
+    batch = Batch(Drafter(config, most_model_tokens=most_model_tokens))
     batch.add("a")
     for token in [10, 11] * 10:
         assert batch.step([[token]], in_time=False) == [[]]
         repeats = batch.levels[0] > len(PROMPT) + 2
         if batch_threshold != "auto":
-            assert batch.drafter.next_step_waits == (batch_threshold != 0 and (model_tokens > 0 or repeats))
+            may_draft = most_model_tokens > 0 or repeats
+            assert batch.drafter.next_step_waits == (batch_threshold != 0 and may_draft)
     assert batch.drafter.next_step_waits == (batch_threshold != 0)
     assert batch.drafter.counters.num_draft_tokens == 0
     [draft] = batch.step([[10]])
@@ -101,7 +102,7 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, model_tokens):
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
     """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
     now, dear = 0.0, 9.0
-    drafter = Drafter(SpecConfig(), lambda: now, model_tokens=2)
+    drafter = Drafter(SpecConfig(), lambda: now, most_model_tokens=2)
     batch = Batch(drafter, num_rows=1, length=4096)
     batch.add("a", max_level=4096)
     text = np.random.default_rng(0).integers(10, 20, 4096).tolist()  # of it the index proposes what is wrong
@@ -129,15 +130,13 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
 
 def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
     class Recorder:
-        weighs_costs = True
-
         def __init__(self):
             self.steps: list[Step] = []
 
-        def begin(self, step, counters):
+        def begin(self, step):
             self.steps.append(step)
 
-    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
     batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
     batch.drafter._gate = gate = Recorder()  # type: ignore[assignment]
     batch.add("a")
@@ -157,9 +156,6 @@ def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
         Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
         Step(num_rows=1, num_context=11, num_new_tokens=1, seconds=16.0),  # one has ended, none is new
     ]
-    gate.weighs_costs = False
-    batch.step([[17, 18]])
-    assert gate.steps[6:] == [Step(num_rows=1, num_new_tokens=2)]
 
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
@@ -168,22 +164,22 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     for name in ("a", "b", "c", "d"):
         batch.add(name)
     gate, steps = batch.drafter._gate, list[Step]()
-    begin, gate.weighs_costs = gate.begin, True
-    gate.begin = lambda step, counters: (steps.append(step), begin(step, counters))[1]  # type: ignore[method-assign]
+    begin = gate.begin
+    gate.begin = lambda step: (steps.append(step), begin(step))[1]  # type: ignore[method-assign]
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
     drafts = batch.step([[50], [60], [70], [80]], model=model, rooms=[4, 2, 4, 0])
     assert [draft[:3] for draft in drafts[:2]] == [[51, 52, 53], [61, 62]] and drafts[3] == []
     assert drafts[2][:2] == [71, 72]
     batch.step([[51, 52, 53, 50], [61, 65], [71, 72, 70], []])
-    assert steps[-1].model_tokens is not None
-    verified, accepted = steps[-1].model_tokens
+    assert steps[-1].model_shares is not None
+    verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
-    counters = batch.drafter.counters
+    counters = batch.drafter._model_share.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
-    assert [step.model_tokens is None for step in steps] == [True, True, False, True]
+    assert [step.model_shares is None for step in steps] == [True, True, False, True]
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
 
 
@@ -269,7 +265,7 @@ def test_which_times_the_gate_hears(num_new, of, synced, seconds):
     now, heard = 0.0, []
     drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
     begin = drafter._gate.begin
-    drafter._gate.begin = lambda step, counters: (heard.append(step.seconds), begin(step, counters))[1]
+    drafter._gate.begin = lambda step: (heard.append(step.seconds), begin(step))[1]
     text, name = np.array([[*PROMPT, 10]], np.int32), ""
     for i in range(300):
         now += 0.125
@@ -286,7 +282,7 @@ def test_which_times_the_gate_hears(num_new, of, synced, seconds):
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
-def test_what_is_no_text_is_left_out_and_the_others_draft(token):
+def test_what_is_no_text_is_dropped_and_the_others_draft(token):
     """A row, a prompt, a response of the history."""
     batch = make(num_speculative_tokens=3, history=2)
     batch.drafter.history.add(prompt_key(PROMPT), np.array([20, token], np.int32))
@@ -441,18 +437,18 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
     calls = count_calls(batch.drafter)
     for i in range(64):
         batch.add(f"{i}", random.integers(0, 50_000, 8, dtype=np.int32), 2_000)
-    nums_left_out = []
+    nums_dropped = []
     for step in range(30):
         batch.step(random.integers(0, 50_000, (64, 33)).tolist())
-        nums_left_out.append(batch.drafter.take_counters().num_untracked_rows)
+        nums_dropped.append(batch.drafter.take_counters().num_untracked_rows)
         assert len(calls) == step + 1
         batch.drafter.index.validate()
-    assert nums_left_out == sorted(nums_left_out) and nums_left_out[0] == 0 and 32 < nums_left_out[-1] < 63
+    assert nums_dropped == sorted(nums_dropped) and nums_dropped[0] == 0 and 32 < nums_dropped[-1] < 63
     assert batch.drafter.index.stats().num_bytes <= 1 << 20
     for name in batch.request_ids:
         batch.drafter.remove(name)
     assert batch.drafter.index.stats().num_sequences == 0
-    assert len(batch.drafter.history) == 64 - nums_left_out[-1]
+    assert len(batch.drafter.history) == 64 - nums_dropped[-1]
 
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):

@@ -7,14 +7,13 @@ from rollout_spec.drafting.gate.costs import (
     EARLY_PROBE_EVERY,
     EARLY_STEPS,
     PROBE_EVERY,
-    ModelTokens,
+    ModelShares,
     Ranks,
     Step,
 )
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS, LOOK_EVERY, AutoGate, FixedGate
 from rollout_spec.drafting.gate.passes import Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH
-from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8
 
@@ -24,17 +23,17 @@ def rows(num_rows):
 
 
 def test_one_arrival_does_not_flip_a_fixed_gate():
-    gate, counters = FixedGate(8, 0.3), EngineCounters()
+    gate = FixedGate(8, 0.3)
 
     def is_open(*nums_rows):
-        return [gate.begin(rows(n), counters) is not None for n in nums_rows]
+        return [gate.begin(rows(n)) is not None for n in nums_rows]
 
     assert is_open(8, 9, 8, 9, 9, 9, 8) == [True] * 7
     assert is_open(*[9] * HYSTERESIS_STEPS) == [True] * (HYSTERESIS_STEPS - 1) + [False]
     assert is_open(8, 8, 8, 9, 3, 200) == [False] * 6
     assert is_open(*[8] * HYSTERESIS_STEPS)[-1]
-    assert gate.begin(rows(8), counters) == 0.3
-    assert counters.num_steps_off_threshold == 1 + 6 + HYSTERESIS_STEPS - 1
+    assert gate.begin(rows(8)) == 0.3
+    assert gate.counters.num_steps_off_threshold == 1 + 6 + HYSTERESIS_STEPS - 1
 
 
 class Machine:
@@ -47,7 +46,7 @@ class Machine:
     """
 
     def __init__(self, survivals, seconds, share_proposed=1.0, fill_to=0):
-        self.gate, self.counters, self.seconds = AutoGate(fill_to), EngineCounters(), seconds
+        self.gate, self.seconds = AutoGate(fill_to), seconds
         self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
         self.lies = False
         self._rng, self._share, self._num_filled = (
@@ -62,12 +61,12 @@ class Machine:
         num_new_tokens = NUM_ROWS + self.num_right * (not self.lies)
         step = Step(NUM_ROWS, 100, num_new_tokens, self.seconds(self._num_drafted))
         self._num_drafted = self.num_right = 0
-        self.price = self.gate.begin(step, self.counters)
+        self.price = self.gate.begin(step)
         if self.price is None:
             return None
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
-        chosen = self.gate.choose(self.survivals, numbers, self.counters)
+        chosen = self.gate.choose(self.survivals, numbers)
         if self._num_filled and not self.gate.fills:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
@@ -99,7 +98,7 @@ def test_tokens_that_cost_nothing_are_all_verified():
     assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
     assert machine.price is None or machine.price >= 0.02, "what hardly ever comes true is not looked for"
     # 10 tokens a step in place of 4.
-    counters = machine.counters
+    counters = machine.gate.counters
     assert counters.gate_seconds > 10.0
     assert counters.gate_plain_seconds / counters.gate_seconds == pytest.approx(2.5, rel=0.05)
 
@@ -122,7 +121,7 @@ def test_drafts_end_where_the_gain_equals_the_cost(survivals, cost, most_drafted
     if most_asked == 400:
         assert set(found) == {2 * NUM_ROWS}
     else:
-        assert machine.counters.num_steps_off_cost > 300
+        assert machine.gate.counters.num_steps_off_cost > 300
 
 
 def test_drafting_stops_where_it_has_become_slow_and_comes_back():
@@ -235,10 +234,10 @@ def test_promises_that_do_not_come_true_are_corrected():
 
 @pytest.mark.parametrize("num_rows", [1, 256])
 def test_steps_that_cannot_be_compared_draft_nothing(num_rows):
-    gate, counters = AutoGate(), EngineCounters()
+    gate = AutoGate()
     for _ in range(50):
-        assert gate.begin(Step(num_rows, 100, num_rows, None), counters) is None
-    assert counters.num_steps_off_probe == 50
+        assert gate.begin(Step(num_rows, 100, num_rows, None)) is None
+    assert gate.counters.num_steps_off_probe == 50
 
 
 def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
@@ -248,7 +247,7 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
         gate, asked = AutoGate(), set()
         for number in range(first, 200):
             step = Step(num_rows, 100, num_rows, 0.1, Ranks(number, num_rows))
-            if gate.begin(step, EngineCounters()) is None:
+            if gate.begin(step) is None:
                 asked.add(number)
         return {number for number in asked if number > first + ENOUGH}
 
@@ -280,13 +279,13 @@ def test_a_closed_gate_weighs_drafts_now_and_then():
     """It closes after a few steps in which no draft pays. Steps that measure count for neither."""
     machine, has_weighed = Machine([0.05], lambda _: 0.1), []
     for _ in range(140):
-        num_probes = machine.counters.num_steps_off_probe
+        num_probes = machine.gate.counters.num_steps_off_probe
         chosen = machine.step()
-        if machine.counters.num_steps_off_probe == num_probes:
+        if machine.gate.counters.num_steps_off_probe == num_probes:
             has_weighed.append(chosen is not None)
     closed = ([False] * (LOOK_EVERY - 1) + [True]) * len(has_weighed)
     assert has_weighed == ([True] * HYSTERESIS_STEPS + closed)[: len(has_weighed)]
-    assert machine.counters.num_steps_off_cost == len(has_weighed) > 100
+    assert machine.gate.counters.num_steps_off_cost == len(has_weighed) > 100
 
 
 def test_what_a_models_tokens_bring_and_take_is_learned(monkeypatch):
@@ -294,14 +293,14 @@ def test_what_a_models_tokens_bring_and_take_is_learned(monkeypatch):
     gains, shares, num_drafted = [], [], 0
     monkeypatch.setattr(Passes, "learn_gains", lambda self, gain: gains.append(gain.tolist()))
     monkeypatch.setattr(Passes, "learn_share", lambda self, *share: shares.append(share))
-    gate, counters = AutoGate(model_tokens=2), EngineCounters()
+    gate = AutoGate(most_model_tokens=2)
     survivals = np.full((NUM_ROWS, 2), (0.9, 0.85), np.float32)
-    verified = ModelTokens(verified=np.array([1.0, 0.5]), accepted=np.array([0.95, 0.45]))
+    verified = ModelShares(verified=np.array([1.0, 0.5]), accepted=np.array([0.95, 0.45]))
     for _ in range(60):
         num_new = NUM_ROWS + round(0.875 * num_drafted)
-        step = Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2, model_tokens=verified if num_drafted else None)
+        step = Step(NUM_ROWS, 100, num_new, 0.1, num_passes=2, model_shares=verified if num_drafted else None)
         num_drafted = 0
-        if gate.begin(step, counters) is not None:
-            num_drafted = int(gate.choose(survivals, np.full(NUM_ROWS, 2, np.int32), counters).sum())
+        if gate.begin(step) is not None:
+            num_drafted = int(gate.choose(survivals, np.full(NUM_ROWS, 2, np.int32)).sum())
     assert gains[-1] == pytest.approx([0.95 - 0.85, 0.45 - 0.5 * 0.85])
     assert shares[-1] == (2, pytest.approx(0.0, abs=0.01))

@@ -171,5 +171,5 @@ def test_replay_takes_the_responses_of_earlier_lines_of_the_group():
     tokens_per_step = {}
     for history in (0, 1, 2):
         config = SpecConfig(history=history, min_survival=0.01)
-        tokens_per_step[history] = replay(trace, config).tokens_per_step
+        tokens_per_step[history] = replay(trace, config).total.tokens_per_step
     assert tokens_per_step[0] < tokens_per_step[1] < tokens_per_step[2]

@@ -159,9 +159,9 @@ def test_a_step_indexes_no_more_than_it_may(index):
         ("levels", int32(7, 5)),  # more than there are columns
     ],
 )
-def test_a_row_that_is_no_text_is_left_out_and_the_other_drafts(index, arguments, name, value):
+def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments, name, value):
     result = index.index_and_draft(**arguments | {name: value})
-    assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_left_out == 1
+    assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_dropped == 1
     assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
     index.validate()
     assert index.stats()[1:2] + index.stats()[3:4] == (1, 3 + 2)

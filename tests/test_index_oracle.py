@@ -194,10 +194,10 @@ class IndexMachine(RuleBasedStateMachine):
         result = self.index.index_and_draft(
             arrays[0], matrix, *arrays[1:], price, max_tokens, as_arrays(models)
         )
-        left_out = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
-        assert result.num_left_out == len(left_out)
-        assert no_text <= left_out
-        self.is_over = left_out != no_text or self.index.stats().num_texts_left_out > 0
+        dropped = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
+        assert result.num_dropped == len(dropped)
+        assert no_text <= dropped
+        self.is_over = dropped != no_text or self.index.stats().num_texts_left_out > 0
         if self.is_over:
             assert self.max_bytes
             return

@@ -53,26 +53,35 @@ def count(folder, *lines):
 def test_without_repetition_every_step_yields_one_token(tmp_path):
     result = count(tmp_path, ([1, 2, 3], [[4, 5, 6, 7]]))
     # The prefill yields 4; three steps yield 5, 6 and 7.
-    assert (result.num_tokens, result.num_steps, result.num_draft_tokens) == (4, 3, 0)
-    assert result.tokens_per_step == 1.0
-    assert result.acceptance_rate == 0.0
+    assert (result.total.num_tokens, result.total.num_steps, result.total.num_draft_tokens) == (4, 3, 0)
+    assert result.total.tokens_per_step == 1.0
+    assert result.total.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
     result = count(tmp_path, ([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
-    assert (result.num_groups, result.num_responses, result.num_tokens, result.num_steps) == (2, 3, 3, 1)
+    assert (result.num_groups, len(result.responses), result.total.num_tokens, result.total.num_steps) == (
+        2,
+        3,
+        3,
+        1,
+    )
 
 
 def test_hand_counted_drafts(tmp_path):
     result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
     # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
     # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
-    assert result.num_steps == 2
-    assert result.tokens_per_step == 6 / 2
-    assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (2, 8, 4)
+    assert result.total.num_steps == 2
+    assert result.total.tokens_per_step == 6 / 2
+    assert (result.num_drafts, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (2, 8, 4)
     assert result.mean_acceptance_length == 1 + 4 / 2
-    assert result.acceptance_rate == 4 / 8
+    assert result.total.acceptance_rate == 4 / 8
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
     result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]]))
-    assert (result.num_steps, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
+    assert (result.total.num_steps, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (
+        1,
+        4,
+        2,
+    )
 
 
 def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
@@ -84,8 +93,8 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     replay_line(Copier(), line, (), 4, result)
     # 1, 7 and 2 come from prefills. Two steps give 2 and 3, with nothing to draft from. After 1 2 the draft
     # is 3 4 7 1: two are right, and the target says 6.
-    assert (result.num_tokens, result.num_steps, result.num_decoded_tokens) == (8, 3, 5)
-    assert (result.num_drafts, result.num_draft_tokens, result.num_accepted_tokens) == (1, 4, 2)
+    assert (result.total.num_tokens, result.total.num_steps, result.total.num_decoded_tokens) == (8, 3, 5)
+    assert (result.num_drafts, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (1, 4, 2)
     assert outlook([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
 
 
@@ -95,15 +104,15 @@ def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):
     lengths = (2, 3, 3, 4, 5, 6, 7, 9)
     texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
     result = count(tmp_path, ([1], texts))
-    assert result.num_draft_tokens == 0
-    assert result.num_steps == sum(lengths) - len(lengths)
+    assert result.total.num_draft_tokens == 0
+    assert result.total.num_steps == sum(lengths) - len(lengths)
     assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
-    assert result.tail_tokens_per_step == 1.0
+    assert result.to_dict()["tail_tokens_per_step"] == 1.0
     # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
     texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
     result = count(tmp_path, ([1, 2, 3, 4, 5, 6], texts))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
-    assert result.tail_tokens_per_step == 3.0
+    assert result.to_dict()["tail_tokens_per_step"] == 3.0
 
 
 @pytest.mark.parametrize("command", [["replay"], ["simulate", "--step-times", "1:0.1"]])

@@ -9,9 +9,9 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.predict.engine import Engine, SimulatedModel, step_together
+from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
-from rollout_spec.predict.simulate import Cluster, rollout, simulate
+from rollout_spec.predict.simulate import rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
 from rollout_spec.trace import Proposals, Rollout
 from tests.text import speak
@@ -45,8 +45,9 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
-def served(requests, config, times, max_num_seqs, tail_rows=0, **more):
-    engine = Engine(config, times, max_num_seqs, tail_rows, **more)
+def served(requests, config, times, max_num_seqs, tail_rows=0, model=None, **more):
+    cluster = Cluster(1, max_num_seqs, **more)
+    engine = Engine(config, times, cluster, tail_rows=tail_rows, model=model)
     rollout([[engine]], [requests])
     assert not engine.has_work
     return engine.total
@@ -147,16 +148,17 @@ def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
 
 
 @pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
-def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps):
+def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps, monkeypatch):
     """Beside its tokens each row takes some of the cache: both run, the second goes back, or waits."""
-    run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22, row_tokens=row_tokens)
+    monkeypatch.setattr(StepTimes, "row_tokens", lambda self, num_speculative_tokens: row_tokens)
+    run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22)
     assert (run.num_tokens, run.num_steps) == (7, num_steps)
 
 
 def test_the_newest_request_goes_back_wherever_its_row_is():
     """The first ends at once, and the last row takes its place."""
     requests = of_group(5, 1, 6, 9)
-    engine = Engine(OFF, FLAT, 3, 0, kv_tokens=18)
+    engine = Engine(OFF, FLAT, Cluster(1, 3, kv_tokens=18), tail_rows=0)
     engine.enqueue(requests)
     while engine.total.num_preemptions == 0:
         step_together([engine])
@@ -175,7 +177,7 @@ def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
 
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = of_group(5, 3, 1)
-    ranks = [Engine(OFF, ContextTimes(), 2, 0) for _ in range(2)]
+    ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2), tail_rows=0) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
@@ -235,9 +237,7 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin = AutoGate.begin
-    monkeypatch.setattr(
-        AutoGate, "begin", lambda self, step, counters: begin(self, step._replace(ranks=None), counters)
-    )
+    monkeypatch.setattr(AutoGate, "begin", lambda self, step: begin(self, step._replace(ranks=None)))
     assert seconds(lines, cluster, on, STEPPED) > 1.1 * drafted
 
 

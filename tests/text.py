@@ -4,7 +4,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History
-from rollout_spec.predict.replay import replay
+from rollout_spec.predict.replay import Counts, replay
 from rollout_spec.trace import to_line
 
 
@@ -26,8 +26,7 @@ def save_corpus(path, texts):
 
 def tokens_per_step(engines):
     """Of what each engine has served, replayed by a drafter of its own with the default options."""
-    results = [replay(lines, SpecConfig()) for lines in engines]
-    return sum(r.num_decoded_tokens for r in results) / sum(r.num_steps for r in results)
+    return Counts.sum(replay(lines, SpecConfig()).total for lines in engines).tokens_per_step
 
 
 def merged(*contents):

@@ -192,7 +192,7 @@ static void check_text(const rs_index *index, const fixture *f, int32_t row) {
     CHECK(memcmp(text, f->token_ids[row] + PROMPT_LEN, (size_t)num * sizeof *text) == 0);
 }
 
-/* Every row goes on, and now and then begins again, or is parked in between. One that is left out is opened again. */
+/* Every row goes on, and now and then begins again, or is parked in between. One that is dropped is opened again. */
 static void step_rows(life *l, int32_t *group, int num_steps) {
     fixture *f = l->f;
     for (int step = 0; step < num_steps; step++) {
@@ -210,22 +210,22 @@ static void step_rows(life *l, int32_t *group, int num_steps) {
         ask_model(f);
         CHECK(rs_step(l->index, &f->batch, NULL) == RS_OK);
         check_valid(l->index);
-        int32_t num_left_out = 0;
+        int32_t num_dropped = 0;
         for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
             if (f->num_draft_tokens[i] < 0) {
-                num_left_out++;
+                num_dropped++;
                 CHECK(rs_sequence_close(l->index, f->sequences[i], NULL) == RS_EUNKNOWN);
             } else {
                 check_text(l->index, f, i);
             }
         }
-        CHECK(num_left_out == f->batch.num_left_out);
+        CHECK(num_dropped == f->batch.num_dropped);
         for (int32_t i = 0; i < NUM_SEQUENCES; i++) {
             if (f->num_draft_tokens[i] < 0) {
                 open_row(l, group, i);
             }
         }
-        l->num_failures += num_left_out;
+        l->num_failures += num_dropped;
     }
 }
 
@@ -298,7 +298,7 @@ static void test_allocation_failures(uint32_t alphabet) {
     free(f);
 }
 
-/* A full index leaves out what does not fit, and only that; idle groups go first. */
+/* A full index drops what does not fit, and only that; idle groups go first. */
 static void test_budget(void) {
     rs_options options = default_options();
     options.max_bytes = sizeof(rs_index) + 60000;
@@ -320,8 +320,8 @@ static void test_budget(void) {
         CHECK(f->levels[0] < NUM_COLUMNS);
         CHECK(rs_step(index, &f->batch, NULL) == RS_OK);
         check_valid(index);
-    } while (f->batch.num_left_out == 0);
-    CHECK(f->batch.num_left_out == 1);
+    } while (f->batch.num_dropped == 0);
+    CHECK(f->batch.num_dropped == 1);
     CHECK(rs_group_given_up(index) == idle);
     const int32_t left = f->num_draft_tokens[0] < 0 ? 0 : 1;
     f->batch.num_rows = 1;
@@ -329,7 +329,7 @@ static void test_budget(void) {
     f->rows[0] = 1 - left;
     for (int step = 0; step < 30; step++) { /* in the room of the group that is idle now */
         f->levels[0] += 7;
-        CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_left_out == 0);
+        CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_dropped == 0);
     }
     CHECK(rs_group_given_up(index) >= 0 && rs_group_given_up(index) == -1);
     options.max_bytes = 10;
@@ -483,7 +483,7 @@ static void test_least_level(void) {
     }
     f->levels[0] = INT32_MIN;
     f->levels[1] = 3;
-    CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_left_out == 1);
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_dropped == 1);
     CHECK(f->num_draft_tokens[0] == -1 && f->num_draft_tokens[1] > 0);
     check_valid(index);
     rs_index_free(index);

@@ -50,7 +50,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # of `engine_arguments.model_drafter`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # as `engine_arguments.model_drafter`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -71,7 +71,7 @@ class Plan:
     @property
     def num_engines(self) -> int:
         """Without the one that explains differences."""
-        return 1 + len(self.drafting) + 2 * self.tests_distribution
+        return 1 + len(self.drafting) + (2 if self.tests_distribution else 0)
 
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
@@ -85,8 +85,10 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
 
     Raises CertifyError: no configuration has rejected a draft token, or the distribution test has none.
     """
-    distribution = _distribution(plan) if plan.tests_distribution else None
-    advance(2 * plan.tests_distribution)
+    distribution = None
+    if plan.tests_distribution:
+        distribution = _distribution(plan)
+        advance(2)
     runs: dict[Configuration, list[Pair]] = {}
     for where, pair in _pairs(plan, advance):
         runs.setdefault(where, []).append(pair)

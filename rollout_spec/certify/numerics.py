@@ -12,8 +12,8 @@ import torch
 from rollout_spec.verification import coupled
 
 NUM_MOVABLE = 6  # in float32 hardly two tokens are that near to a boundary; in bfloat16 there may be more
-DISTRIBUTION_TOKENS = 4  # of each sample that is tested; the first, which comes from the prefill, is left out
-FALSE_ALARM_RATE = 1e-6  # of all tests of two samplers together
+DISTRIBUTION_TOKENS = 4  # that each sample has; the first, which comes from the prefill, is not tested
+FALSE_ALARM_RATE = 1e-6  # that all tests of two samplers have together
 
 
 def rounding(dtype: str, logits: torch.Tensor, temperature: float) -> float:
@@ -80,7 +80,7 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     distances = torch.full_like(ranked, torch.inf)
     if 0 < top_k < len(logits):
         kept = ranked >= ranked[top_k - 1]
-        # Of equals at the boundary more than top_k are left; each of them could be the one too many.
+        # Where several are equal at the boundary, more than top_k are left, and each could be one too many.
         distances = torch.where(kept, ranked - ranked[top_k], ranked[top_k - 1] - ranked)
     if top_p < 1.0:
         shares = ranked.masked_fill(~kept, -torch.inf).softmax(0)

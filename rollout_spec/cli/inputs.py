@@ -210,6 +210,8 @@ def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names."""
     import pyarrow.parquet
 
+    from rollout_spec.predict.dumps import is_chat
+
     if not file.is_file():
         raise UserError(f"{option} {file}: no such file")
     try:
@@ -219,14 +221,9 @@ def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
     if not rows or "prompt" not in rows[0]:
         raise UserError(f"{option} {file}: no column `prompt`, or no row")
     for number, row in enumerate(rows[:num_rows], start=1):
-        if not _is_chat(row["prompt"]):
+        if not is_chat(row["prompt"]) or not all("role" in message for message in row["prompt"]):
             raise UserError(f"{option} {file}: row {number}: prompt: must be a list of messages")
     return rows[:num_rows]
-
-
-def _is_chat(value: Any) -> bool:
-    is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(isinstance(message, dict) and "role" in message for message in value)
 
 
 def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:

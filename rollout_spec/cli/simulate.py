@@ -14,7 +14,7 @@ from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.predict.engine import Cluster
     from rollout_spec.trace import Rollout
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clusters(args: argparse.Namespace, times: Any) -> list[Cluster]:
-    from rollout_spec.predict.simulate import Cluster
+    from rollout_spec.predict.engine import Cluster
 
     return [
         Cluster(
@@ -225,10 +225,11 @@ def _headline(results: list[dict[str, Any]]) -> str:
 
 def _print_table(title: str, results: list[dict[str, Any]]) -> None:
     from rollout_spec.cli.console import make_console, make_table
+    from rollout_spec.predict.simulate import fastest
 
     table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
     for result in results:
-        best = min(result["runs"], key=lambda figures: figures["makespan_s"])
+        best = fastest(result["runs"])
         for figures in result["runs"]:
             settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
             row = (

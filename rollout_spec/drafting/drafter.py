@@ -21,15 +21,13 @@ from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
+from rollout_spec.drafting.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
 
-# If less than this share of about the last ALIKE_MEMORY steps can be compared (requests come and go all the
-# time), the gate learns from every step: otherwise it would learn next to nothing.
-ALIKE_SHARE, ALIKE_MEMORY = 0.25, 32
 FILLER = 0  # a token id of any vocabulary
 STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
-MOST_SECONDS = 0.01  # of it at most: an engine without work may have waited long for this step
-PIECE_TOKENS = 1024  # of it that are indexed at a time, in 0.1 ms or less
+MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
+PIECE_TOKENS = 1024  # that are indexed at a time of text that is behind, in 0.1 ms or less
 
 
 class _Rows:
@@ -54,7 +52,7 @@ class _Rows:
     def set_levels(self, levels: Int32Array, may_draft: bool, rooms: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
-        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) * may_draft
+        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) if may_draft else 0
         if rooms is not None:
             np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
 
@@ -76,7 +74,7 @@ class Drafter:
         clock: seconds, of which the gate learns what a step takes.
         fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. What fills them is verified, and seldom right.
-        model_tokens: most tokens of a model that drafts too, for the steps that wait for drafts; 0: none.
+        most_model_tokens: the most that a model drafts for a row; 0: there is no model.
     """
 
     def __init__(
@@ -84,18 +82,15 @@ class Drafter:
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
         fills: bool = False,
-        model_tokens: int = 0,
+        most_model_tokens: int = 0,
     ) -> None:
-        self.counters = EngineCounters()
+        self.counters = EngineCounters()  # without those of the gate and the model
         self._fill_to = config.num_speculative_tokens if fills else 0
-        self._has_model = model_tokens > 0
-        self._gate = make_gate(config, self._fill_to, model_tokens)
+        self._has_model = most_model_tokens > 0
+        self._gate = make_gate(config, self._fill_to, most_model_tokens)
         self._clock = clock
-        self._last_end: float | None = None  # when the last step ended
-        self._last_seconds = 0.0  # what it took, with what was between it and the one before
-        self._all_decoded = False  # whether all rows of it did
+        self._step_seconds = StepSeconds()
         self.next_step_waits = False  # for drafts, as they may pay
-        self._share_alike = 1.0  # of late, the share of steps whose time can be compared
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history)
@@ -103,17 +98,17 @@ class Drafter:
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
-        self._rows: _Rows | None = None  # of these that have a place in the index; None: to be mapped anew
+        self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
 
     @property
-    def model_tokens(self) -> int:
-        """How many tokens a model is to draft in the next step, if that waits for drafts; at least 1.
+    def num_passes(self) -> int:
+        """How many passes a model is to take in the next step, if that waits for drafts; at least 1.
 
-        Whatever runs the model reads this, and `next_step_waits`, after every `draft`. In a step that does
-        not wait the model takes its first pass only. Where ranks share a model all take the same passes: the
-        scheduler tells them.
+        Each drafts one token for every row. Whatever runs the model reads this, and `next_step_waits`, after
+        every `draft`: in a step that does not wait the model takes its first pass only. Where ranks share a
+        model all take the same passes: the scheduler tells them.
         """
-        return self._gate.model_tokens
+        return self._gate.num_passes
 
     @property
     def wants_room(self) -> bool:
@@ -204,8 +199,8 @@ class Drafter:
                 many columns as it has taken passes in the step that has ended; None: just the first.
             rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
 
-        `next_step_waits` then says whether the next step must wait for its drafts, and `model_tokens` how
-        many tokens a model is to draft in it.
+        `next_step_waits` then says whether the next step must wait for its drafts, and `num_passes` how many
+        passes a model is to take in it.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -220,55 +215,39 @@ class Drafter:
             self._gate.discard()
             others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        step = self._step_that_ended(request_ids, nums_new_tokens, levels, ranks, ended, model_drafts)
-        rows = self._decoding_rows(step, nums_new_tokens)
+        has_new_rows = self._map_rows(request_ids)
+        assert self._rows is not None
+        num_decoding = num_rows - nums_new_tokens.count(0)
+        all_decode = num_decoding == num_rows
+        now = self._clock() if ended is None else ended
+        step = Step(
+            num_rows=num_decoding,
+            num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
+            num_new_tokens=sum(nums_new_tokens),
+            seconds=self._step_seconds.end_step(now, all_decode=all_decode, has_new_rows=has_new_rows),
+            ranks=ranks,
+            num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
+            model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens),
+        )
+        rows = self._rows if all_decode else self._rows.among(np.array(nums_new_tokens) > 0)
         drafts: list[list[int]] = [[] for _ in request_ids]
         if step.num_rows == 0:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
             return drafts
-        price = self._gate.begin(step, self.counters)
+        price = self._gate.begin(step)
         proposed = self._propose_after(rows, token_ids, levels, price, model_drafts, rooms)
         self._count(step, rows, proposed)
         if price is None:
             self.next_step_waits = False
         elif in_time:
             drafts = self._choose_for_next_step(rows, proposed, num_rows)
-            self._model_share.count_drafted(request_ids, drafts, model_drafts, self.counters)
+            self._model_share.count_drafted(request_ids, drafts, model_drafts)
             self._fill_up(drafts, nums_new_tokens)
         else:
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
-
-    def _step_that_ended(
-        self,
-        request_ids: Sequence[str],
-        nums_new_tokens: Sequence[int],
-        levels: Int32Array,
-        ranks: Ranks | None,
-        ended: float | None,
-        model_drafts: ModelDrafts | None,
-    ) -> Step:
-        """What the gate learns from it; called once a step."""
-        num_rows, num_new = len(nums_new_tokens) - nums_new_tokens.count(0), sum(nums_new_tokens)
-        has_no_new_rows = self._map_rows(request_ids)
-        verified = self._model_share.count_accepted(request_ids, nums_new_tokens, self.counters)
-        now = self._clock() if ended is None else ended
-        last_end, self._last_end = self._last_end, now
-        self._last_seconds = 0.0 if last_end is None else now - last_end
-        if not self._gate.weighs_costs:
-            return Step(num_rows, num_new_tokens=num_new)
-        # A step that prefills, or that new rows have come to, does not show what a decoding step costs.
-        all_decode = num_rows == len(nums_new_tokens)
-        is_alike = has_no_new_rows and all_decode and self._all_decoded
-        self._share_alike += (is_alike - self._share_alike) / ALIKE_MEMORY
-        is_comparable = last_end is not None and (is_alike or self._share_alike < ALIKE_SHARE)
-        seconds = self._last_seconds if is_comparable else None
-        self._all_decoded = all_decode
-        context = sum(compress(levels[: len(nums_new_tokens)].tolist(), nums_new_tokens))
-        num_passes = 0 if model_drafts is None else model_drafts.tokens.shape[1]
-        return Step(num_rows, context, num_new, seconds, ranks, num_passes, verified)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
@@ -276,19 +255,14 @@ class Drafter:
         while has_more and has_time():
             has_more = self.index.catch_up(PIECE_TOKENS)
 
-    def _decoding_rows(self, step: Step, nums_new_tokens: Sequence[int]) -> _Rows:
-        rows = self._rows
-        assert rows is not None
-        return rows if step.num_rows == len(nums_new_tokens) else rows.among(np.array(nums_new_tokens) > 0)
-
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether all were rows of the step before, of which some may have ended."""
+        """Whether there is one that was no row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._rows is not None and self._row_ids == request_ids:
-            return True
+            return False
         self._rows = self._tracked_rows(request_ids)
         last, self._row_ids = self._row_ids, list(request_ids)
-        return set(last).issuperset(request_ids)
+        return not set(last).issuperset(request_ids)
 
     def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
@@ -301,7 +275,7 @@ class Drafter:
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_left_out
+        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
         self.counters.num_behind_rows += proposed.num_behind
 
     def _propose_after(
@@ -320,14 +294,14 @@ class Drafter:
             price or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
         if self.index.catch_up(0):  # also where nobody waits for a device
-            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
+            end = self._clock() + min(STEP_SHARE * self._step_seconds.last, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
-        if result.num_left_out:
-            self._forget_left_out(rows, result.num_draft_tokens)
+        if result.num_dropped:
+            self._forget_dropped(rows, result.num_draft_tokens)
         return result
 
-    def _forget_left_out(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has left out (-1, here 0 then) have no place in the index any more."""
+    def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
+        """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
             self._requests[self._row_ids[row]].member = None
         self._rows = None
@@ -361,7 +335,7 @@ class Drafter:
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
         numbers = proposed.num_draft_tokens
-        chosen = self._gate.choose(proposed.survivals, numbers, self.counters) if len(rows) else numbers
+        chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
         if chosen.any() or not numbers.any():  # else the gate has counted the step as off
             self.counters.num_steps_on += 1
         return chosen
@@ -378,10 +352,10 @@ class Drafter:
         num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
-        taken, self.counters = self.counters, EngineCounters()
-        taken.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
-        return taken
+        self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
+        each = self.counters, self._gate.counters, self._model_share.counters
+        return EngineCounters.sum(one.take() for one in each)
 
     def note_new_weights(self) -> None:
         """The target's weights have changed: the time until the next step is no step's."""
-        self._last_end = None
+        self._step_seconds.forget_last_end()

@@ -53,7 +53,7 @@ class Groups:
         self._groups: dict[_Key, _Group] = {}
         self._keys: dict[int, _Key] = {}  # of the groups, by their handles
         self.num_resumed = 0  # requests that went on where their sample's text ended
-        self.num_texts_left_out = 0  # responses of the history, for which the index has no room
+        self.num_texts_left_out = 0  # responses of the history, for which there was no memory
         self._parked: dict[Hashable, Member] = {}  # by the names of their samples
         # Those without, by the number and the last of all their tokens; the one parked last is the last.
         self._unnamed: OrderedDict[tuple[int, bytes], Member] = OrderedDict()

@@ -14,12 +14,12 @@ import numpy as np
 from rollout_spec.drafting.native import Int32Array
 
 _MAGIC = b"rollout_spec history 4\n"
-_LENGTH_BYTES = 8  # of a piece's content
-_PIECE_BYTES = 1 << 20  # of texts, about; a longer one is a piece of its own
+_LENGTH_BYTES = 8  # that say how long a piece's content is
+_PIECE_BYTES = 1 << 20  # about, of a piece's texts; a longer text is a piece of its own
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
 _KEY_BYTES = 16
-_OVERHEAD_BYTES = 200  # of a response and of a prompt, beyond the tokens
+_OVERHEAD_BYTES = 200  # that a response and a prompt take beyond their tokens
 
 
 class HistoryError(ValueError):
@@ -116,7 +116,7 @@ class History(Responses):
         super().__init__(num_responses, max_bytes)
         self._new = Responses(num_responses, max_bytes)
         self.pieces: Iterator[bytes] = iter(())
-        """Of what was asked for last, those that are still to be handed on."""
+        """The pieces of what was asked for last that are still to be handed on."""
 
     def add(self, prompt_key: bytes, response: Int32Array) -> None:
         """Keep a response of this engine as the latest of its prompt."""
@@ -181,7 +181,7 @@ def _unpack(piece: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
     """Prompt keys and responses. Raises HistoryError, beginning with `where`."""
     with np.load(io.BytesIO(_checked(piece, where))) as arrays:
         texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
-        # Of nothing, split makes one empty text.
+        # Where there is no text, split makes an empty one.
         return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
 
 

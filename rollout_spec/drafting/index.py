@@ -33,8 +33,8 @@ class StepResult(NamedTuple):
     survivals: Float32Array
     """[n, K]: estimated probability that the draft up to and with this token is accepted."""
     num_draft_tokens: Int32Array
-    """[n]; -1: the row is left out, and its sequence closed."""
-    num_left_out: int = 0
+    """[n]; -1: the row is dropped, and its sequence closed."""
+    num_dropped: int = 0
     """Rows."""
     num_behind: int = 0
     """Rows that draft nothing, as something of their text is not indexed."""
@@ -85,7 +85,7 @@ class IndexStats(NamedTuple):
     num_tokens: int
     num_tokens_behind: int
     num_texts_left_out: int
-    """Ever, for want of memory."""
+    """Ever: for which there was no memory."""
     num_bytes: int
 
 
@@ -240,7 +240,7 @@ class SuffixIndex:
             max_tokens: to index of what is behind; a row that still is has no draft.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
 
-        A row that does not fit, or holds what no text can, is left out; the result says which.
+        A row that does not fit, or holds what no text can, is dropped; the result says which.
 
         Raises InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
         """
@@ -256,7 +256,7 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_tokens = max_tokens
         self._check(lib.rs_step(index, batch, self._error))
-        return self._result._replace(num_left_out=batch.num_left_out, num_behind=batch.num_behind)
+        return self._result._replace(num_dropped=batch.num_dropped, num_behind=batch.num_behind)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")

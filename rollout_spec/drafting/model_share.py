@@ -4,24 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout_spec.drafting.gate.costs import ModelTokens
+from rollout_spec.drafting.gate.costs import ModelShares
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.trace import num_alike
 
 
 class ModelShare:
     """Counts the tokens that a draft begins with and that the model proposed too."""
 
     def __init__(self) -> None:
-        self._num_tokens = 0  # of the model's drafts for the step that runs
-        self._lengths: dict[str, int] = {}  # how many of them the step verifies, by request
+        self.counters = EngineCounters()
+        self._num_tokens = 0  # that the model drafted of each row for the step that runs
+        self._lengths: dict[str, int] = {}  # how many of its tokens the step verifies, by request
 
     def count_drafted(
-        self,
-        request_ids: Sequence[str],
-        drafts: Sequence[list[int]],
-        model_drafts: ModelDrafts | None,
-        counters: EngineCounters,
+        self, request_ids: Sequence[str], drafts: Sequence[list[int]], model_drafts: ModelDrafts | None
     ) -> None:
         """The step that begins next verifies these drafts."""
         if model_drafts is None:
@@ -29,12 +27,12 @@ class ModelShare:
         self._num_tokens = model_drafts.tokens.shape[1]
         proposed = model_drafts.tokens.tolist()
         for request_id, draft, tokens in zip(request_ids, drafts, proposed, strict=False):
-            self._lengths[request_id] = _num_alike(draft, tokens)
-        counters.num_model_draft_tokens += sum(self._lengths.values())
+            self._lengths[request_id] = num_alike(draft, tokens)
+        self.counters.num_model_draft_tokens += sum(self._lengths.values())
 
     def count_accepted(
-        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int], counters: EngineCounters
-    ) -> ModelTokens | None:
+        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int]
+    ) -> ModelShares | None:
         """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
         lengths, self._lengths = self._lengths, {}
         each = zip(request_ids, nums_new_tokens, strict=True)
@@ -43,12 +41,6 @@ class ModelShare:
             return None
         verified, accepted = np.array(rows).T
         accepted = np.minimum(verified, accepted)
-        counters.num_model_accepted_tokens += int(accepted.sum())
+        self.counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
-        return ModelTokens(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
-
-
-def _num_alike(draft: list[int], proposed: list[int]) -> int:
-    """With how many equal tokens both begin."""
-    pairs = enumerate(zip(draft, proposed, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(draft), len(proposed)))
+        return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))

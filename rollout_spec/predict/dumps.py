@@ -239,12 +239,12 @@ def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> A
 
 def _responses(value: Any, where: str) -> list[_Raw]:
     """What a value holds: one response, or a list of n for n samples. Of a chat with one message its text."""
-    is_one = not isinstance(value, list) or _is_ids(value) or _is_chat(value)
+    is_one = not isinstance(value, list) or _is_ids(value) or is_chat(value)
     responses = []
     for one in [value] if is_one else value:
-        text = one[0].get("content") if _is_chat(one) and len(one) == 1 else one
+        text = one[0].get("content") if is_chat(one) and len(one) == 1 else one
         if not isinstance(text, str) and not _is_ids(text) and text not in _EMPTY:
-            what = f"a chat of {len(text)} messages" if _is_chat(text) else f"{text!r:.40}"
+            what = f"a chat of {len(text)} messages" if is_chat(text) else f"{text!r:.40}"
             raise TraceError(
                 f"{where}: the response is {what}, and not what the policy wrote: its text, its token ids, "
                 "or a list of these; --columns response=NAME names another field"
@@ -255,7 +255,7 @@ def _responses(value: Any, where: str) -> list[_Raw]:
 
 def _prompt(value: Any) -> _Raw:
     """The text or the token ids of a prompt; a chat as verl decodes it, roles and texts in lines."""
-    if _is_chat(value):
+    if is_chat(value):
         return "".join(f"{message.get('role')}\n{message.get('content')}\n" for message in value)
     return value if isinstance(value, str) or _is_ids(value) else ""
 
@@ -270,7 +270,8 @@ def _step(value: Any, where: str) -> int | None:
     raise TraceError(f"{where}: the step is {value!r:.40}, no whole number; --columns step= reads no steps")
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether it is a list of messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 

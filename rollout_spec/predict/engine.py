@@ -22,6 +22,19 @@ from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
 
 
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What engines there are, all alike."""
+
+    num_replicas: int
+    max_num_seqs: int
+    group_size: int | None = None  # the first responses of each line, None: all
+    num_ranks: int = 1  # data-parallel ranks of a replica
+    kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
+    fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
+    tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
+
+
 class SimulatedModel(NamedTuple):
     """A draft model of an engine. What it drafts was recorded or simulated, and is in the requests.
 
@@ -29,7 +42,7 @@ class SimulatedModel(NamedTuple):
     The further passes are left out while the gate lets nothing be drafted, and where they do not pay.
     """
 
-    num_tokens: int  # of a draft, at most
+    num_tokens: int  # the most that it drafts for a row
     times: Times  # of a pass
 
     def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
@@ -70,10 +83,6 @@ class Engine:
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
         tail_rows: the tail is the time in which at most this many requests run.
-        kv_tokens: tokens that the KV cache holds.
-        row_tokens: tokens that would fill what a running request takes of it beside its own.
-        tool_seconds: between two turns of a sample. What it has said stays in the prefix cache.
-        fills_drafts: draft up to K tokens in every row, as `Drafter` does it.
         model: a model that drafts too.
     """
 
@@ -81,26 +90,24 @@ class Engine:
         self,
         config: SpecConfig,
         times: Times,
-        max_num_seqs: int,
+        cluster: Cluster,
+        *,
         tail_rows: int,
-        kv_tokens: float = math.inf,
-        fills_drafts: bool = False,
         model: SimulatedModel | None = None,
-        row_tokens: float = 0.0,
-        tool_seconds: float = 0.0,
     ) -> None:
         self.total = EngineRun()
+        self.times, self._cluster, self._tail_rows, self._model = times, cluster, tail_rows, model
         self.drafter: Drafter | None = None
+        num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
             self.drafter = Drafter(
                 config,
                 lambda: self.total.seconds,
-                fills=fills_drafts,
-                model_tokens=min(model.num_tokens, config.num_speculative_tokens) if model else 0,
+                fills=cluster.fills_drafts,
+                most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
             )
-        self.times, self._model = times, model
-        self._max_num_seqs, self._tail_rows, self._kv_tokens = max_num_seqs, tail_rows, kv_tokens
-        self._row_tokens, self._tool_seconds = row_tokens, tool_seconds
+            num_draft_tokens = config.num_speculative_tokens
+        self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._running: list[Request] = []  # by row, as the arrays below
@@ -121,11 +128,11 @@ class Engine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
         self._queue.extend((request, 0) for request in requests)
-        num_rows = min(self._max_num_seqs, len(requests))
+        num_rows = min(self._cluster.max_num_seqs, len(requests))
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
-        # Of each row the tokens that exist, and those that it ends with.
+        # How many tokens of each row exist, and with how many it ends.
         self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         self._prefilled.clear()
         self._begin = self.total.seconds
@@ -137,21 +144,21 @@ class Engine:
         return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
 
     def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
-        """Of the step that has begun; the other data-parallel ranks bring `num_tokens_of_others`."""
+        """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
         num_tokens, num_context, num_rows, drafted = work
         seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._model_tokens))
+        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._num_passes))
 
     @property
-    def _model_tokens(self) -> int:
-        """What the model drafts in each row of this step."""
+    def _num_passes(self) -> int:
+        """The model's passes in this step that draft."""
         if self._model is None:
             return 0
         if self.drafter is None:
             return self._model.num_tokens
-        return self.drafter.model_tokens if self.drafter.next_step_waits else 0
+        return self.drafter.num_passes if self.drafter.next_step_waits else 0
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """End the step that has begun; returns the number of tokens that it gave.
@@ -209,13 +216,13 @@ class Engine:
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:
-        if not self._model_tokens:
+        if not self._num_passes:
             return None
         nums_done = [
             int(level) - len(request.prompt_token_ids)
             for level, request in zip(self._levels, self._running, strict=False)
         ]
-        return drafts_at([request.proposals for request in self._running], nums_done, self._model_tokens)
+        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
 
     @property
     def _num_context(self) -> int:
@@ -246,7 +253,7 @@ class Engine:
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
-        while len(self._running) > 1 and self._num_kept > self._kv_tokens:
+        while len(self._running) > 1 and self._num_kept > self._cluster.kv_tokens:
             newest = next(reversed(self._admitted))
             row = next(i for i, request in enumerate(self._running) if request.name == newest)
             request = self._running[row]
@@ -258,10 +265,10 @@ class Engine:
     def _admit(self) -> int:
         """Fill the batch from the queue; returns the number of tokens to prefill."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._running) < self._max_num_seqs:
+        while self._queue and len(self._running) < self._cluster.max_num_seqs:
             request, num_done = self._queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
-            if self._running and needed > self._kv_tokens:
+            if self._running and needed > self._cluster.kv_tokens:
                 break
             self._queue.popleft()
             self._start(request, num_done)
@@ -297,7 +304,7 @@ class Engine:
             if has_ended and request.next_turn is None:
                 self.drafter.end_samples([request.sample])
         if has_ended and request.next_turn is not None:
-            self._at_tools.append((self.total.seconds + self._tool_seconds, request.next_turn))
+            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]

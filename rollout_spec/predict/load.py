@@ -31,8 +31,8 @@ class Request:
     prompt_token_ids: Int32Array
     response: Int32Array
     proposals: Proposals | None = None
-    num_cached: int = 0  # of the prompt's tokens, those of the turns before
-    num_group_tokens: int | None = None  # of them, the group's prompt; None: all
+    num_cached: int = 0  # tokens of the prompt that the turns before have
+    num_group_tokens: int | None = None  # tokens of it that are the group's prompt; None: all
     next_turn: Request | None = None
 
     @property
@@ -69,7 +69,7 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
 
 _MAX_TOKEN = np.iinfo(np.int32).max
 LEAST_REQUESTS = 32
-"""Of `one_rollout`: with fewer, one long response decides."""
+"""That `one_rollout` has at least: with fewer, one long response decides."""
 
 
 def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:

@@ -15,6 +15,10 @@ _WHY_NOT = {
     "kv_lora_rank": "MLA is not modelled: its attention computes for as long as it reads, or longer",
     "quantization_config": "quantized weights are not modelled, fp8 among them",
 }
+_OF_RECURRENT_LAYERS = {  # by a field that says there are some: the others of their size
+    "linear_num_value_heads": ("linear_value_head_dim", "linear_num_key_heads", "linear_key_head_dim"),
+    "ssm_state_size": ("mamba_num_heads", "mamba_head_dim", "n_groups"),
+}
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -42,7 +46,6 @@ class Model:
     num_dense_layers: int = 0  # those without experts, where there are experts
     dense_size: int = 0  # width of these layers
     states: States | None = None  # of its recurrent layers
-    linear_params: int = 0  # of one such layer, in place of attention
     gates_queries: bool = False  # Qwen beside such layers: the queries have a gate of their size
 
     @classmethod
@@ -78,12 +81,12 @@ class Model:
         dtype = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
         if dtype not in _BYTES:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
-        states, linear_params = _linear_layers(fields, _BYTES[dtype])
+        hidden_size, states = _whole(fields, "hidden_size"), _states(fields, _BYTES[dtype])
         fields = _with_mixers_and_mlps(fields)
         experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
         is_narrow = experts and "moe_intermediate_size" in fields
         width = "moe_intermediate_size" if is_narrow else "intermediate_size"
-        hidden_size, num_heads = _whole(fields, "hidden_size"), _whole(fields, "num_attention_heads")
+        num_heads = _whole(fields, "num_attention_heads")
         model = cls(
             hidden_size=hidden_size,
             num_layers=_whole(fields, "num_hidden_layers"),
@@ -95,7 +98,6 @@ class Model:
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
             states=states,
-            linear_params=linear_params,
             gates_queries=bool(fields.get("linear_num_value_heads")),
         )
         if not experts:
@@ -123,18 +125,19 @@ class Model:
 
     @property
     def expert_params(self) -> int:
-        """Of one expert in all layers that have experts."""
+        """Parameters of one expert, in all layers that have experts."""
         return self.num_expert_layers * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def shared_params(self) -> int:
-        """That every token takes: attention, router, shared experts, dense layers and output."""
+        """Parameters that every token takes: attention, router, shared experts, dense layers and output."""
         gate = self.num_heads if self.gates_queries else 0
         attention = self.head_dim * (2 * (self.num_heads + self.num_kv_heads) + gate)
         expert_layer = self.num_experts + 3 * self.shared_expert_size
         dense_layer = 3 * (self.dense_size or self.intermediate_size)
-        return self.num_linear_layers * self.linear_params + self.hidden_size * (
-            (self.num_layers - self.num_linear_layers) * attention
+        return self.hidden_size * (
+            self.num_linear_layers * (self.states.num_projected if self.states else 0)
+            + (self.num_layers - self.num_linear_layers) * attention
             + self.num_expert_layers * expert_layer
             + (self.num_layers - self.num_expert_layers) * dense_layer
             + self.vocab_size
@@ -170,20 +173,12 @@ def _refuse_other_kinds(fields: dict[str, Any]) -> None:
             raise RooflineError(f"{name}: needs the number of experts, one of {', '.join(_NUM_EXPERTS)}")
 
 
-def _linear_layers(fields: dict[str, Any], dtype_bytes: int) -> tuple[States | None, int]:
-    """The states of the recurrent layers, and the parameters of one."""
-    hidden_size = _whole(fields, "hidden_size")
-    if fields.get("linear_num_value_heads"):  # the gated delta rule
-        heads = _whole(fields, "linear_num_value_heads")
-        values = heads * _whole(fields, "linear_value_head_dim")
-        keys = _whole(fields, "linear_num_key_heads") * _whole(fields, "linear_key_head_dim")
-        return states_of(fields, dtype_bytes=dtype_bytes), hidden_size * (2 * keys + 3 * values + 2 * heads)
-    if fields.get("ssm_state_size"):  # Mamba 2
-        heads = _whole(fields, "mamba_num_heads")
-        values = heads * _whole(fields, "mamba_head_dim")
-        keys = _whole(fields, "n_groups", 1) * _whole(fields, "ssm_state_size")
-        return states_of(fields, dtype_bytes=dtype_bytes), hidden_size * (2 * keys + 3 * values + heads)
-    return None, 0
+def _states(fields: dict[str, Any], dtype_bytes: int) -> States | None:
+    """The states of the recurrent layers, whose fields must be whole numbers."""
+    for kind, names in _OF_RECURRENT_LAYERS.items():
+        for name in (kind, *names) if fields.get(kind) else ():
+            _whole(fields, name, 1 if name == "n_groups" else None)
+    return states_of(fields, dtype_bytes=dtype_bytes)
 
 
 def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +197,7 @@ def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_expert_size(fields: dict[str, Any], width: str) -> int:
-    """Of all shared experts; where only their number is given, each is as wide as the others."""
+    """The width of all shared experts; where only their number is given, each is as wide as the others."""
     number = next((name for name in ("n_shared_experts", "num_shared_experts") if fields.get(name)), None)
     size = _whole(fields, "shared_expert_intermediate_size", 0)
     return size or (_whole(fields, number) * _whole(fields, width) if number else 0)

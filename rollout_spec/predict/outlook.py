@@ -30,12 +30,11 @@ def outlook(
         for rollout in rollouts_of(lines)
         for requests in assign(requests_of(rollout, None), num_replicas)
     ]
-    lengths = [response.num_tokens for response in result.responses]
+    lengths = [response.counts.num_tokens for response in result.responses]
     with_step = [response for response in result.responses if response.step is not None]
-    by_length = _by(result.responses, lambda one: max(SHORT, 1 << one.num_tokens.bit_length()))
+    by_length = _by(result.responses, lambda one: max(SHORT, 1 << one.counts.num_tokens.bit_length()))
     return {
         **result.to_dict(),
-        "tail_tokens_per_step": result.tail_tokens_per_step,
         "lengths": {
             "median": float(np.median(lengths)),
             "longest_tenth": float(np.quantile(lengths, 0.9)),
@@ -68,13 +67,12 @@ def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int
 
 def _by(responses: Iterable[Replayed], key: Callable[[Replayed], Any]) -> list[tuple[int, dict[str, float]]]:
     """The figures of the responses of each key, in the order of keys."""
-    sums: defaultdict[int, Counts] = defaultdict(Counts)
-    nums: defaultdict[int, int] = defaultdict(int)
+    found: defaultdict[int, list[Counts]] = defaultdict(list)
     for response in responses:
-        sums[key(response)].add(response)
-        nums[key(response)] += 1
+        found[key(response)].append(response.counts)
     names = ("num_tokens", "tokens_per_step", "acceptance_rate")
+    sums = ((name, len(each), Counts.sum(each)) for name, each in sorted(found.items()))
     return [
-        (name, {"num_responses": nums[name], **{figure: getattr(sums[name], figure) for figure in names}})
-        for name in sorted(sums)
+        (name, {"num_responses": num, **{figure: getattr(total, figure) for figure in names}})
+        for name, num, total in sums
     ]

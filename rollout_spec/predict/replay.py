@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,22 +18,19 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import ModelDrafts, make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
+from rollout_spec.metrics import Counters
 from rollout_spec.trace import Proposals, Rollout
 
 
 @dataclass
-class Counts:
-    """Of one response, or summed over several. A step is one forward of the target for one response."""
+class Counts(Counters):
+    """Counts of one response, or of several. A step is one forward of the target for one response."""
 
     num_tokens: int = 0  # the first token of each response included, which the prefill gives
     num_decoded_tokens: int = 0  # tokens that steps gave
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-
-    def add(self, other: Counts) -> None:
-        for field in dataclasses.fields(Counts):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def tokens_per_step(self) -> float:
@@ -48,41 +45,37 @@ class Counts:
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
-@dataclass
-class Replayed(Counts):
+class Replayed(NamedTuple):
     """One response."""
 
-    step: int | None = None  # the training step
+    step: int | None  # the training step
+    counts: Counts
 
 
 @dataclass
-class ReplayResult(Counts):
+class ReplayResult:
     """All responses of a replay."""
 
+    total: Counts = dataclasses.field(default_factory=Counts)
     num_groups: int = 0
     num_drafts: int = 0
-    num_tail_steps: int = 0  # of num_steps, those with at most max(1, n // 4) of the n siblings running
+    num_tail_steps: int = 0  # of the total, those with at most max(1, n // 4) of the n siblings running
     num_tail_tokens: int = 0  # tokens that these gave
     responses: list[Replayed] = dataclasses.field(default_factory=list)
 
     @property
-    def num_responses(self) -> int:
-        return len(self.responses)
-
-    @property
     def mean_acceptance_length(self) -> float:
-        return 1.0 + self.num_accepted_tokens / max(1, self.num_drafts)
-
-    @property
-    def tail_tokens_per_step(self) -> float:
-        return self.num_tail_tokens / max(1, self.num_tail_steps)
+        return 1.0 + self.total.num_accepted_tokens / max(1, self.num_drafts)
 
     def to_dict(self) -> dict[str, float]:
-        names = (
-            *("num_groups", "num_responses", "num_tokens", "num_steps", "tokens_per_step"),
-            *("draft_tokens_per_step", "acceptance_rate", "mean_acceptance_length"),
-        )
-        return {name: getattr(self, name) for name in names}
+        names = ("num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step", "acceptance_rate")
+        return {
+            "num_groups": self.num_groups,
+            "num_responses": len(self.responses),
+            **{name: getattr(self.total, name) for name in names},
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tail_tokens_per_step": self.num_tail_tokens / max(1, self.num_tail_steps),
+        }
 
 
 class Proposer(Protocol):
@@ -145,7 +138,7 @@ class IndexProposer:
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
         self.index, self._mixes = make_index(config), mixes
-        self.price = config.min_survival  # of a token: it is drafted if its survival is not less
+        self.price = config.min_survival  # a token is drafted if its survival is not less
         self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
@@ -172,8 +165,8 @@ class IndexProposer:
         result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
         )
-        if result.num_left_out:  # an engine goes on without them; here they are what is measured
-            raise BudgetExceeded(f"{result.num_left_out} responses do not fit")
+        if result.num_dropped:  # an engine goes on without them; here they are what is measured
+            raise BudgetExceeded(f"{result.num_dropped} responses do not fit")
         return result.draft_tokens, result.num_draft_tokens
 
     def finish(self) -> None:
@@ -215,7 +208,7 @@ def replay_line(
     decoding = _Decoding(line, num_speculative_tokens)
     token_ids, levels, ends = decoding.token_ids, decoding.levels, decoding.ends
     n = len(levels)
-    counts = np.zeros((n, 4), np.int64)  # of `Counts` all but the first
+    counts = np.zeros((n, 4), np.int64)  # all fields of `Counts` but the first
     proposer.start(line, earlier)
     rows = np.arange(n, dtype=np.int32)
     is_running = levels < ends
@@ -238,10 +231,9 @@ def replay_line(
     proposer.finish()
     result.num_groups += 1
     for row in np.column_stack([line.num_generated, counts]).tolist():
-        response = Replayed(*row)
-        response.step = line.step
-        result.responses.append(response)
-        result.add(response)
+        response = Counts(*row)
+        result.responses.append(Replayed(line.step, response))
+        result.total.add(response)
 
 
 class _Decoding:
@@ -283,7 +275,7 @@ def token_matrix(line: Rollout, num_speculative_tokens: int) -> tuple[Int32Array
 def _num_accepted(
     drafts: Int32Array, numbers: Int32Array, token_ids: Int32Array, rows: Int32Array, levels: Int32Array
 ) -> np.ndarray:
-    """Of each row's draft, the tokens up to the first that is not the recorded one, [n]."""
+    """How many tokens of each row's draft come before the first that is not the recorded one, [n]."""
     offsets = np.arange(drafts.shape[1])
     # Rows that have ended draft nothing; clipping keeps their columns inside the matrix.
     columns = np.minimum(levels[:, None] + offsets, token_ids.shape[1] - 1)

@@ -35,8 +35,8 @@ class Device:
     flops_per_s: float  # dense, bfloat16
     bytes_per_s: float
     memory_bytes: float
-    memory_efficiency: float  # of the bandwidth, what an engine gets
-    compute_efficiency: float  # of the FLOP/s
+    memory_efficiency: float  # the share of the bandwidth that an engine gets
+    compute_efficiency: float  # and that of the FLOP/s
     launch_s: float  # of each layer and step, that reading and computing do not hide
     link_bytes_per_s: float
     link_s: float
@@ -152,7 +152,7 @@ class Roofline:
         num_tokens_of_others: int = 0,
         num_rows: int = 0,
     ) -> float:
-        """Of one step of one rank, as `Times` says; only the host cares for `drafted` and `num_rows`."""
+        """The seconds of a step of one rank, as `Times`; only the host cares for `drafted` and `num_rows`."""
         device, model = self.device, self.model
         read_bytes = self.stretch * num_context * self._kv_bytes_per_token
         read_bytes += self._state_bytes(num_tokens, num_rows, drafted)
@@ -190,7 +190,7 @@ class Roofline:
         return 2 * num_layers * heads * model.head_dim * model.bytes_per_value
 
     def _state_bytes(self, num_tokens: int, num_rows: int, drafted: bool) -> float:
-        """Of states read and written; a prompt's tokens write none but their last."""
+        """Bytes of states read and written; a prompt's tokens write none but their last."""
         states = self.model.states
         if states is None:
             return 0.0
@@ -211,7 +211,7 @@ class Roofline:
         return self._product_seconds(experts * model.expert_params, num_products * model.expert_params)
 
     def _product_seconds(self, params: float, products: float) -> float:
-        """Of matrix products on one device: the parameters that they read, their multiplications."""
+        """Matrix products on one device: `params` that they read, `products` that they multiply."""
         device = self.device
         memory = params * self.model.bytes_per_value / (device.memory_efficiency * device.bytes_per_s)
         compute = 2 * products / (device.compute_efficiency * device.flops_per_s)

@@ -1,16 +1,14 @@
 """Whole rollouts on a cluster of simulated engines."""
 
-import dataclasses
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 from rollout_spec.drafting.history import History
-from rollout_spec.predict.engine import Engine, EngineRun, SimulatedModel, step_together
+from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
@@ -18,17 +16,6 @@ from rollout_spec.trace import Rollout
 
 TAIL_ROWS = 8
 """A rollout is in its tail while an engine runs at most this many requests."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    num_replicas: int
-    max_num_seqs: int
-    group_size: int | None = None  # the first responses of each line, None: all
-    num_ranks: int = 1  # data-parallel ranks of a replica
-    kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
-    fills_drafts: bool = False  # draft up to K tokens in every row
-    tool_seconds: float = 0.0  # between two turns of an agent
 
 
 def model_of(lines: Iterable[Rollout], times: Times) -> SimulatedModel | None:
@@ -107,7 +94,7 @@ def compare(
         runs.append({**setting, **figures})
     for figures in runs:
         figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
-    best = min(runs, key=lambda figures: figures["makespan_s"])
+    best = fastest(runs)
     return {
         "replicas": cluster.num_replicas,
         "max_num_seqs": cluster.max_num_seqs,
@@ -117,6 +104,11 @@ def compare(
         "best_num_speculative_tokens": best["num_speculative_tokens"],
         "runs": runs,
     }
+
+
+def fastest(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The first run of `compare` that takes the least time."""
+    return min(runs, key=lambda figures: figures["makespan_s"])
 
 
 def simulate(
@@ -144,14 +136,9 @@ def simulate(
         acceptance_rate (0 without drafts); num_preemptions.
     """
     times = times if config.enabled else times.without_drafter
-    k = config.num_speculative_tokens if config.enabled else model.num_tokens if model else 0
-    row_tokens = times.row_tokens(k)
 
     def engine() -> Engine:
-        return Engine(
-            config, times, cluster.max_num_seqs, tail_rows, cluster.kv_tokens, cluster.fills_drafts, model,
-            row_tokens, cluster.tool_seconds,
-        )  # fmt: skip
+        return Engine(config, times, cluster, tail_rows=tail_rows, model=model)
 
     replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
     engines = list(itertools.chain.from_iterable(replicas))

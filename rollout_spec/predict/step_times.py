@@ -33,7 +33,7 @@ class Times(Protocol):
         num_tokens_of_others: int = 0,
         num_rows: int = 0,
     ) -> float:
-        """Of one step.
+        """The seconds of one step.
 
         Args:
             num_tokens: tokens that the step verifies or prefills.
@@ -94,7 +94,7 @@ class StepTimes:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> StepTimes:
-        """Of num_tokens, seconds, num_steps and drafted; steps with drafts stand for plain ones that lack."""
+        """From num_tokens, seconds, num_steps and drafted; drafted steps stand for missing plain ones."""
         curves: dict[bool, list[_Point]] = {False: [], True: []}
         for row in rows:
             point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))

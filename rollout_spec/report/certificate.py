@@ -7,7 +7,7 @@ from typing import Any
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import render
 
-# Of each table: what a column shows, and how.
+# What each column of a table shows, and how.
 _CONFIGURATIONS = {
     "K": ("num_speculative_tokens", "{}"),
     "threshold": ("batch_threshold", "{}"),
@@ -66,13 +66,14 @@ def _cell(value: Any, shape: str) -> str:
 def sentences(record: Mapping[str, Any]) -> list[str]:
     compared, identical = record["tokens_compared"], record["tokens_identical"]
     differ, unexplained = len(record["differences"]), record["unexplained_differences"]
+    differences = "No response differs."
+    if differ:
+        explained = f"Rounding explains {differ - unexplained} of them: {_tolerance(record)}"
+        differences = f"{differ} responses differ. {explained}. It does not explain {unexplained}."
     text = [
         f"{identical:,} of {compared:,} tokens are the same with drafts and without. A response counts up to "
         "its first difference.",
-        f"{differ} responses differ. Rounding explains {differ - unexplained} of them: {_tolerance(record)}. "
-        f"It does not explain {unexplained}."
-        if differ
-        else "No response differs.",
+        differences,
         f"{record['num_draft_tokens']:,} tokens were drafted, and {record['num_rejected_tokens']:,} of them "
         f"were rejected. Log-probabilities differ by {record['max_logprob_difference']:.1e} at most and by "
         f"{record['mean_logprob_difference']:.1e} on average.",

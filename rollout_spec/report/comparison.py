@@ -12,7 +12,7 @@ from rollout_spec.report.runs import Run
 
 COLOURS = ("#8a94a3", "#1463d8")
 MAX_MARKERS = 40
-NUM_COLUMNS = 3  # of the picture
+NUM_COLUMNS = 3  # panels side by side in the picture
 FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
 MEASURED = {
     "rollout time": "From the first request of a training step to its last token, on the slowest server.",
@@ -184,9 +184,8 @@ def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]
         amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
         change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
         sides = (_estimate_text(side, amount, measure, intervals) for side in (of.off, of.on))
-        rows.append(
-            [_label(measure), *sides, _estimate_text(of.change, change, measure, sign="×" * measure.is_ratio)]
-        )
+        sign = "×" if measure.is_ratio else ""
+        rows.append([_label(measure), *sides, _estimate_text(of.change, change, measure, sign=sign)])
     return rows + _totals(comparison)
 
 

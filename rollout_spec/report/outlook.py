@@ -8,7 +8,7 @@ from typing import Any
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import png, render
 
-MAX_ROWS = 12  # of a table
+MAX_ROWS = 12  # that a table shows
 MAX_SIBLINGS = 64  # more are hardly of one prompt
 _COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
 
@@ -27,12 +27,12 @@ def headline(record: Mapping[str, Any]) -> str:
 def sentences(record: Mapping[str, Any]) -> list[str]:
     """The sentences after `headline`."""
     lengths, batch = record["lengths"], record["batch"]
-    has_tail = record["tail_tokens_per_step"] > 0
-    tail = f"{record['tail_tokens_per_step']:.2f} where at most a quarter of a prompt's responses still run"
+    gain, in_tail = f"{record['tokens_per_step']:.2f} tokens", record["tail_tokens_per_step"]
+    if in_tail > 0:
+        gain += f", {in_tail:.2f} where at most a quarter of a prompt's responses still run"
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     return [
-        f"A step gives {record['tokens_per_step']:.2f} tokens{has_tail * f', {tail}'}; "
-        f"{record['acceptance_rate']:.0%} of the draft tokens are right.",
+        f"A step gives {gain}; {record['acceptance_rate']:.0%} of the draft tokens are right.",
         f"Groups: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
         f"Half of the responses have at most {lengths['median']:,.0f} tokens, the longest tenth has "
         f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_spec import trace
 
-# Of a loop: its longest n-gram, how many times in a row that stands at the end, and the tokens of all of
+# A loop's longest n-gram, how many times in a row that stands at the end, and the tokens of all of
 # them, which keep short runs of one token ("----") from counting.
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
 
@@ -60,8 +60,7 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
 
 def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:
     """How many tokens two responses to one request share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    num_identical = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    num_identical = trace.num_alike(one, other)
     return Agreement(min(num_identical + 1, max(len(one), len(other))), num_identical)
 
 

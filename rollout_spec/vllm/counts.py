@@ -20,8 +20,7 @@ class Counts:
     def take(self, drafter: Drafter | None) -> EngineCounters:
         """The counts since the last call."""
         self.keep(drafter)
-        taken, self._kept = self._kept, EngineCounters()
-        return taken
+        return self._kept.take()
 
     def keep(self, drafter: Drafter | None) -> None:
         """Take over what the drafter has counted."""
@@ -33,9 +32,9 @@ class Counts:
 
     def log(self, drafter: Drafter) -> None:
         """Say every so often how drafting does, unless the counters are taken before (as with verl)."""
-        counters = drafter.counters
-        if counters.num_steps >= LOG_EVERY:
-            self.keep(drafter)
+        if drafter.counters.num_steps >= LOG_EVERY:
+            counters = drafter.take_counters()
+            self._kept.add(counters)
             logger.info("rollout_spec: the last %d steps: %s", counters.num_steps, engine_summary(counters))
 
     def warn(self, kind: str, message: str) -> None:

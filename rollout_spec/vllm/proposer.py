@@ -71,7 +71,7 @@ class SuffixProposer:
             receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         """
         self._runner, self.config, self.receive = runner, config, receive
-        # Most tokens of a model that drafts beside the text; 0: there is none.
+        # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
         self.drafter = self._new_drafter()
         if self.is_used:
@@ -97,7 +97,7 @@ class SuffixProposer:
         if not self.is_used:
             return None
         fills = fills_drafts(self._vllm_config)
-        return Drafter(self.config, fills=fills, model_tokens=self.most_model_tokens)
+        return Drafter(self.config, fills=fills, most_model_tokens=self.most_model_tokens)
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
@@ -129,11 +129,11 @@ class SuffixProposer:
         return self.drafter is not None and self.drafter.wants_room
 
     @property
-    def model_tokens(self) -> int:
-        """How many tokens a model is to draft in the next step; 0 where it does not wait for drafts."""
+    def num_passes(self) -> int:
+        """How many passes a model is to take in the next step; 0 where it does not wait for drafts."""
         if self.drafter is None or not self.drafter.next_step_waits:
             return 0
-        return self.drafter.model_tokens
+        return self.drafter.num_passes
 
     def draft(
         self,

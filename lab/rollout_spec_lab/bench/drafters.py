@@ -222,13 +222,14 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
 
 
 def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, Any]:
+    figures = result.to_dict()
     return {
         "method": method,
         "num_speculative_tokens": config.num_speculative_tokens,
         "history": config.history,
         "min_survival": config.min_survival if method in PRICED else None,
         "equal_drafts": None,
-        **{figure: getattr(result, figure) for figure in FIGURES},
+        **{figure: figures[figure] for figure in FIGURES},
     }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from rollout_spec.config import ConfigError, SpecConfig, parse_threshold
 from rollout_spec.environment import environment
-from rollout_spec.predict.simulate import Cluster, simulate
+from rollout_spec.predict.engine import Cluster
+from rollout_spec.predict.simulate import simulate
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec_lab.bench.drafters import require_arctic_inference

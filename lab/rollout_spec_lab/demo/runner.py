@@ -188,6 +188,8 @@ def environment(output: Path, folder: Path) -> dict[str, str]:
         "HYDRA_FULL_ERROR": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # Else glibc learns to keep what large tensors leave: two trainers on a CPU hold 4.6 GB more.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         "RAY_USAGE_STATS_ENABLED": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -46,7 +46,8 @@ def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
 def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Which `batch_threshold` recorded rollouts are served fastest with, by simulation; job: trace (a file),
     step_times (rows of `timeline.step_times`), max_num_seqs."""
-    from rollout_spec.predict.simulate import Cluster, simulate
+    from rollout_spec.predict.engine import Cluster
+    from rollout_spec.predict.simulate import simulate
     from rollout_spec.predict.step_times import StepTimes
     from rollout_spec.trace import read_trace
 

@@ -81,8 +81,8 @@ def assert_recorded(found: dict[str, Any]) -> None:
     with contextlib.closing(KnownEnds(config)) as proposer:
         replay_line(proposer, Rollout("g", None, prompt, responses), [], 4, said)
     counters = found["counters"]
-    assert counters["num_accepted_tokens"] == said.num_accepted_tokens > 20
-    assert counters["num_draft_tokens"] == said.num_draft_tokens
+    assert counters["num_accepted_tokens"] == said.total.num_accepted_tokens > 20
+    assert counters["num_draft_tokens"] == said.total.num_draft_tokens
     assert counters["num_drafts"] == said.num_drafts
 
 

@@ -27,8 +27,8 @@ class Ranks(NamedTuple):
     """Tokens of the rank that verified most in the step."""
 
 
-class ModelTokens(NamedTuple):
-    """Of the m tokens that a model has drafted for each row of a step, by their place in the draft."""
+class ModelShares(NamedTuple):
+    """What became of the m tokens that a model drafted for each row of a step, by their place in a draft."""
 
     verified: npt.NDArray[np.float64]
     """[m]: the share of the rows in whose draft the step verified it."""
@@ -50,9 +50,9 @@ class Step(NamedTuple):
     ranks: Ranks | None = None
     """None: the engine core steps by itself."""
     num_passes: int = 0
-    """Tokens that a model has drafted in it for every row, to be verified in the next."""
-    model_tokens: ModelTokens | None = None
-    """What it has verified of a model's; None: there was nothing."""
+    """Passes that a model has taken in it, each for a token of every row, to be verified in the next."""
+    model_shares: ModelShares | None = None
+    """What it has verified and accepted of a model's drafts; None: there was nothing."""
 
 
 class Choice(NamedTuple):
@@ -76,11 +76,12 @@ class Costs:
     Only a rank whose first request comes late measures its first ones alone.
 
     Args:
+        counters: where the seconds of steps with drafts are counted.
         fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0.
     """
 
-    def __init__(self, fill_to: int) -> None:
-        self._fill_to = fill_to
+    def __init__(self, counters: EngineCounters, fill_to: int) -> None:
+        self._counters, self._fill_to = counters, fill_to
         self._plain, self._drafted = StepCost(), StepCost()
         self._num_steps = self._num_plain = 0
         self._step: Step | None = None
@@ -127,7 +128,7 @@ class Costs:
 
     def num_verified(self, num_draft_tokens: int) -> int:
         """How many draft tokens a step verifies, with what fills drafts up."""
-        return self.step.num_rows * self._fill_to or num_draft_tokens
+        return self.step.num_rows * self._fill_to if self._fill_to else num_draft_tokens
 
     def drafted_seconds(self, nums_draft_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds that a step takes with each of these numbers of draft tokens; a plain step's at least."""
@@ -142,15 +143,20 @@ class Costs:
         """Believe what drafts cost so far less, by this share."""
         self._drafted.forget(share)
 
-    def learn(self, step: Step, choice: Choice, counters: EngineCounters) -> float | None:
+    def learn(self, step: Step, choice: Choice) -> float | None:
         """From the step that has ended, which verified this choice.
 
         Returns:
-            Of a step with drafts: how much longer it took than expected, as a share of a plain step's time.
-            None: it says nothing.
+            How much longer a step with drafts took than expected, as a share of a plain step's time. None: a
+            plain step, or one that says nothing.
         """
         self._step, self._plain_seconds = step, None
-        excess = None if step.seconds is None else self._learn(step, step.seconds, choice, counters)
+        is_plain = choice.num_tokens == 0 if step.ranks is None else self.is_probe
+        excess = None
+        if step.seconds is not None and is_plain:
+            self._learn_plain(step, step.seconds)
+        elif step.seconds is not None:
+            excess = self._learn_drafted(step, step.seconds, choice)
         number = self._num_steps
         if step.ranks is not None:
             number = step.ranks.num_steps
@@ -167,22 +173,22 @@ class Costs:
             return number % FILLED_PROBE_EVERY == 0
         return number % PROBE_EVERY == 0 or (number < EARLY_STEPS and number % EARLY_PROBE_EVERY == 0)
 
-    def _learn(self, step: Step, seconds: float, choice: Choice, counters: EngineCounters) -> float | None:
-        num_tokens, is_plain = step.num_rows + choice.num_tokens, choice.num_tokens == 0
-        if step.ranks is not None:
-            num_tokens, is_plain = step.ranks.most_tokens, self.is_probe
-        if is_plain:
-            if self._num_plain:
-                seconds = min(
-                    seconds, MAX_SLOWNESS * float(self._plain.seconds(num_tokens, step.num_context))
-                )
-            if self._num_steps < EARLY_STEPS:
-                self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
-            self._plain.learn(num_tokens, step.num_context, seconds)
-            self._plain_seconds = None
-            self._num_plain += 1
-            self._remember(seconds, seconds, 0.0, 0)
-            return None
+    def _learn_plain(self, step: Step, seconds: float) -> None:
+        """From a step without drafts. Where ranks step together no other rank had some either."""
+        num_tokens = step.num_rows if step.ranks is None else step.ranks.most_tokens
+        if self._num_plain:
+            expected = float(self._plain.seconds(num_tokens, step.num_context))
+            seconds = min(seconds, MAX_SLOWNESS * expected)
+        if self._num_steps < EARLY_STEPS:
+            self._plain.forget(0.0)  # so that later steps soon outweigh the first ones
+        self._plain.learn(num_tokens, step.num_context, seconds)
+        self._plain_seconds = None
+        self._num_plain += 1
+        self._remember(seconds, seconds, 0.0, 0)
+
+    def _learn_drafted(self, step: Step, seconds: float, choice: Choice) -> float | None:
+        """From a step with drafts, which may all be another rank's; returns what `learn` does."""
+        num_tokens = step.num_rows + choice.num_tokens if step.ranks is None else step.ranks.most_tokens
         if self._drafted.was_cold(num_tokens):
             return None
         plain = self.plain_seconds
@@ -192,8 +198,8 @@ class Costs:
             # Where another rank verified more: what the step would have taken otherwise.
             own_seconds = seconds * choice.expected_seconds / expected if step.ranks is not None else seconds
             own_plain = plain / step.num_rows * step.num_new_tokens
-            counters.gate_seconds += own_seconds
-            counters.gate_plain_seconds += own_plain
+            self._counters.gate_seconds += own_seconds
+            self._counters.gate_plain_seconds += own_plain
             self._remember(own_seconds, own_plain, choice.promised, step.num_new_tokens - step.num_rows)
         if num_tokens > self.most_rows:
             self._drafted.learn(num_tokens, step.num_context, seconds)

@@ -18,8 +18,8 @@ HYSTERESIS_STEPS = 4
 
 # The automatic gate. Steps are engine steps.
 MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
-NUM_TRIES = 8  # of steps whose drafts are filled up, though by a guess they do not pay: the guess is far off
-MARGIN = 0.02  # of a plain step's tokens that drafts must gain
+NUM_TRIES = 8  # steps whose drafts are filled up though by a guess they do not pay: the guess is far off
+MARGIN = 0.02  # the share of a plain step's tokens that drafts must gain
 LOOK_EVERY = 16  # steps, in one of which a closed gate weighs drafts all the same
 FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what they cost are lost
 
@@ -31,25 +31,25 @@ class Gate:
     """What a gate is asked; of itself it measures nothing and drafts nothing.
 
     Args:
-        model_tokens: most tokens of a model's draft.
+        most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
 
     Attributes:
-        weighs_costs: whether the gate uses step times, not only the number of rows.
+        counters: the steps that it left without drafts, and what `Costs` counts.
         fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
         probes_soon: whether the step after the next one goes without drafts, to be measured.
-        model_tokens: how many tokens a model drafts in the next step that waits for them.
+        num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
     """
 
-    weighs_costs = fills = probes_soon = False
+    fills = probes_soon = False
 
-    def __init__(self, model_tokens: int) -> None:
-        self.model_tokens = model_tokens
+    def __init__(self, most_model_tokens: int) -> None:
+        self.counters, self.num_passes = EngineCounters(), most_model_tokens
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+    def begin(self, step: Step) -> float | None:
         """The least survival at which a token is drafted now; None: draft nothing."""
         return None
 
-    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
         """How much of each draft to verify.
 
         Args:
@@ -65,11 +65,11 @@ class Gate:
         """What was chosen is not verified: the step that runs is a plain one."""
 
 
-def make_gate(config: SpecConfig, fill_to: int = 0, model_tokens: int = 0) -> Gate:
-    """The gate that the options describe; fill_to as of `Costs`, model_tokens: most of a model's draft."""
+def make_gate(config: SpecConfig, fill_to: int = 0, most_model_tokens: int = 0) -> Gate:
+    """The gate that the options describe; `fill_to` as of `Costs`, `most_model_tokens` as of `Gate`."""
     if isinstance(config.batch_threshold, str):
-        return AutoGate(fill_to, model_tokens)
-    return FixedGate(config.batch_threshold, config.min_survival, model_tokens)
+        return AutoGate(fill_to, most_model_tokens)
+    return FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
 
 
 class FixedGate(Gate):
@@ -78,16 +78,16 @@ class FixedGate(Gate):
     Args:
         batch_threshold: draft while at most this many requests decode; 0 never drafts.
         min_survival: what `begin` gives, always.
-        model_tokens: that a model drafts, always.
+        most_model_tokens: as of `Gate`; as many passes the model takes, always.
     """
 
-    def __init__(self, batch_threshold: int, min_survival: float, model_tokens: int = 0) -> None:
-        super().__init__(model_tokens)
+    def __init__(self, batch_threshold: int, min_survival: float, most_model_tokens: int = 0) -> None:
+        super().__init__(most_model_tokens)
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
         self._is_open: bool | None = None
         self._num_against = 0
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
+    def begin(self, step: Step) -> float | None:
         says_open = step.num_rows <= self._batch_threshold
         self._num_against = 0 if says_open == self._is_open else self._num_against + 1
         if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
@@ -95,7 +95,7 @@ class FixedGate(Gate):
         self.fills = bool(self._is_open)
         if self._is_open:
             return self._min_survival
-        counters.num_steps_off_threshold += 1
+        self.counters.num_steps_off_threshold += 1
         return None
 
 
@@ -109,14 +109,12 @@ class AutoGate(Gate):
     Args:
         fill_to: as in `Costs`. Then all steps with drafts take equally long: a step verifies every draft that
             is proposed, or is a plain step.
-        model_tokens: most tokens of a model's draft; it chooses how many pay.
+        most_model_tokens: as of `Gate`; the gate chooses how many passes pay.
     """
 
-    weighs_costs = True
-
-    def __init__(self, fill_to: int = 0, model_tokens: int = 0) -> None:
-        super().__init__(model_tokens)
-        self._costs, self._passes = Costs(fill_to), Passes(model_tokens)
+    def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
+        super().__init__(most_model_tokens)
+        self._costs, self._passes = Costs(self.counters, fill_to), Passes(most_model_tokens)
         self._is_filled = fill_to > 0
         self._choice = NOTHING  # of the step now running
         self._least_verified = MIN_SURVIVAL  # the least survival in the latest budget
@@ -124,42 +122,42 @@ class AutoGate(Gate):
         self._num_refused = 0  # steps in a row in which no draft paid
         self._steps_until_look = 0
 
-    def begin(self, step: Step, counters: EngineCounters) -> float | None:
-        excess = self._costs.learn(step, self._choice, counters)
+    def begin(self, step: Step) -> float | None:
+        excess = self._costs.learn(step, self._choice)
         self.probes_soon = self._costs.probes_soon
         if excess is not None and step.num_passes:
             self._passes.learn_share(step.num_passes, excess)
-        if step.model_tokens is not None:
-            verified, accepted = step.model_tokens
+        if step.model_shares is not None:
+            verified, accepted = step.model_shares
             # Each took the place of a token that is accepted about as often as the last that was verified.
             self._passes.learn_gains(accepted - verified * self._least_verified)
         self._choice, self.fills = NOTHING, False
         if self._costs.is_probe:
-            counters.num_steps_off_probe += 1
+            self.counters.num_steps_off_probe += 1
             return None
         if self._num_refused >= HYSTERESIS_STEPS:
             # What made drafts dear may be over: believe it less and less, and weigh drafts now and then.
             self._costs.forget_drafts(1.0 / FORGET_STEPS)
             self._steps_until_look -= 1
             if self._steps_until_look > 0:
-                counters.num_steps_off_cost += 1
+                self.counters.num_steps_off_cost += 1
                 return None
         return max(MIN_SURVIVAL, self._least_verified / 2)
 
-    def choose(self, survivals: _Float32, numbers: _Int32, counters: EngineCounters) -> _Int32:
+    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
         self._steps_until_look = LOOK_EVERY
         is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
         num, gain = self._best_budget(sorted_survivals)
         if self._costs.step.num_passes:
             self._passes.choose(self._costs.gain)
-            self.model_tokens = self._passes.num
+            self.num_passes = self._passes.num
         if not num:
             self._fill_empty()
             return numbers
         if not self._drafts_for(gain):
             self._num_refused += 1
-            counters.num_steps_off_cost += 1
+            self.counters.num_steps_off_cost += 1
             self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
             return np.zeros_like(numbers)
         self._num_refused = 0

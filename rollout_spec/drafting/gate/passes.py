@@ -22,18 +22,18 @@ class Passes:
     takes shows in steps that have one more or fewer than the step before; now and then there is one.
 
     Args:
-        most: tokens of the model's draft; 0: there is no model.
+        most_model_tokens: the most tokens that the model drafts for a row; 0: there is no model.
 
     Attributes:
         num: passes of the next step that waits for drafts.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = self._settled = self.num = most
+    def __init__(self, most_model_tokens: int) -> None:
+        self._most = self._settled = self.num = most_model_tokens
         self._steps_left = TRY_EVERY  # until the next try
         self._share, self._shares = 0.0, deque[float](maxlen=MEMORY)  # of a plain step's time, for a pass
         self._last = 0, 0.0  # passes of the last step with drafts, and its excess
-        self._gains, self._weights = np.zeros((2, most + 2))  # of the token of each pass, in tokens a row
+        self._gains, self._weights = np.zeros((2, self._most + 2))  # of each pass's token, in tokens a row
 
     def learn_share(self, num: int, excess: float) -> None:
         """A step with drafts has ended.

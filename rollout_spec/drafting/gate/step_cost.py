@@ -10,7 +10,7 @@ ENOUGH = 4  # measurements that make a knot known; as many near it may be cold
 MEMORY = 64  # measurements after which a knot has mostly forgotten what it was
 LEAST_WEIGHT = 0.25  # with less, of forgotten measurements, a knot is not known any more
 LEAST_SPREAD = 0.01  # of squared contexts: while few were seen, what looks like their cost may be noise
-LEAST_SHARE = 0.75  # of a knot's time, whatever the context
+LEAST_SHARE = 0.75  # of a knot's time that a step takes at least, whatever the context
 UNKNOWN_GROWTH = 0.5  # twice the tokens cost sqrt(2) times as long, until they are measured
 
 _Floats = npt.NDArray[np.float64]
@@ -36,7 +36,7 @@ class StepCost:
     def was_cold(self, num_tokens: int) -> bool:
         """Whether a step says nothing of later ones, being the first of its size: kernels are made then.
 
-        Of many sizes near one knot only the first few pass for cold, or it would never be known.
+        Only the first few of the many sizes near one knot pass for cold, or it would never be known.
         """
         knot = int(np.searchsorted(KNOTS, num_tokens, side="right")) - 1
         if num_tokens in self._sizes or self._nums_cold[knot] == ENOUGH:

@@ -35,21 +35,21 @@ class ModelPasses:
         proposer: of the suffix drafts, if the model drafts beside it.
 
     Attributes:
-        num_now: how many tokens it drafts for each row in this step; 0: its first pass drafts nothing.
+        num_now: its passes in this step that draft; 0: its first pass drafts nothing.
     """
 
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
         self._sampling, self.proposer = sampling, proposer
-        self._num_tokens = self.num_now = 0 if proposer is None else proposer.most_model_tokens
+        self._most = self.num_now = 0 if proposer is None else proposer.most_model_tokens
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
         """A step begins, and nothing is drafted yet."""
         self._drawn = []
 
-    def plan(self, num_tokens: int | None) -> None:
-        """Draft so many in this step; None: as many as it can."""
-        self.num_now = self._num_tokens if num_tokens is None else num_tokens
+    def plan(self, num_passes: int | None) -> None:
+        """Take so many in this step; None: as many as it can."""
+        self.num_now = self._most if num_passes is None else num_passes
 
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
@@ -72,7 +72,7 @@ class ModelPasses:
         """The model has taken the passes of the step."""
         assert self.proposer is not None
         num = max(self.num_now, 1)  # the first pass, for no token
-        self.proposer.note_passes(num, self._num_tokens - num)
+        self.proposer.note_passes(num, self._most - num)
 
     def on_host(self) -> ModelDrafts | None:
         """All that was drawn, for the proposer; waits for the device. None: nothing was."""

@@ -129,7 +129,7 @@ class BesideTextRunner(SharedNoiseRunner):
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        self.model_passes.plan(plan_of(scheduler_output).model_tokens)
+        self.model_passes.plan(plan_of(scheduler_output).num_passes)
         return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -143,7 +143,7 @@ class BesideTextRunner(SharedNoiseRunner):
                 in_time=self.model_passes.num_now > 0, model_drafts=self.model_passes.on_host(),
             )  # fmt: skip
             self.drafts = DraftTokenIds(list(output.req_ids), drafts)
-            attach(output, Report(proposer.model_tokens))
+            attach(output, Report(proposer.num_passes))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

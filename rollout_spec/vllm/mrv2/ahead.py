@@ -62,9 +62,10 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
             has_room = not (request.is_prefill_chunk or request.use_structured_output)
-            request.spec_token_ids = [-1] * (self._given_room * has_room)  # as vLLM's own placeholders
+            request.spec_token_ids = [-1] * self._given_room if has_room else []  # as vLLM's own placeholders
         output = super().schedule(*args, **kwargs)
-        self._num_in_flight += output.total_num_scheduled_tokens > 0
+        if output.total_num_scheduled_tokens > 0:
+            self._num_in_flight += 1
         return output
 
     def _plan(self) -> Plan:
@@ -96,7 +97,8 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         if report is not None and report.nums_drafts is not None:
             self._gives_room = report.wants_room
             self._count_filled(scheduler_output, report.nums_drafts)
-        self._num_in_flight -= scheduler_output.total_num_scheduled_tokens > 0
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            self._num_in_flight -= 1
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:

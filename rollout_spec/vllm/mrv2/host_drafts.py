@@ -77,7 +77,7 @@ class HostDrafts:
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.
         has_room: whether the step that begins next has room for drafts; always, where the scheduler waits.
-        model_tokens: how many tokens a model is to draft for it, at most. All workers are told these two.
+        num_passes: how many passes a model is to take for it, at most. All workers are told these two.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -86,8 +86,8 @@ class HostDrafts:
         self.proposer.bind(self._batch, config, self._receive)
         self.sampled_tokens: torch.Tensor | None = None
         self.has_room = True
-        self.model_tokens = self.proposer.most_model_tokens
-        self._has_model = self.model_tokens > 0
+        self.num_passes = self.proposer.most_model_tokens
+        self._has_model = self.proposer.most_model_tokens > 0
         self._device = runner.device
         self._stream = torch.cuda.Stream(self._device)
         self._num_tokens = config.num_speculative_tokens
@@ -103,8 +103,8 @@ class HostDrafts:
         self._plan = plan = plan_of(scheduler_output)
         self._receive(plan.num_in_flight or 0)
         self.has_room = plan.room > 0 or not plan.is_ahead
-        if plan.model_tokens is not None:
-            self.model_tokens = plan.model_tokens
+        if plan.num_passes is not None:
+            self.num_passes = plan.num_passes
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
@@ -230,9 +230,9 @@ class HostDrafts:
         """Let a step's output say what was drafted, what is to be next, and when the step had ended."""
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
-            report = Report(self.proposer.model_tokens)
+            report = Report(self.proposer.num_passes)
             if self._plan.is_ahead:
-                report = Report(self.proposer.model_tokens, self._nums_drafts, self.proposer.wants_room)
+                report = Report(self.proposer.num_passes, self._nums_drafts, self.proposer.wants_room)
             attach(said, report)
         if isinstance(output, AsyncOutput) and self._arrivals:
             output.arrival = self._arrivals[-1]

@@ -150,7 +150,7 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = max(1, self.host.model_tokens) if self.host.has_room else 1
+        num = max(1, self.host.num_passes) if self.host.has_room else 1
         with _as_if_drafting(self, num):
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
