@@ -29,9 +29,9 @@ from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.mrv1 import drafters, sampler
-from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelPasses
+from rollout_spec.vllm.mrv1 import sampler, speculators
 from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
 from rollout_spec.vllm.recurrent_policies import in_prompt
@@ -161,7 +161,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, drafters.BesideText, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, speculators.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -193,7 +193,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     check_model_drafter()
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(drafters.BesideText if proposer else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(speculators.BesideText if proposer else speculators.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:
