@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_spec.homes import Homes
-from rollout_spec.patches import put_before
-from rollout_spec.verl.router import GROUPED, GroupedRanks
+from rollout_spec.verl.router import RankRouter
 
 
 class Engine:
@@ -15,10 +14,9 @@ class Engine:
     def __init__(self):
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
-        self.homes, self.loads = Homes(8), {0: 0, 1: 0}
-        put_before(GroupedRanks, self, GROUPED)
+        self.placed = RankRouter(self.generate, 2, Homes(8))
 
-    async def generate(self, prompt, sampling_params, request_id, *, data_parallel_rank=None, priority=0):
+    async def generate(self, *_, data_parallel_rank, priority):
         self.ranks.append(data_parallel_rank)
         yield "first"
         await self.may_end.wait()
@@ -27,7 +25,7 @@ class Engine:
     async def request(self, group, named=None):
         params = SimpleNamespace(extra_args={"rollout_spec_group": group})
         options: Any = {"sampling_params": params, "request_id": "r", "data_parallel_rank": named}
-        return [output async for output in self.generate(prompt=[1], priority=0, **options)]
+        return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
 
 
 def test_siblings_go_to_one_rank_while_load_allows():
@@ -43,7 +41,7 @@ def test_siblings_go_to_one_rank_while_load_allows():
         done = await asyncio.gather(*running, return_exceptions=True)
         assert isinstance(done[0], asyncio.CancelledError)
         assert done[1:] == [["first", "last"]] * 11
-        assert set(engine.loads.values()) == {0}
+        assert set(engine.placed._loads.values()) == {0}
 
     asyncio.run(check())
 

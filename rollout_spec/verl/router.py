@@ -1,6 +1,6 @@
 """Sends the siblings of a prompt to one rollout server, and to one rank of its engine, while load allows."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -43,11 +43,17 @@ class GroupRouter(GlobalRequestLoadBalancer):
         return super().acquire_server(request_id)
 
 
-class GroupedRanks:
-    """An AsyncLLM that sends siblings to one of its data-parallel ranks while load allows."""
+class RankRouter:
+    """Sends siblings to one data-parallel rank of an engine while load allows.
 
-    homes: Homes
-    loads: dict[int, int]  # requests under way, by rank
+    vLLM itself would choose the rank with the fewest requests, and so spread the siblings. All requests of
+    its AsyncLLM come through here.
+    """
+
+    def __init__(self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, homes: Homes) -> None:
+        self._generate = generate
+        self._homes = homes
+        self._loads = dict.fromkeys(range(num_ranks), 0)
 
     async def generate(
         self,
@@ -63,17 +69,15 @@ class GroupedRanks:
         A request without one goes to the rank that the caller names, by default to the one with the fewest.
         """
         group, rank = names_of(sampling_params.extra_args).group, data_parallel_rank
-        loads = self.loads
+        loads = self._loads
         if group is not None:
-            rank = self.homes.choose(group, loads)
+            rank = self._homes.choose(group, loads)
         elif rank is None:
             rank = min(loads, key=loads.__getitem__)
         loads[rank] += 1
         try:
-            generate = super().generate  # type: ignore[misc]
-            async for output in generate(
-                prompt, sampling_params, request_id, data_parallel_rank=rank, **kwargs
-            ):
+            outputs = self._generate(prompt, sampling_params, request_id, data_parallel_rank=rank, **kwargs)
+            async for output in outputs:
                 yield output
         finally:
             loads[rank] -= 1

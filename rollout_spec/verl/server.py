@@ -13,13 +13,13 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.patches import guard_all, put_before
+from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.router import GROUPED, GroupedRanks
+from rollout_spec.verl.router import GROUPED, RankRouter
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
@@ -232,8 +232,10 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         router = OmegaConf.load(group_router_file())
-        engine.homes, engine.loads = Homes(router.max_imbalance), dict.fromkeys(range(num_ranks), 0)
-        put_before(GroupedRanks, engine, GROUPED)
+        # Not by `put_before`: such a class would derive from vLLM's, in a module that verl's router imports.
+        guard_parameters(GROUPED, type(engine), "generate", ("self", "prompt", "sampling_params"))
+        engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
+        record(GROUPED)
 
 
 def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
