@@ -215,7 +215,7 @@ def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path,
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
     assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
-    assert f"{__file__}: File exists" in capsys.readouterr().err
+    assert f"--output: {__file__} is no folder" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
@@ -285,9 +285,22 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert plain < both[0] < 1.5 * plain
 
 
-def test_an_output_that_is_no_folder_is_refused_first(capsys):
-    assert main(["replay", "nowhere.jsonl", "--output", __file__]) == 2
-    assert capsys.readouterr().err == f"rollout-spec replay: --output: {__file__} is no folder\n"
+@pytest.mark.parametrize("command", [["replay", "nowhere.jsonl"], ["compare", "nowhere", "nowhere"]])
+def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_path, capsys):
+    (closed := tmp_path / "closed").mkdir()
+    (dangling := tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0 or path != closed)  # as of root
+    for output, fault in (
+        (__file__, f"{__file__} is no folder"),
+        (f"{__file__}/deep/er", f"{__file__} is no folder"),
+        (dangling, f"{dangling} is no folder"),
+        (closed, f"{closed} cannot be written"),
+        (closed / "deep" / "er", f"{closed} cannot be written"),
+    ):
+        assert main([*command, "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"rollout-spec {command[0]}: --output: {fault}\n"
+    assert main([*command, "--output", str(tmp_path / "new" / "deep")]) == 2
+    assert "--output" not in capsys.readouterr().err
 
 
 FULL = """

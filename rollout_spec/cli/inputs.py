@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,13 @@ def path(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """An argparse type: a folder that is there or can be made."""
+    """An argparse type: a folder that can be written, or made."""
     found = path(text)
-    if found.exists() and not found.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    there = next(each for each in (found, *found.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{there} cannot be written")
     return found
 
 

@@ -100,13 +100,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
 def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+    longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
     return {
-        **of_our_drafter(
-            config,
-            policy,
-            current_platform.is_out_of_tree(),
-            vllm_config.scheduler_config.long_prefill_token_threshold,
-        ),
+        **of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest_piece),
         "processors": model.logits_processors,
         "min_p": model.get_diff_sampling_param().get("min_p"),
     }
@@ -160,14 +156,17 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
     if config.corpus:
-        make_index(config).close()  # is there room for it?
-        largest = max(int(text.max()) for text in read_corpus(config.corpus))
-        vocab_size = model.get_vocab_size()
-        if largest >= vocab_size:
-            raise ConfigError(
-                f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
-                f"is of {vocab_size}: build it from texts of the model's own tokenizer"
-            )
+        _check_corpus(config, config.corpus, model.get_vocab_size())
+
+
+def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
+    make_index(config).close()  # is there room for it?
+    largest = max(int(text.max()) for text in read_corpus(corpus))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "
+            f"is of {vocab_size}: build it from texts of the model's own tokenizer"
+        )
 
 
 def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:

@@ -18,7 +18,8 @@ def decided(tiny_model):
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.mrv2.ahead import schedule_ahead
+    from rollout_spec.vllm.mrv2.ahead import schedules_ahead
+    from rollout_spec.vllm.options import scheduler_of
 
     def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, **arguments):
         config = configured(tiny_model, {}, **arguments)
@@ -30,7 +31,8 @@ def decided(tiny_model):
             patch.setattr(owner, "enable_return_routed_experts", returns_experts)
             patch.setattr(current_platform, "is_rocm", lambda: overlaps)
             patch.setattr(config.parallel_config, "enable_dbo", overlaps)
-            schedule_ahead(config, asked)
+            config.scheduler_config.async_scheduling = schedules_ahead(config, asked)
+        config.scheduler_config.scheduler_cls = scheduler_of(config)
         return config.scheduler_config
 
     return decide
@@ -39,7 +41,7 @@ def decided(tiny_model):
 @pytest.mark.parametrize("is_cpu", [False, True])
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_cpu):
-    from rollout_spec.vllm.mrv2.ahead import AHEAD_SCHEDULER
+    from rollout_spec.vllm.options import AHEAD_SCHEDULER
 
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
     assert settings.async_scheduling == expected

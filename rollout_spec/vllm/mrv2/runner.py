@@ -22,6 +22,7 @@ from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_
 from rollout_spec.vllm.keys import RequestKeys, keys_of
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts, TimedOutput
+from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
 
@@ -34,7 +35,7 @@ _WARM_UP = Patch(
 )
 # What engines apply to themselves.
 ENGINE_PATCHES = (
-    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE,
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS,
     *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
 )  # fmt: skip
 
