@@ -90,6 +90,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if facts:  # there are drafts
         loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
         facts["last_loop"] = loops == "last_loop" and loops
+        policy = vllm_config.model_config.architecture
+        facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
     refuse(facts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)

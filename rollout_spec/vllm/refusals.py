@@ -47,6 +47,9 @@ REFUSALS = {
         ("recurrent_kv_cache_mode={}",
          "within a step a token reads other keys and values of earlier tokens than across steps, so drafts "
          "would change the tokens; run this policy without drafts"),
+    "open_regions":  # of Step 5, from vLLM 0.33 on
+        ("{}", "vLLM keeps what its indexer reads long enough for drafts of its own MTP head only, so other "
+               "drafts would change the tokens; run this policy without them"),
     "processors":
         ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
     "min_p":

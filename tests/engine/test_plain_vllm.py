@@ -158,6 +158,14 @@ def test_refused_before_an_engine_process_is_launched(tiny_model, arguments, opt
         configured(tiny_model, options, **arguments)
 
 
+def test_step_5_is_refused_with_drafts_that_its_own_head_does_not_make(tiny_model, monkeypatch):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "architecture", "Step5ForCausalLM")  # of vLLM 0.33
+    with pytest.raises(ValueError, match=r"^Step5ForCausalLM: vLLM keeps [^\n]*policy without them\Z"):
+        configured(tiny_model, {})
+
+
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
     from rollout_spec.vllm import plugin, versions
 
