@@ -6,6 +6,7 @@ vLLM calls `execute_model`, in it `add_requests` and `update_requests` of `Draft
 `propose`.
 """
 
+import contextlib
 import copy
 from typing import Any
 
@@ -105,7 +106,11 @@ class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
+        # vLLM puts rows of `decode_query_len` tokens first. Some attention decodes rows of the first one's length
+        # only, and takes those after them for prompts, with the lengths that the host counts, which are ahead.
+        is_plain = not scheduler_output.scheduled_spec_decode_tokens
+        with graphs.for_plain_steps(self) if is_plain else contextlib.nullcontext():
+            gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             state = gathered[0]  # None of no batch
             self.cudagraph_manager.has_prompt = state is not None and state.has_prefill
