@@ -106,8 +106,8 @@ class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        # vLLM puts rows of `decode_query_len` tokens first. Some attention decodes rows of the first one's length
-        # only, and takes those after them for prompts, with the lengths that the host counts, which are ahead.
+        # vLLM puts rows of `decode_query_len` tokens first. Some attention decodes rows of the first one's
+        # length only, and takes others for prompts, with lengths that the host counts, which are ahead.
         is_plain = not scheduler_output.scheduled_spec_decode_tokens
         with graphs.for_plain_steps(self) if is_plain else contextlib.nullcontext():
             gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
