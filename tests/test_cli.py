@@ -136,6 +136,8 @@ MISTAKES = [
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
+            ("--spec corpus=2024", "corpus='2024': No such file"),
+            ("--spec corpus={TRACE} --copies 2", "--copies 2: copies have tokens of their own"),
             ("--tool-seconds 1", "--tool-seconds: no response of {TRACE} has several turns"),
             ("--group-size 4 9", "--group-size 9: no line of {TRACE} has more than 8 responses"),
             ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),

@@ -93,18 +93,20 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     for where, pair in _pairs(plan, advance):
         runs.setdefault(where, []).append(pair)
     counted = {where: counts.counts(pairs) for where, pairs in runs.items()}
-    reasons = counts.untested(counted)
+    differences = _differences(plan, runs)
+    num_unexplained = sum(not one["explained"] for one in differences)
+    reasons = counts.untested(counted, num_unexplained)
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     found = {
         **counts.counts(tested),
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
-        "differences": _differences(plan, runs),
+        "differences": differences,
         "tolerance": plan.fixed_tolerance,
         **counts.logprob_differences(tested),
         "distribution": distribution,
+        "unexplained_differences": num_unexplained,
     }
-    found["unexplained_differences"] = sum(not one["explained"] for one in found["differences"])
     return {
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),

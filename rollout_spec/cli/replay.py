@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec import __version__
@@ -12,9 +10,7 @@ from rollout_spec.cli import add_example, inputs
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.trace import Rollout
-
-logger = logging.getLogger(__name__)
+    pass
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -61,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
     lines = list(inputs.with_model(args, inputs.read(args, args.traces, args.limit_groups)))
     inputs.check_steps(lines, args.traces[0])
     if config.corpus:
-        _warn_of_same_texts(lines, config.corpus)
+        inputs.warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
-        message = "one prompt with its responses needs more memory; raise it"
+        more = "more memory than the corpus leaves" if config.corpus else "more memory"
+        message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
@@ -80,21 +77,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"page: {page}")
     return 0
-
-
-def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
-    """Say it where the corpus was built from what is replayed: a training's next responses are new."""
-    from rollout_spec.drafting.corpus import read_corpus
-    from rollout_spec.predict.doubts import LONG
-
-    held = {text.tobytes() for text in read_corpus(corpus)}
-    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
-    num_held = sum(text in held for text in texts)
-    if 10 * num_held > len(texts):  # a few are the same by chance
-        logger.warning(
-            "%s holds %d of %d replayed responses of %d tokens or more word for word, so the figures promise "
-            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
-        )  # fmt: skip
 
 
 def _print(record: dict[str, Any], title: str) -> None:

@@ -111,7 +111,6 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import counted
-    from rollout_spec.drafting.corpus import read_corpus
     from rollout_spec.predict.load import copied, requests_of
     from rollout_spec.predict.simulate import check_cache, compare, configurations
 
@@ -120,8 +119,8 @@ def run(args: argparse.Namespace) -> int:
             f"--replicas {max(args.replicas)} --dp {args.dp}: at most {inputs.MAX_ENGINES} ranks in all"
         )
     spec = inputs.spec_options(args.spec, REFUSED)
-    if spec.get("corpus"):
-        read_corpus(spec["corpus"])
+    if spec.get("corpus") and args.copies > 1:
+        raise UserError(f"--copies {args.copies}: copies have tokens of their own, which no corpus has")
     lines = copied(list(inputs.read(args, args.traces, args.limit_groups)), args.copies)
     lines = list(inputs.with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
@@ -130,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.traces[0]}: no token in any response")
     _check_use(args, spec, lines)
+    if spec.get("corpus"):
+        inputs.warn_of_same_texts(lines, spec["corpus"])
     for cluster in clusters:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)

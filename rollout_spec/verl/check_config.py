@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -190,6 +191,8 @@ def _check_drafting(config: DictConfig) -> None:
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):
+        if not os.path.isabs(corpus):
+            raise ConfigError(f"rollout.spec.corpus={corpus!r}: must be an absolute path, on every node")
         read_corpus(corpus)
 
 

@@ -32,6 +32,8 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config is None:
         return
     refuse_unsupported(vllm_config, config)
+    if config.enabled and config.corpus:
+        _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
     if not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
@@ -157,8 +159,6 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
-    if config.corpus:
-        _check_corpus(config, config.corpus, model.get_vocab_size())
 
 
 def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:

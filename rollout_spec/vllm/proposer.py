@@ -91,6 +91,7 @@ class SuffixProposer:
     def start_afresh(self) -> None:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
         self.take_counters()
+        self.drafter = None  # its memory first
         self.drafter = self._new_drafter()
 
     def _new_drafter(self) -> Drafter | None:
