@@ -268,7 +268,7 @@ def test_a_chat_of_one_message_is_a_response(tmp_path, tokenizer):
 HIDDEN = [["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"], ["1.jsonl", ".1.jsonl"]]
 
 
-@pytest.mark.parametrize("files", [["data.parquet/part-0.jsonl"], *HIDDEN])
+@pytest.mark.parametrize("files", [["data.parquet/part-0.jsonl"], ["1²3.jsonl"], *HIDDEN])
 def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, files):
     folder = tmp_path / ".cache"  # what is named may be hidden
     for name in files:
