@@ -154,3 +154,7 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before(monkey
         counted = [known + K, known + 1, 4]
         rooms = {"drafted": [-1] * K, "plain": [-1] * K}
         assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known, known, 4]
+        after_sampling(host, runner, accelerator.put, names[:2], [41, 42])
+        counted = [known + 1 + K, known + 1 + K, 4]
+        assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
+        assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"

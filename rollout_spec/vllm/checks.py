@@ -93,6 +93,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
         facts["last_loop"] = loops == "last_loop" and loops
         policy = vllm_config.model_config.architecture
+        cache = vllm_config.cache_config.cache_dtype
+        facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
         facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
     refuse(facts, of_model)
     if has_model and config.coupled:

@@ -50,6 +50,10 @@ REFUSALS = {
     "open_regions":  # of Step 5, from vLLM 0.33 on
         ("{}", "vLLM keeps what its indexer reads long enough for drafts of its own MTP head only, so other "
                "drafts would change the tokens; run this policy without them"),
+    "packed_cache":
+        ("{engine}kv_cache_dtype={}",
+         "its attention takes a row with drafts for a new one beside a prompt that is at least as long, so "
+         "drafts would change the tokens; run this policy without them"),
     "processors":
         ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
     "min_p":

@@ -158,7 +158,7 @@ class HostDrafts:
             rooms: of requests, how many draft tokens they can have.
 
         Returns:
-            The drafts of requests that have some, and how many tokens each request has, if one has drafts.
+            The drafts of requests that have some, and how many tokens each request has.
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
         drafts = self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
@@ -167,7 +167,7 @@ class HostDrafts:
             for name, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
             if draft and rooms.get(name)
         }
-        levels = dict(zip(drafts.req_ids, self._batch.levels.tolist(), strict=False)) if filling else {}
+        levels = dict(zip(drafts.req_ids, self._batch.levels.tolist(), strict=False))
         found: tuple[dict[str, list[int]], dict[str, int]] = get_tp_group().broadcast_object(
             (filling, levels)
         )
