@@ -12,6 +12,7 @@ from rollout_spec.certify.counts import (
     Response,
     Sample,
     counts,
+    logprob_differences,
     untested,
     verdict,
 )
@@ -36,9 +37,12 @@ def test_a_configuration_that_rejected_nothing_says_nothing():
     nothing = {"num_draft_tokens": 0, "num_rejected_tokens": 0}
     greedy = Configuration(8, 64, 4, 0.0)
     with pytest.raises(CertifyError, match=r"temperature=0\.6: no draft token .*=0\.0: nothing was drafted"):
-        untested({CONFIGURATION: accepted, greedy: nothing})
+        untested({CONFIGURATION: accepted, greedy: nothing}, num_unexplained=0)
+    # A verification that accepts all is judged by what it has got wrong.
+    assert untested({CONFIGURATION: accepted}, num_unexplained=1).keys() == {CONFIGURATION}
+    assert logprob_differences([]) == {"mean_logprob_difference": 0.0, "max_logprob_difference": 0.0}
     # One that says nothing is named, and costs the others nothing.
-    found = untested({CONFIGURATION: accepted, greedy: rejected})
+    found = untested({CONFIGURATION: accepted, greedy: rejected}, num_unexplained=0)
     assert found == {CONFIGURATION: "no draft token was rejected"}
 
 

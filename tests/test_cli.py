@@ -76,7 +76,6 @@ MISTAKES = [
     ),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
-    ("replay /nowhere.jsonl --output {HERE}", "replay: --output: {HERE} is no folder\n"),
     ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
     ("replay {TRACE} --spec routing=group", "--spec routing=group: it makes no difference in replay"),
     ("replay {TRACE} --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
@@ -124,6 +123,8 @@ MISTAKES = [
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
+            ("--spec corpus=2024", "corpus='2024': No such file"),
+            ("--spec corpus={TRACE} --copies 2", "--copies 2: copies have tokens of their own"),
             ("--tool-seconds 1", "--tool-seconds: no response of {TRACE} has several turns"),
             ("--group-size 4 9", "--group-size 9: no line of {TRACE} has more than 8 responses"),
             ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),
@@ -203,7 +204,7 @@ def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path,
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
     assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
-    assert f"{__file__}: File exists" in capsys.readouterr().err
+    assert f"--output: {__file__} is no folder" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
@@ -270,6 +271,24 @@ def test_simulate_predicts_for_a_device_that_is_not_there(printed):
     assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
+
+
+@pytest.mark.parametrize("command", [["replay", "nowhere.jsonl"], ["compare", "nowhere", "nowhere"]])
+def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_path, capsys):
+    (closed := tmp_path / "closed").mkdir()
+    (dangling := tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0 or path != closed)  # as of root
+    for output, fault in (
+        (__file__, f"{__file__} is no folder"),
+        (f"{__file__}/deep/er", f"{__file__} is no folder"),
+        (dangling, f"{dangling} is no folder"),
+        (closed, f"{closed} cannot be written"),
+        (closed / "deep" / "er", f"{closed} cannot be written"),
+    ):
+        assert main([*command, "--output", str(output)]) == 2
+        assert capsys.readouterr().err == f"rollout-spec {command[0]}: --output: {fault}\n"
+    assert main([*command, "--output", str(tmp_path / "new" / "deep")]) == 2
+    assert "--output" not in capsys.readouterr().err
 
 
 FULL = """

@@ -9,6 +9,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.index import make_index
 from rollout_spec.trace import read_trace
 from tests.test_replay import write_trace
@@ -48,6 +49,12 @@ def test_a_corpus_without_room_is_refused(tmp_path):
     make_index(SpecConfig(corpus=str(path), max_index_mb=8)).close()
 
 
+def test_a_text_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "read_corpus", lambda path: [np.zeros(1 << 24, np.int32)])
+    with pytest.raises(ConfigError, match=r"^rollout\.spec\.corpus='a': token_ids: 16777216 tokens"):
+        make_index(SpecConfig(corpus="a"))
+
+
 def test_where_the_corpus_matches_longer_it_drafts(tmp_path):
     path = save_corpus(tmp_path / "corpus.jsonl", [range(1, 9), [7, 30]])
     with make_index(SpecConfig(corpus=str(path), num_speculative_tokens=1)) as index:
@@ -68,7 +75,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     output = tmp_path / "corpus.jsonl"
     assert command("corpus", "build", first, second, "-o", output, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "output": str(output), "num_files": 2, "num_texts": 4, "num_tokens": 10,
+        "output": str(output), "num_texts": 4, "num_tokens": 10,
     }  # fmt: skip
     texts = [text.tolist() for line in read_trace(output) for text in line.responses]
     assert texts == [[5, 6, 7, 8], [5, 6], [9], [7, 8, 3]]
@@ -124,7 +131,7 @@ def test_a_corpus_that_holds_what_is_replayed_is_said(tmp_path, caplog):
         caplog.clear()
         assert command("replay", trace, "--spec", f"corpus={tmp_path / 'corpus.jsonl'}") == 0
         [message] = caplog.messages
-        assert f"corpus.jsonl holds {held} replayed responses of 16 tokens or more word for word" in message
+        assert f"corpus.jsonl holds {held} responses of 16 tokens or more word for word" in message
 
 
 def test_replay_takes_a_corpus(tmp_path, capsys):

@@ -335,7 +335,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     accelerator, given = Engine(temperature).with_model_and_text()
     assert given.tokens.tolist() == drafts
     assert np.isfinite(given.log_odds).all()
-    fetched = "rollout_spec.vllm.mrv1.drafters.<genexpr>"
+    fetched = "rollout_spec.vllm.mrv1.speculators.<genexpr>"
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 

@@ -25,7 +25,8 @@ def test_doctor_says_that_drafting_works_here():
     assert {check["name"] for check in report["checks"]} >= {
         *("python", "verl", "torch", "device", "native module", "vllm.general_plugins", "rollout.spec"),
         *("patch vllm-keyed-sampler", "patch vllm-coupled-verification", "patch vllm-min-tokens-bonus"),
-        "patch vllm-kept-logprobs",
+        *("patch vllm-kept-logprobs", "patch vllm-plain-graphs", "patch vllm-rows-end-apart"),
+        *("patch verl-named-calls", "patch vllm-groups-by-rank", "patch verl-private-methods"),
     }
 
 

@@ -241,7 +241,7 @@ def test_what_speaks_against_rollouts_is_one_line(tmp_path, tokenizer, caplog, x
 HIDDEN = [["1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl"], ["1.jsonl", ".1.jsonl"]]
 
 
-@pytest.mark.parametrize("files", [["data.parquet/part-0.jsonl"], *HIDDEN])
+@pytest.mark.parametrize("files", [["data.parquet/part-0.jsonl"], ["1²3.jsonl"], *HIDDEN])
 def test_folders_with_the_name_of_a_file_and_hidden_files(tmp_path, tokenizer, files):
     folder = tmp_path / ".cache"  # what is named may be hidden
     for name in files:

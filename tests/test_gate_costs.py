@@ -1,12 +1,16 @@
 """What the gate learns: which passes of a model pay, and what a step costs. Rollouts are in test_simulate."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_spec.drafting.gate.costs import NOTHING, PROBE_EVERY, Choice, Costs, Ranks, Step
 from rollout_spec.drafting.gate.passes import RETRY_EVERY, TRY_EVERY, Passes
 from rollout_spec.drafting.gate.step_cost import ENOUGH, KNOTS, StepCost
+from rollout_spec.metrics import EngineCounters
 
 
 class Model:
@@ -148,3 +152,24 @@ def test_the_first_step_of_a_size_is_cold_but_of_many_near_one_knot_only_a_few()
     curve = StepCost()
     assert [curve.was_cold(n) for n in (5, 5, 4, 5, 4)] == [True, False, True, False, False]
     assert sum(curve.was_cold(n) for n in range(512, 700)) == ENOUGH
+
+
+def test_a_rank_answers_for_its_own_drafts_where_another_made_the_step_longer():
+    counters, numbers = EngineCounters(), itertools.count()
+    costs = Costs(counters, fill_to=0)
+
+    def learn(most_tokens, seconds, choice=NOTHING, num_new_tokens=4):
+        ranks = Ranks(next(numbers), most_tokens)
+        return costs.learn(Step(4, 0, num_new_tokens, seconds, ranks), choice)
+
+    for _ in range(PROBE_EVERY):
+        learn(8, 1.0)
+    assert costs.most_rows == 8 and costs.plain_seconds == pytest.approx(1.0)
+    assert counters.gate_seconds == 0, "another rank's drafts"
+    for _ in range(4):
+        learn(24, 2.0)
+    assert not costs.is_probe
+    [expected] = costs.drafted_seconds(np.array([20]))
+    assert learn(24, 1.8, Choice(4, 3.0, 1.2), num_new_tokens=7) == pytest.approx(1.8 - expected)
+    assert counters.gate_seconds == pytest.approx(1.8 * 1.2 / expected)
+    assert counters.gate_plain_seconds == pytest.approx(7 / 4)

@@ -1,5 +1,7 @@
 """Where a sample's next request goes on: sequences that are parked, found by name or by their text."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from rollout_spec.drafting import groups as groups_module
 from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, UnknownId
 from tests.text import int32
 
 PROMPT = list(range(20))
@@ -61,8 +63,38 @@ def test_a_sample_goes_on_in_its_sequence(rows):
         assert again is first and rows.groups.num_resumed == num_resumed
         rows.end(again, [*text, 40])
     assert not rows.history.get(group_key("group"))
-    rows.groups.end_sample("sample")
+    rows.groups.end_samples(["sample"])
     assert [one.tolist() for one in rows.history.get(group_key("group"))] == [[30, 31, 40]]
+
+
+def test_samples_of_one_name_in_two_groups_are_two(rows):
+    first = rows.park([*PROMPT, 30], group="a", sample=0)
+    second = rows.add([7, 8], group="b", sample=0)
+    rows.end(second, [7, 8, 40])
+    assert rows.is_open(first) and second.group is not first.group
+    assert rows.add([7, 8, 40], group="b", sample=0) is second
+    rows.groups.end_samples([0])
+    assert [one.tolist() for one in rows.history.get(group_key("a"))] == [[30]]
+
+
+def test_a_turn_that_has_nothing_of_its_samples_text_does_not_go_on(rows):
+    first = rows.park([*PROMPT, 30, 31], **of_sample())
+    assert rows.add([*PROMPT, 50, 51], **of_sample()) is first and rows.groups.num_resumed == 0
+
+
+def test_a_group_without_room_at_first_gets_its_history_when_there_is_some(rows, monkeypatch):
+    for token in (30, 31, 32):
+        rows.history.add(group_key("group"), int32(token))
+    full = BudgetExceeded("full")
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.index, "open_sequence", Mock(side_effect=full))
+        assert rows.add(PROMPT, group="group") is None
+    added = Mock(side_effect=[None, full])
+    monkeypatch.setattr(rows.index, "add_text", added)
+    assert rows.add(PROMPT, group="group") is not None
+    assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31]]
+    assert rows.groups.num_texts_left_out == 1, "beside the one that the index counts"
+    assert rows.add(PROMPT, group="group") is not None and added.call_count == 2
 
 
 def test_a_sample_whose_prompt_is_another_goes_on_elsewhere(rows):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
@@ -53,7 +54,9 @@ def mrv2_host(accelerator, rows):
     runner = bare(
         SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
         parallel_config=config.parallel_config,
-        req_states=SimpleNamespace(req_id_to_index=rows, draft_tokens=drafts),
+        req_states=SimpleNamespace(
+            req_id_to_index=rows, draft_tokens=drafts, num_computed_tokens_np=np.zeros(4, np.int32)
+        ),
     )  # fmt: skip
     runner.host_drafts = HostDrafts(runner, engine_options(config))
     patches.put_before(DraftingRunner, runner, SPECULATOR)
@@ -124,3 +127,32 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     placed = runner.req_states.draft_tokens.value.tolist()
     assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+
+
+def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before(monkeypatch):
+    """Attention that decodes rows of one length only computes the others from what the host counts."""
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: SimpleNamespace(broadcast_object=lambda it: it))
+    names = ["drafted", "plain", "chunk"]
+
+    def step(output, plan, counted):
+        rooms = output.scheduled_spec_decode_tokens
+        output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        attach(output, plan)
+        runner.req_states.num_computed_tokens_np[:3] = counted  # by the scheduler, and more on the fourth row
+        runner.execute_model(output)
+        return runner.req_states.num_computed_tokens_np[:3].tolist()
+
+    with Accelerator() as accelerator:
+        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
+        step(scheduled((*names,)), Plan(None, 0, 0), 0)
+        accelerator.start()
+        after_sampling(host, runner, accelerator.put, names[:2], [6, 40])
+        known = len(TEXT)
+        counted = [known + K, known + 1, 4]
+        rooms = {"drafted": [-1] * K, "plain": [-1] * K}
+        assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known, known, 4]
+        after_sampling(host, runner, accelerator.put, names[:2], [41, 42])
+        counted = [known + 1 + K, known + 1 + K, 4]
+        assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
+        assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"

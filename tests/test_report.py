@@ -13,7 +13,7 @@ from rollout_spec.report.comparison import headline, sentences, table_rows, writ
 from rollout_spec.report.logs import RunError
 from rollout_spec.report.measures import MEASURES, compare, paired
 from rollout_spec.report.responses import Agreement, first_step_agreement, is_looping
-from rollout_spec.report.runs import read_run, read_steps
+from rollout_spec.report.runs import read_run
 
 SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
@@ -122,7 +122,7 @@ def test_totals_weigh_each_step_by_what_it_decoded(comparison):
 def test_a_step_whose_batch_an_earlier_one_counts_is_a_step(tmp_path):
     """As of an asynchronous trainer that had its second batch before the weights changed."""
     result = compared(tmp_path, [10.0, 0.0], [5.0, 2.0], [1000, 0], [600, 400])
-    steps = list(read_steps(tmp_path / "off" / "metrics.jsonl"))
+    steps = read_run(tmp_path / "off", "off").steps
     assert [(step.step, step.generated_tokens) for step in steps] == [(1, 1000), (2, 0)]
     assert result.speedup == pytest.approx((1000 / 7) / (1000 / 10))
     tokens_per_step = result.measures["tokens_per_step"]

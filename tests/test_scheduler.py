@@ -10,9 +10,10 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec.metrics import RequestCounters
-from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER, SCHEDULER
 from rollout_spec.vllm.mrv2 import enable
 from rollout_spec.vllm.mrv2.ahead import AheadScheduler, drop_padding
+from rollout_spec.vllm.options import AHEAD_SCHEDULER, ASYNC_SCHEDULER, scheduler_of
 from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 
 
@@ -31,6 +32,30 @@ def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monke
     chosen = decided.get_scheduler_cls()
     assert issubclass(chosen, SpecScheduler) and not issubclass(chosen, AheadScheduler)
     assert issubclass(chosen, AsyncScheduler) == is_asynchronous != (chosen is SpecScheduler)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "asked", "is_asynchronous", "given"),
+    [
+        ("custom_class", None, True, AHEAD_SCHEDULER),
+        ("custom_class", SCHEDULER, True, AHEAD_SCHEDULER),
+        ("custom_class", None, False, None),
+        ("custom_class", SCHEDULER, False, SCHEDULER),
+        ("mtp", None, True, AHEAD_SCHEDULER),
+        ("mtp", None, False, SCHEDULER),
+        ("mtp", "my.Scheduler", False, "my.Scheduler"),
+        (None, SCHEDULER, True, ASYNC_SCHEDULER),
+        (None, SCHEDULER, False, SCHEDULER),
+        (None, None, True, None),
+    ],
+)
+def test_who_gets_which_scheduler(drafts, asked, is_asynchronous, given):
+    speculative = SimpleNamespace(method=drafts, model=PROPOSER if drafts == "custom_class" else None)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=asked, async_scheduling=is_asynchronous),
+        speculative_config=drafts and speculative, additional_config={OPTIONS_KEY: {}},
+    )  # fmt: skip
+    assert scheduler_of(config) == given
 
 
 @pytest.mark.parametrize(

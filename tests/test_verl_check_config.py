@@ -124,6 +124,7 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "must be .*verify=standard$",
     "rollout.spec.corpus=/nowhere.jsonl": r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file",
+    "rollout.spec.corpus=corpus.jsonl": r"rollout\.spec\.corpus='corpus\.jsonl': must be an absolute path",
     "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rollout_spec.homes import Homes
-from rollout_spec.verl.ranks import RankRouter
+from rollout_spec.verl.router import RankRouter
 
 
 class Engine:

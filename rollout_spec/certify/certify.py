@@ -14,17 +14,8 @@ from vllm import LLM, SamplingParams, envs
 from vllm.envs import maybe_convert_bool
 from vllm.platforms import current_platform
 
-from rollout_spec.certify.counts import (
-    CertifyError,
-    Configuration,
-    Pair,
-    Response,
-    Sample,
-    counts,
-    logprob_differences,
-    untested,
-    verdict,
-)
+from rollout_spec.certify import counts
+from rollout_spec.certify.counts import CertifyError, Configuration, Pair, Response, Sample
 from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.certify.numerics import DISTRIBUTION_TOKENS, FALSE_ALARM_RATE, explain, p_values, rounding
 from rollout_spec.environment import environment
@@ -101,21 +92,23 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     runs: dict[Configuration, list[Pair]] = {}
     for where, pair in _pairs(plan, advance):
         runs.setdefault(where, []).append(pair)
-    counted = {where: counts(pairs) for where, pairs in runs.items()}
-    reasons = untested(counted)
+    counted = {where: counts.counts(pairs) for where, pairs in runs.items()}
+    differences = _differences(plan, runs)
+    num_unexplained = sum(not one["explained"] for one in differences)
+    reasons = counts.untested(counted, num_unexplained)
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     found = {
-        **counts(tested),
+        **counts.counts(tested),
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
-        "differences": _differences(plan, runs),
+        "differences": differences,
         "tolerance": plan.fixed_tolerance,
-        **logprob_differences(tested),
+        **counts.logprob_differences(tested),
         "distribution": distribution,
+        "unexplained_differences": num_unexplained,
     }
-    found["unexplained_differences"] = sum(not one["explained"] for one in found["differences"])
     return {
-        "verdict": verdict(found),
+        "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
         "model_runner": _model_runner(),
         "environment": environment() | {

@@ -1,7 +1,6 @@
 """`rollout-spec compare`: two training runs, one without drafts and one with."""
 
 import argparse
-from pathlib import Path
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_options, folder, path
@@ -17,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
     )
     output = parser.add_argument_group("output")
-    there = Path("outputs/comparison")
+    there = "outputs/comparison"
     add_options(output, ("--output", folder, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)

@@ -59,7 +59,6 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         append_lines(partial, lines)
     return {
         "output": str(args.output),
-        "num_files": len(args.traces),
         "num_texts": num_texts,
         "num_tokens": num_tokens,
     }

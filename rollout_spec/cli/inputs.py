@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.predict.roofline import Roofline
     from rollout_spec.trace import Rollout
+
+logger = logging.getLogger(__name__)
 
 MAX_ENGINES = 128
 """In a cluster, and devices, ranks or copies: a simulation of more takes minutes and says nothing new."""
@@ -51,10 +56,13 @@ def path(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """An argparse type: a folder that is there or can be made."""
+    """An argparse type: a folder that can be written, or made."""
     found = path(text)
-    if found.exists() and not found.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    there = next(each for each in (found, *found.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{there} cannot be written")
     return found
 
 
@@ -91,6 +99,21 @@ def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = No
         if not sign or role not in NAMES:
             raise UserError(f"--columns {pair}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
     return read_rollouts(paths, args.tokenizer, columns, limit)
+
+
+def warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
+    """Say it where the corpus holds these responses: a training's next responses are new."""
+    from rollout_spec.drafting.corpus import read_corpus
+    from rollout_spec.predict.doubts import LONG
+
+    held = {text.tobytes() for text in read_corpus(corpus)}
+    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
+    num_held = sum(text in held for text in texts)
+    if 10 * num_held > len(texts):  # a few are the same by chance
+        logger.warning(
+            "%s holds %d of %d responses of %d tokens or more word for word, so the figures promise "
+            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
+        )  # fmt: skip
 
 
 def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
@@ -170,8 +193,11 @@ def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, 
             raise UserError(f"--spec {option}: must be NAME=VALUE")
         if name in refused:
             raise UserError(f"--spec {option}: {refused[name]}")
-        spec[name] = _parsed(value)
+        spec[name] = value if name in _TEXTS else _parsed(value)
     return spec
+
+
+_TEXTS = [field.name for field in dataclasses.fields(SpecConfig) if field.type == "str"]
 
 
 def _parsed(value: str) -> Any:

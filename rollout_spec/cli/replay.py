@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
-    MAX_ENGINES,
-    add_options,
-    add_rollouts_arguments,
-    add_simulated_model,
-    add_spec_argument,
-    check_steps,
-    folder,
-    number,
-    read,
-    spec_options,
-    with_model,
-)
+from rollout_spec.cli import add_example, inputs
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.trace import Rollout
-
-logger = logging.getLogger(__name__)
+    pass
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -39,22 +22,24 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count, most = number(int, 1), SpecConfig.num_speculative_tokens
+    count, most = inputs.number(int, 1), SpecConfig.num_speculative_tokens
     lines = parser.add_argument_group("what is replayed")
-    add_rollouts_arguments(lines)
-    add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
+    inputs.add_rollouts_arguments(lines)
+    inputs.add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
-    add_simulated_model(drafter)
-    add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
-    add_options(
+    inputs.add_options(
+        drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step")
+    )
+    inputs.add_simulated_model(drafter)
+    inputs.add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
+    inputs.add_options(
         parser.add_argument_group("engines that these rollouts are for"),
-        ("--replicas", number(int, 1, MAX_ENGINES), "N", 1, "engines"),
+        ("--replicas", inputs.number(int, 1, inputs.MAX_ENGINES), "N", 1, "engines"),
         ("--max-num-seqs", count, "N", 1024, "requests that an engine runs at a time; verl's default too"),
     )
     output = parser.add_argument_group("output")
     page = "write a page with pictures, replay.html, and replay.json"
-    add_options(output, ("--output", folder, "DIR", None, page))
+    inputs.add_options(output, ("--output", inputs.folder, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
@@ -67,17 +52,18 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.replay import replay
     from rollout_spec.report.outlook import headline, write_outlook
 
-    spec = spec_options(args.spec, REFUSED)
+    spec = inputs.spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(with_model(args, read(args, args.traces, args.limit_groups)))
-    check_steps(lines, args.traces[0])
+    lines = list(inputs.with_model(args, inputs.read(args, args.traces, args.limit_groups)))
+    inputs.check_steps(lines, args.traces[0])
     if config.corpus:
-        _warn_of_same_texts(lines, config.corpus)
+        inputs.warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
     except BudgetExceeded as error:
-        message = "one prompt with its responses needs more memory; raise it"
+        more = "more memory than the corpus leaves" if config.corpus else "more memory"
+        message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
@@ -91,21 +77,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"page: {page}")
     return 0
-
-
-def _warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
-    """Say it where the corpus was built from what is replayed: a training's next responses are new."""
-    from rollout_spec.drafting.corpus import read_corpus
-    from rollout_spec.predict.doubts import LONG
-
-    held = {text.tobytes() for text in read_corpus(corpus)}
-    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
-    num_held = sum(text in held for text in texts)
-    if 10 * num_held > len(texts):  # a few are the same by chance
-        logger.warning(
-            "%s holds %d of %d replayed responses of %d tokens or more word for word, so the figures promise "
-            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
-        )  # fmt: skip
 
 
 def _print(record: dict[str, Any], title: str) -> None:

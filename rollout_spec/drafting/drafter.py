@@ -166,10 +166,10 @@ class Drafter:
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """These have said all: the history keeps them, those that run as soon as their request is removed."""
         for request in self._requests.values():
-            if request.member is not None and request.member.sample in samples:
-                request.member.sample = None
-        for sample in samples:
-            self._groups.end_sample(sample)
+            member = request.member
+            if member is not None and member.sample is not None and member.sample[1] in samples:
+                member.sample = None
+        self._groups.end_samples(samples)
 
     def draft(
         self,

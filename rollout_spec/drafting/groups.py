@@ -1,9 +1,9 @@
 """The groups of an index: whom a request belongs to, and the history that a group begins with."""
 
-import contextlib
 import dataclasses
+import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ MAX_UNNAMED = 256  # parked sequences that are found by their text alone
 _TAIL = 8  # tokens at its end by which a text is looked for
 
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
+SampleName = tuple[Hashable | None, Hashable]  # of its group, if that has one, and its own in there
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,6 +28,7 @@ class _Group:
     key: _Key
     prompt: Int32Array
     history_key: bytes
+    has_history: bool = False  # it was asked for its earlier responses
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,7 +38,7 @@ class Member:
     sequence: int
     group: _Group
     after_prompt: bool  # its text in the index is what comes after the group's prompt
-    sample: Hashable | None  # its name; None: what it says is remembered when its request has ended
+    sample: SampleName | None  # None: what it says is remembered when its request has ended
 
 
 class Groups:
@@ -54,7 +56,7 @@ class Groups:
         self._keys: dict[int, _Key] = {}  # of the groups, by their handles
         self.num_resumed = 0  # requests that went on where their sample's text ended
         self.num_texts_left_out = 0  # responses of the history, for which there was no memory
-        self._parked: dict[Hashable, Member] = {}  # by the names of their samples
+        self._parked: dict[SampleName, Member] = {}
         # Those without, by the number and the last of all their tokens; the one parked last is the last.
         self._unnamed: OrderedDict[tuple[int, bytes], Member] = OrderedDict()
 
@@ -73,37 +75,39 @@ class Groups:
             return None
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
         self._forget_given_up()
-        member = self._parked.pop(sample, None) if sample is not None else self._take_by_text(prompt, key)
+        name = None if sample is None else (group, sample)
+        member = self._take_by_text(prompt, key) if name is None else self._parked.pop(name, None)
         if member is not None:
             if not member.after_prompt or _begins_with(prompt, member.group.prompt):
+                if _begins_with(prompt, self._whole_text(member)):
+                    self.num_resumed += 1
                 self._index.resume_sequence(member.sequence)
-                self.num_resumed += 1
                 return member
             self._close(member)
-        is_new = key not in self._groups
         try:
-            found = self._open(key, prompt[:num_group_tokens]) if is_new else self._groups[key]
+            found = self._groups.get(key) or self._open(key, prompt[:num_group_tokens])
             after_prompt = _begins_with(prompt, found.prompt)
             sequence = self._index.open_sequence(found.handle, after_prompt=after_prompt)
         except (BudgetExceeded, OutOfMemory):
             return None
-        if is_new:
+        if not found.has_history:
             self._add_history(found)
-        return Member(sequence, found, after_prompt, sample)
+        return Member(sequence, found, after_prompt, name)
 
     def park(self, member: Member, *, remember: bool) -> None:
         """Its request has ended; the sample may go on. `remember`: without a name its text is kept now."""
         self._index.park_sequence(member.sequence)
-        if member.sample is None:
+        name = member.sample
+        if name is None:
             if remember:
                 self._remember(member)
             self._park_unnamed(member)
             return
-        other = self._parked.get(member.sample)  # the sample had two requests at a time
+        other = self._parked.get(name)  # the sample had two requests at a time
         if other is not None:
             other, member = sorted((other, member), key=lambda each: len(self._index.text(each.sequence)))
             self._index.close_sequence(other.sequence)
-        self._parked[member.sample] = member
+        self._parked[name] = member
 
     def _park_unnamed(self, member: Member) -> None:
         text = self._whole_text(member)
@@ -115,11 +119,10 @@ class Groups:
         if replaced is not None:
             self._close(replaced)
 
-    def end_sample(self, sample: Hashable) -> None:
-        """A sample that is parked has said all: the history keeps it."""
-        member = self._parked.pop(sample, None)
-        if member is not None:
-            self._close(member)
+    def end_samples(self, samples: Collection[Hashable]) -> None:
+        """Samples of these names, in whatever group, have said all: the history keeps the parked ones."""
+        for name in [name for name in self._parked if name[1] in samples]:
+            self._close(self._parked.pop(name))
 
     def _close(self, member: Member) -> None:
         """Nothing goes on after a parked sequence any more; without a name it is remembered already."""
@@ -169,16 +172,21 @@ class Groups:
 
     def _add_history(self, group: _Group) -> None:
         """The latest first: of continuations that are equally frequent the one that came first is drafted."""
+        group.has_history = True
         responses = self._history.get(group.history_key)
         if not responses:
             return
         # A full index does without them rather than without what is generated here.
         stats = self._index.stats()
         num_tokens = stats.num_tokens_behind + sum(map(len, responses))
-        if stats.num_bytes + num_tokens * _BYTES_PER_TOKEN <= _HISTORY_SHARE * self._index.max_bytes:
-            with contextlib.suppress(BudgetExceeded, OutOfMemory):
-                for response in reversed(responses):
+        most = _HISTORY_SHARE * (self._index.max_bytes or math.inf)
+        if stats.num_bytes + num_tokens * _BYTES_PER_TOKEN <= most:
+            for number, response in enumerate(reversed(responses), 1):
+                try:
                     self._index.add_text(group.handle, response)
+                except (BudgetExceeded, OutOfMemory):  # which the index counts
+                    self.num_texts_left_out += len(responses) - number
+                    return
         else:
             self.num_texts_left_out += len(responses)
 

@@ -106,6 +106,9 @@ def make_index(config: SpecConfig) -> SuffixIndex:
         index.close()
         where = f"rollout.spec.corpus={config.corpus!r}: takes more than max_index_mb={config.max_index_mb}"
         raise ConfigError(f"{where}; raise it, or take fewer texts ({error})") from error
+    except InvalidArgument as error:
+        index.close()
+        raise ConfigError(f"rollout.spec.corpus={config.corpus!r}: {error}") from error
     return index
 
 

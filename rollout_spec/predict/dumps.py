@@ -166,7 +166,7 @@ def _files(path: Path) -> list[Path]:
 
 def _by_number(file: Path) -> list[int | str]:
     """2.jsonl comes before 10.jsonl."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(file))]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
 def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:

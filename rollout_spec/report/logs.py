@@ -96,9 +96,8 @@ def _merged(source: str, records: Iterable[Record]) -> Log:
     again = set()
     for step, data in records:
         values = merged.setdefault(step, {})
-        if any(
-            name in values and not name.startswith("_") for name in data
-        ):  # wandb adds _runtime and others
+        # wandb adds _runtime and others.
+        if any(name in values and not name.startswith("_") for name in data):
             again.add(step)
         values.update(data)
     if again:

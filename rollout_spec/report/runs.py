@@ -4,16 +4,16 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.metrics import PREFIX
-from rollout_spec.report.logs import Record, RunError, read_json_lines, read_log
+from rollout_spec.report.logs import RunError, read_log
 from rollout_spec.report.responses import looping_share
 
 MAX_DRIFT = 0.05  # above it, a ratio of two runs says as much of the machine as of the drafts
-_SECONDS = PREFIX + "rollout_seconds"
+SECONDS = PREFIX + "rollout_seconds"
 # What stands in every step of a run that drafts, if it has a token.
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "tokens_per_step")
 
@@ -119,14 +119,15 @@ def read_run(path: str | Path, name: str) -> Run:
     Raises RunError: nothing there, no step carries rollout times, or a value is no number.
     """
     log = read_log(path)
-    records = [(step, data) for step, data in log.records if data.get(_SECONDS) is not None]
+    # A validation has no rollout times.
+    records = [(step, data) for step, data in log.records if data.get(SECONDS) is not None]
     if records and not _is_whole(records[-1][1], [data for _, data in records[:-1]]):
         logger.warning("%s: step %d was not logged to its end, it is left out", log.source, records[-1][0])
         records.pop()
-    steps = tuple(_steps(records, log.source))
+    steps = tuple(step_of(step, data, log.source) for step, data in records)
     if not steps:
         raise RunError(
-            f"{log.source}: no step has {_SECONDS}; was the run started with "
+            f"{log.source}: no step has {SECONDS}; was the run started with "
             "+rollout.spec=sam or +rollout.spec=off?"
         )
     # Only a drafter counts them.
@@ -143,17 +144,7 @@ def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> b
     return not num_tokens or counts <= last.keys()
 
 
-def read_steps(file: Path) -> Iterator[Step]:
-    """The steps that the file logger has written so far."""
-    return _steps(read_json_lines(file, logging.DEBUG), str(file))
-
-
-def _steps(records: Iterable[Record], source: str) -> Iterator[Step]:
-    """Records without rollout times (a validation) are passed over."""
-    return (_step(step, data, source) for step, data in records if data.get(_SECONDS) is not None)
-
-
-def _step(number: int, data: Mapping[str, Any], source: str) -> Step:
+def step_of(number: int, data: Mapping[str, Any], source: str) -> Step:
     values = {}
     for field in dataclasses.fields(Step)[1:]:
         name = field.metadata["name"]
@@ -167,7 +158,7 @@ def _step(number: int, data: Mapping[str, Any], source: str) -> Step:
         if _AMOUNTS.match(name) and (values[field.name] < 0 or math.isinf(values[field.name])):
             raise RunError(f"{source}: step {number}: {name} must be at least 0 and finite: {given!r}")
     if values["generated_tokens"] and not values["rollout_seconds"]:
-        raise RunError(f"{source}: step {number}: {_SECONDS} must be above 0, there are tokens: 0")
+        raise RunError(f"{source}: step {number}: {SECONDS} must be above 0, there are tokens: 0")
     if not values["generated_tokens"]:
         values["tokens_per_step"] = math.nan
     return Step(number, **values)

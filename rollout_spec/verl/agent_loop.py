@@ -104,7 +104,7 @@ def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]]) -> tuple[st
 
 
 def _digest(value: Any) -> str | None:
-    """Of an image, a video, a sound: bytes, PIL's, numpy's or torch's; None of anything else."""
+    """The digest of an image, a video or a sound (bytes, PIL's, numpy's, torch's); None of anything else."""
     if hasattr(value, "numpy"):
         value = value.numpy(force=True)
     content = value if isinstance(value, bytes) else getattr(value, "tobytes", bytes)()

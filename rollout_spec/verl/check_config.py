@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,17 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
-from rollout_spec.verl import launch
+from rollout_spec.verl import launch, model_drafter
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.launch import group_router_file
-from rollout_spec.verl.model_drafter import (
-    MODEL_TOKENS,
-    OPTION,
-    check_model_drafter,
-    drafter_options,
-    engine_drafter,
-    engine_scheduler,
-)
 from rollout_spec.verl.recurrent_policy import said_of_memory
 from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, number, require, say, value
 from rollout_spec.vllm import OPTIONS_KEY
@@ -58,7 +50,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
 
 def group_router(*, _root_: DictConfig) -> str | None:
     """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
-    return None if _num_places(_root_) == 1 else group_router_file()
+    return None if _num_places(_root_) == 1 else launch.group_router_file()
 
 
 @contextlib.contextmanager
@@ -76,7 +68,7 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-_OF_NOBODY = (  # what looks like +rollout.spec=sam, and would do nothing
+_MISSPELT = (
     r"\+\+rollout\.spec=",
     r"\+*rollout/spec=",
     r"\+*rollout=.*\bspec\b",
@@ -87,28 +79,35 @@ _OF_NOBODY = (  # what looks like +rollout.spec=sam, and would do nothing
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Raise a ConfigError for an unknown method, for `rollout.spec.NAME=VALUE` where NAME is no option, and
-    for what looks like `+rollout.spec=METHOD` and is none.
-
-    Hydra would refuse the first two in many lines, before any check of ours, and do nothing for the third.
-    """
-    known = {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}
-    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
-    values = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
-    chosen = [[each] if "{" in each else each.split(",") for each in values]
-    of_nobody = _OF_NOBODY if chosen or has_own_config else (*_OF_NOBODY, r"\+*rollout\.spec\.")
-    for argument in arguments:
-        if any(re.match(pattern, argument) for pattern in of_nobody):
-            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+    """Raise a ConfigError for overrides that Hydra would refuse in many lines, before any check of ours, or
+    take for something else."""
+    asked = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
+    chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
+    _refuse_misspelt(arguments, has_method=bool(chosen))
     for method in itertools.chain(*chosen):
         if method not in METHODS:
             raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
+    _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
+
+
+def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
+    """What looks like `+rollout.spec=METHOD` and is none: Hydra would do nothing for it."""
+    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
+    patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
     for argument in arguments:
-        if argument.startswith("rollout.spec.") and any(len(methods) > 1 for methods in chosen):
+        if any(re.match(pattern, argument) for pattern in patterns):
+            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+
+
+def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
+    """`rollout.spec.NAME=VALUE` where NAME is no option, or where a sweep has no such key yet."""
+    known = {field.name for field in dataclasses.fields(SpecConfig)} | {model_drafter.OPTION}
+    for argument in arguments:
+        if is_sweep and argument.startswith("rollout.spec."):
             raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] == "model_tokens":
-            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {MODEL_TOKENS}")
+            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
         if override and override[1] not in known:
             SpecConfig.from_mapping({override[1]: override[2]})
 
@@ -124,12 +123,14 @@ def check_config(config: DictConfig) -> SpecConfig:
             f"rollout.spec={options!r}: not a configuration group. Is rollout-spec's plugin for verl loaded "
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
-    SpecConfig.from_mapping({name: option for name, option in options.items() if name != OPTION})
-    check_model_drafter(options, mtp)
-    spec = SpecConfig.from_mapping(drafter_options(options, mtp))
+    ours = {name: option for name, option in options.items() if name != model_drafter.OPTION}
+    SpecConfig.from_mapping(ours)
+    model_drafter.check_model_drafter(options, mtp)
+    spec = SpecConfig.from_mapping(model_drafter.drafter_options(options, mtp))
     refuse_old_version()
     launch.refuse_old_verl()
     _check_trainer(config, spec)
+    _check_replay_buffer(config)
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
@@ -149,14 +150,6 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
-    sampler, batches = "trainer.v1.sampler.custom_sampler.path", "algorithm.filter_groups.max_num_gen_batches"
-    most = value(config, batches)
-    if value(config, sampler) == REPLAY_BUFFER:
-        bounded = "with +rollout_spec_replay_buffer=bounded"
-        if type(most) is not int or most < 1:
-            raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
-        refill = "trainer.v1.sampler.sync_refill_failed_groups"
-        require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
     # An asynchronous mode needs the samples' names too: they tell validation from training.
     if spec.coupled or mode != "sync":
@@ -164,13 +157,25 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
 
 
+def _check_replay_buffer(config: DictConfig) -> None:
+    if value(config, "trainer.v1.sampler.custom_sampler.path") != REPLAY_BUFFER:
+        return
+    bounded = "with +rollout_spec_replay_buffer=bounded"
+    batches = "algorithm.filter_groups.max_num_gen_batches"
+    most = value(config, batches)
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
+    refill = "trainer.v1.sampler.sync_refill_failed_groups"
+    require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
+
+
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
     asked = value(config, "rollout.spec"), value(config, MTP)
-    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != drafter_options(*asked):
+    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != model_drafter.drafter_options(*asked):
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    drafter, scheduler = engine_drafter(*asked), engine_scheduler(*asked)
-    off = f"remove it; with rollout.spec=off only rollout.spec.{OPTION} may draft"
+    drafter, scheduler = model_drafter.engine_drafter(*asked), model_drafter.engine_scheduler(*asked)
+    off = f"remove it; with rollout.spec=off only rollout.spec.{model_drafter.OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
     if scheduler is not None:
         require(config, f"{ENGINE}.scheduler_cls", (scheduler,), _OURS)
@@ -186,13 +191,15 @@ def _check_drafting(config: DictConfig) -> None:
     blind = "disaggregated prefill is not supported: the decode engine does not see the requests' groups"
     require(config, f"{ROLLOUT}.disaggregation.enabled", (None, False), blind)
     if corpus := value(config, "rollout.spec.corpus"):
+        if not os.path.isabs(corpus):
+            raise ConfigError(f"rollout.spec.corpus={corpus!r}: must be an absolute path, on every node")
         read_corpus(corpus)
 
 
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or _num_places(config) == 1:
         return
-    if value(config, _ROUTER) != group_router_file():
+    if value(config, _ROUTER) != launch.group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "

@@ -25,20 +25,22 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_spec.patches import guard_parameters
-from rollout_spec.verl.launch import PRIVATE_METHODS
+from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, KEY, SAMPLE_KEY, TURN_KEY, TURN_TOKENS_KEY, names_of
 
-guard_parameters(PRIVATE_METHODS, LLMServerClient, "_acquire_server", ("self", "request_id"))
-
+NAMED_CALLS = Patch(
+    name="verl-named-calls",
+    reason="all calls of a sample have the same sampling parameters, so no server could tell them apart",
+    upstream="verl/workers/rollout/llm_server.py, LLMServerClient",
+    until="verl's client says which call of which sample a request is",
+)
 MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
 
 
 def name_calls(client: Any, calls: Calls) -> Any:
     """The same `LLMServerClient`, which names its calls from now on; so do its copies, in any process."""
-    verls: Any = type(client)
-    client.__class__ = _naming(verls)
-    client._calls = calls
+    client._verls, client._calls = type(client), calls
+    put_before(NamingClient, client, NAMED_CALLS)
     return client
 
 
@@ -118,7 +120,7 @@ class _Sample:
 
 
 class NamingClient(LLMServerClient):
-    """Stands before a class of verl's clients; `_naming` makes one class of the two."""
+    """Stands before a class of verl's clients."""
 
     _verls: type  # that class
     _calls: Calls
@@ -159,10 +161,7 @@ def _find_calls(name: str, copy: tuple[int, ...]) -> Calls:
     return _calls_here.setdefault(name, Calls(name, copy))
 
 
-@functools.cache
-def _naming(verls: type) -> type:
-    return type(f"Naming{verls.__name__}", (NamingClient, verls), {"_verls": verls})
-
-
 def _new_client(verls: type) -> Any:
-    return object.__new__(_naming(verls))
+    client: Any = object.__new__(verls)
+    put_before(NamingClient, client, NAMED_CALLS)
+    return client

@@ -24,9 +24,13 @@ _DEATHS = Patch(
 
 
 def install() -> None:
-    """Wrap the trainer's methods. Called in the trainer's process, when it asks for its replica class."""
+    """Called in the trainer's process, when it asks for its replica class."""
+    _watch_weight_syncs()
+    _wrap_trainer()
+
+
+def _watch_weight_syncs() -> None:
     from verl.checkpoint_engine.base import CheckpointEngineManager
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     @wrap(CheckpointEngineManager, "update_weights", _DEATHS)
     def update_weights(update: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,6 +38,10 @@ def install() -> None:
         servers = [server for replica in replicas for server in replica.servers]
         call = functools.partial(update, self, *args, **kwargs)
         return call_and_watch(servers, call) if servers else call()
+
+
+def _wrap_trainer() -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     @wrap(PPOTrainer, "_compute_metrics", _PATCH)
     def compute_metrics(

@@ -9,13 +9,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.check_config import (
-    check_job,
-    check_overrides,
-    check_whole,
-    group_router,
-    one_line_errors,
-)
+from rollout_spec.verl import check_config
 from rollout_spec.verl.launch import CONFIGS
 from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
 from rollout_spec.verl.recurrent_policy import default_tokens
@@ -36,9 +30,9 @@ def install() -> None:
         ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
-        ("group_router", group_router),
-        ("checked", check_whole),
-        ("job_checked", check_job),
+        ("group_router", check_config.group_router),
+        ("checked", check_config.check_whole),
+        ("job_checked", check_config.check_job),
     ):
         OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
 
@@ -46,6 +40,6 @@ def install() -> None:
 class RolloutSpecSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
-        with one_line_errors():
-            check_overrides(sys.argv[1:])
+        with check_config.one_line_errors():
+            check_config.check_overrides(sys.argv[1:])
         search_path.append("rollout-spec", f"pkg://{CONFIGS}")

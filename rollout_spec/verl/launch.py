@@ -15,8 +15,8 @@ V1_TRAINER_ONLY = (
 
 PRIVATE_METHODS = Patch(
     name="verl-private-methods",
-    reason="our server, client and replay buffer override methods that verl does not promise",
-    upstream="verl/workers/rollout/, llm_server.py and vllm_async_server.py; trainer/ppo/v1/replay_buffer.py",
+    reason="our server and replay buffer override methods that verl does not promise",
+    upstream="verl/workers/rollout/vllm_rollout/vllm_async_server.py; verl/trainer/ppo/v1/replay_buffer.py",
     until="verl has public methods in their place",
 )
 

@@ -119,13 +119,11 @@ class BusyClock:
         self._num_in_flight, self._since, self._seconds = 0, 0.0, 0.0
 
     def begin(self) -> None:
-        """One more request."""
         if not self._num_in_flight:
             self._since = time.perf_counter()
         self._num_in_flight += 1
 
     def end(self) -> None:
-        """One request less."""
         self._num_in_flight -= 1
         if not self._num_in_flight:
             self._seconds += time.perf_counter() - self._since

@@ -1,12 +1,21 @@
-"""A router for verl's rollout servers that sends the siblings of a prompt to one server while load allows."""
+"""Sends the siblings of a prompt to one rollout server, and to one rank of its engine, while load allows."""
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.homes import Homes
+from rollout_spec.patches import Patch
 from rollout_spec.vllm.keys import names_of
+
+GROUPED = Patch(
+    name="vllm-groups-by-rank",
+    reason="vLLM chooses the data-parallel rank with the fewest requests, and so spreads the siblings of a "
+    "prompt; used with rollout.spec.routing=group only",
+    upstream="vllm/v1/engine/async_llm.py, AsyncLLM.generate",
+    until="verl's routers choose ranks, not servers",
+)
 
 
 class GroupRouter(GlobalRequestLoadBalancer):
@@ -32,3 +41,43 @@ class GroupRouter(GlobalRequestLoadBalancer):
             # What verl takes for the server of an earlier request of this id.
             self._request_id_to_server[request_id] = self._homes.choose(group, self._inflight_requests)
         return super().acquire_server(request_id)
+
+
+class RankRouter:
+    """Sends siblings to one data-parallel rank of an engine while load allows.
+
+    vLLM itself would choose the rank with the fewest requests, and so spread the siblings. All requests of
+    its AsyncLLM come through here.
+    """
+
+    def __init__(self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, homes: Homes) -> None:
+        self._generate = generate
+        self._homes = homes
+        self._loads = dict.fromkeys(range(num_ranks), 0)
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        data_parallel_rank: int | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[Any]:
+        """Generate as the AsyncLLM does; `extra_args` name the group.
+
+        A request without one goes to the rank that the caller names, by default to the one with the fewest.
+        """
+        group, rank = names_of(sampling_params.extra_args).group, data_parallel_rank
+        loads = self._loads
+        if group is not None:
+            rank = self._homes.choose(group, loads)
+        elif rank is None:
+            rank = min(loads, key=loads.__getitem__)
+        loads[rank] += 1
+        try:
+            outputs = self._generate(prompt, sampling_params, request_id, data_parallel_rank=rank, **kwargs)
+            async for output in outputs:
+                yield output
+        finally:
+            loads[rank] -= 1

@@ -13,13 +13,13 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.patches import guard_all
+from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
 from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
-from rollout_spec.verl.ranks import RankRouter
 from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.router import GROUPED, RankRouter
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
@@ -210,15 +210,12 @@ class SpecHttpServer(vLLMHttpServer):
         return self._windows.take()
 
     async def take_history(self) -> list[bytes]:
-        """See `ServerHistory.take`."""
         return await self._history.take()
 
     async def add_history(self, *contents: Sequence[bytes]) -> None:
-        """See `ServerHistory.add`."""
         await self._history.add(contents)
 
     async def pack_history(self) -> list[bytes]:
-        """See `ServerHistory.pack`."""
         return await self._history.pack()
 
     def _resolve_sleep_level(self) -> int:
@@ -235,7 +232,10 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         router = OmegaConf.load(group_router_file())
+        # Not by `put_before`: such a class would derive from vLLM's, in a module that verl's router imports.
+        guard_parameters(GROUPED, type(engine), "generate", ("self", "prompt", "sampling_params"))
         engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
+        record(GROUPED)
 
 
 def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:

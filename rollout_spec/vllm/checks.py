@@ -32,6 +32,8 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config is None:
         return
     refuse_unsupported(vllm_config, config)
+    if config.enabled and config.corpus:
+        _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
     if not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
@@ -90,6 +92,10 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if facts:  # there are drafts
         loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
         facts["last_loop"] = loops == "last_loop" and loops
+        policy = vllm_config.model_config.architecture
+        cache = vllm_config.cache_config.cache_dtype
+        facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
+        facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
     refuse(facts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
@@ -100,13 +106,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
 def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+    longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
     return {
-        **of_our_drafter(
-            config,
-            policy,
-            current_platform.is_out_of_tree(),
-            vllm_config.scheduler_config.long_prefill_token_threshold,
-        ),
+        **of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest_piece),
         "processors": model.logits_processors,
         "min_p": model.get_diff_sampling_param().get("min_p"),
     }
@@ -159,15 +161,16 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
-    if config.corpus:
-        make_index(config).close()  # is there room for it?
-        largest = max(int(text.max()) for text in read_corpus(config.corpus))
-        vocab_size = model.get_vocab_size()
-        if largest >= vocab_size:
-            raise ConfigError(
-                f"rollout.spec.corpus={config.corpus!r}: has the token {largest}, the model's vocabulary "
-                f"is of {vocab_size}: build it from texts of the model's own tokenizer"
-            )
+
+
+def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
+    make_index(config).close()  # is there room for it?
+    largest = max(int(text.max()) for text in read_corpus(corpus))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "
+            f"is of {vocab_size}: build it from texts of the model's own tokenizer"
+        )
 
 
 def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:

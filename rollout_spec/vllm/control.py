@@ -79,7 +79,7 @@ class ProposerControl:
         return self.next_piece()
 
     def next_piece(self) -> bytes | None:
-        """Of what was asked for last; None: there is no more."""
+        """The next piece of what was asked for last; None: there is no more."""
         return None if self._drafter is None else next(self._drafter.history.pieces, None)
 
     def add_history(self, contents: Sequence[bytes]) -> None:

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 OPTIONS_KEY = "rollout_spec"  # in vLLM's `additional_config`
 PROPOSER = "rollout_spec.vllm.SuffixProposer"
-# Of vLLM's `speculative_config`: a model drafts token by token.
+# Methods of vLLM's `speculative_config` by which a model drafts token by token.
 MODEL_METHODS = ("mtp", "eagle", "eagle3", "draft_model")
 SCHEDULER = "rollout_spec.vllm.scheduler.SpecScheduler"
 ASYNC_SCHEDULER = "rollout_spec.vllm.scheduler.AsyncSpecScheduler"
+AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
 
 
 def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
@@ -59,6 +60,22 @@ def drafts_with_model(vllm_config: VllmConfig) -> bool:
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
     return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
+
+
+def scheduler_of(vllm_config: VllmConfig) -> Any:
+    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
+
+    With our drafter `AheadScheduler`, if it does; else a `SpecScheduler` if a model drafts too, which vLLM's
+    own would not tell how many tokens. Without our drafter an engine that asks for a `SpecScheduler`, to
+    count, gets the asynchronous one, if it is to be that. All others get what they ask for.
+    """
+    settings = vllm_config.scheduler_config
+    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
+    if has_our_drafter(vllm_config):
+        if is_asynchronous:
+            return AHEAD_SCHEDULER
+        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
+    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
 
 
 def guards_requests(vllm_config: VllmConfig) -> bool:

@@ -10,6 +10,8 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -89,6 +91,7 @@ class SuffixProposer:
     def start_afresh(self) -> None:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
         self.take_counters()
+        self.drafter = None  # its memory first
         self.drafter = self._new_drafter()
 
     def _new_drafter(self) -> Drafter | None:
@@ -138,15 +141,23 @@ class SuffixProposer:
         nums_new_tokens: list[int],
         token_ids: npt.NDArray[np.int32],
         levels: npt.NDArray[np.int32],
-        **others: Any,
+        *,
+        ranks: Ranks | None = None,
+        ended: float | None = None,
+        in_time: bool = True,
+        model_drafts: ModelDrafts | None = None,
+        rooms: npt.NDArray[np.int32] | None = None,
     ) -> list[list[int]]:
-        """`propose`, with the number of tokens that each row got; `others` are those of `Drafter.draft`."""
+        """`Drafter.draft` for the runner's rows; as `propose` it never raises."""
         try:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **others)
+                drafts = self.drafter.draft(
+                    request_ids, nums, token_ids, levels, ranks=ranks, ended=ended, in_time=in_time,
+                    model_drafts=model_drafts, rooms=rooms,
+                )  # fmt: skip
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:

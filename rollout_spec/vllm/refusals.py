@@ -18,7 +18,7 @@ WITHOUT_GRAPHS = (
 )
 # What is asked for; which setting asks for it; why it is refused. {} is what was found.
 REFUSALS = {
-    # Of our drafter.
+    # Our drafter.
     "untested_vllm":
         ("vllm {}", f"is newer than what our tests have run ({', '.join(versions.TESTED)}): set "
          "rollout.spec.untested_vllm=true to try it, and compare its tokens by `rollout-spec certify`"),
@@ -29,7 +29,7 @@ REFUSALS = {
     "short_pieces":  # else an engine ends in an assertion of its scheduler when a request joins
         ("{engine}long_prefill_token_threshold={0[0]}",
          "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.29 and later"),
-    # Of a model whose drafts we verify.
+    # A model whose drafts we verify.
     "uncoupled_model":
         ("{model}", "a draft model needs rollout.spec.verify=coupled (the default); you set standard"),
     "model_on_own_runner": ("{model}", OWN_RUNNER),
@@ -42,11 +42,18 @@ REFUSALS = {
     "few_positions":
         ("{model}", "the drafter takes {0[0]} positions, max_model_len is {0[1]}: set max_model_len to at "
                     "most {0[0]}"),
-    # Of drafts, whoever makes them.
+    # Drafts, whoever makes them.
     "last_loop":  # of Dory, from vLLM 0.33 on
         ("recurrent_kv_cache_mode={}",
          "within a step a token reads other keys and values of earlier tokens than across steps, so drafts "
          "would change the tokens; run this policy without drafts"),
+    "open_regions":  # of Step 5, from vLLM 0.33 on
+        ("{}", "vLLM keeps what its indexer reads long enough for drafts of its own MTP head only, so other "
+               "drafts would change the tokens; run this policy without them"),
+    "packed_cache":
+        ("{engine}kv_cache_dtype={}",
+         "its attention takes a row with drafts for a new one beside a prompt that is at least as long, so "
+         "drafts would change the tokens; run this policy without them"),
     "processors":
         ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
     "min_p":

@@ -6,7 +6,10 @@ _KEY = "rollout_spec"  # an attribute of a `SchedulerOutput` and of a `ModelRunn
 
 
 class Plan(NamedTuple):
-    """What a scheduler tells the workers with a step. One of vLLM's own tells nothing, which is this."""
+    """What a `SpecScheduler` tells with a step; `BesideTextRunner` on MRV1 and `HostDrafts` on MRV2 read it.
+
+    A scheduler of vLLM's own tells nothing, which is read as this.
+    """
 
     num_passes: int | None = None
     """How many passes a model takes in it; None: the drafting worker has not said so yet."""
@@ -21,7 +24,7 @@ class Plan(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the drafting worker tells the scheduler with a step's tokens."""
+    """What these two tell with a step's tokens, in the worker that drafts; the `SpecScheduler` reads it."""
 
     num_passes: int
     """How many passes a model is to take in the next step."""

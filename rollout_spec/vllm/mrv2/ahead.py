@@ -15,13 +15,13 @@ from vllm.v1.executor.abstract import Executor
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import Patch, put_before
-from rollout_spec.vllm.options import SCHEDULER, drafts_with_model
+from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
+from rollout_spec.vllm.versions import minor, version
 
 logger = init_logger(f"vllm.{__name__}")
 
-AHEAD_SCHEDULER = "rollout_spec.vllm.mrv2.ahead.AheadScheduler"
 _CORRUPTING = "deepep_high_throughput"  # vLLM refuses it on ROCm with asynchronous scheduling
 _EMPTY_ROOM = Patch(
     name="vllm-empty-room",
@@ -127,30 +127,22 @@ def drop_padding(scheduler_output: SchedulerOutput) -> None:
         scheduler_output.total_num_scheduled_tokens -= num
 
 
-def schedule_ahead(vllm_config: VllmConfig, asked: bool | None) -> None:
-    """Have an engine with our drafter schedule asynchronously where it would without: with MRV2.
+def schedules_ahead(vllm_config: VllmConfig, asked: bool | None) -> bool:
+    """Whether an engine with our drafter schedules asynchronously: where it would without, with MRV2.
 
-    Args:
-        vllm_config: changed in place.
-        asked: the user's `async_scheduling`.
-
-    Raises ConfigError: it is asked for and cannot be had.
+    Raises ConfigError: the user's `async_scheduling` (`asked`) is True, and it cannot be had.
     """
-    scheduler, reason = vllm_config.scheduler_config, _why_not_ahead(vllm_config)
-    if drafts_with_model(vllm_config) and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = SCHEDULER  # vLLM's own would not tell the workers what a model is to draft
     wanted = not current_platform.is_cpu() if asked is None else asked  # vLLM does not by itself on CPUs
-    if not wanted:
-        return
+    reason = _why_not_ahead(vllm_config) if wanted else None
     if reason is None:
-        scheduler.async_scheduling, scheduler.scheduler_cls = True, AHEAD_SCHEDULER
-    elif asked:
+        return wanted
+    if asked:
         raise ConfigError(f"async_scheduling: {reason}")
-    else:
-        logger.warning_once(
-            "rollout_spec: steps are scheduled one by one, so the device waits for the host between them; "
-            "async_scheduling: %s", reason,
-        )  # fmt: skip
+    logger.warning_once(
+        "rollout_spec: steps are scheduled one by one, so the device waits for the host between them; "
+        "async_scheduling: %s", reason,
+    )  # fmt: skip
+    return False
 
 
 def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
@@ -170,4 +162,7 @@ def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
     if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
         by = "its scheduler's numbers of tokens"
         return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
+    number, policy = minor(version()), vllm_config.model_config.architecture
+    if policy == "DeepseekV4ForCausalLM" and number is not None and number < 32:
+        return f"vLLM before 0.32 compresses the KV cache of {policy} by its scheduler's numbers of tokens"
     return None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import ASYNC_SCHEDULER, SCHEDULER, has_our_drafter, names_our_drafter
+from rollout_spec.vllm.options import has_our_drafter, names_our_drafter, scheduler_of
 
 _V2 = Patch(
     name="vllm-v2-custom-class",
@@ -45,15 +45,13 @@ def decide_scheduling() -> None:
     from vllm.config import VllmConfig
 
     @wrap(VllmConfig, "__post_init__", _AHEAD)
-    def complete_and_schedule_ahead(complete: Any, self: Any) -> None:
-        if not has_our_drafter(self):
-            complete(self)
-            scheduler = self.scheduler_config
-            if scheduler.scheduler_cls == SCHEDULER and scheduler.async_scheduling:
-                scheduler.scheduler_cls = ASYNC_SCHEDULER  # it counts such steps
-            return
-        from rollout_spec.vllm.mrv2.ahead import schedule_ahead
+    def complete_and_schedule(complete: Any, self: Any) -> None:
+        if has_our_drafter(self):
+            from rollout_spec.vllm.mrv2.ahead import schedules_ahead
 
-        asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
-        complete(self)
-        schedule_ahead(self, asked)
+            asked, self.scheduler_config.async_scheduling = self.scheduler_config.async_scheduling, False
+            complete(self)
+            self.scheduler_config.async_scheduling = schedules_ahead(self, asked)
+        else:
+            complete(self)
+        self.scheduler_config.scheduler_cls = scheduler_of(self)

@@ -144,30 +144,44 @@ class HostDrafts:
         rooms = {name: len(room) for name, room in scheduler_output.scheduled_spec_decode_tokens.items()}
         if not rooms:
             return
-        drafts = self._draft_in_time(rooms) if self.has_room else {}
-        nums = {
-            name: num - rooms.get(name, 0) + len(drafts.get(name, ()))
-            for name, num in scheduler_output.num_scheduled_tokens.items()
-        }
+        drafts, levels = self._draft_in_time(rooms) if self.has_room else ({}, {})
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._correct_counts({name: levels[name] for name in scheduled if name in levels})
+        nums = {name: num - rooms.get(name, 0) + len(drafts.get(name, ())) for name, num in scheduled.items()}
         scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_scheduled_tokens = drafts, nums
         scheduler_output.total_num_scheduled_tokens = sum(nums.values())
 
-    def _draft_in_time(self, rooms: dict[str, int]) -> dict[str, list[int]]:
+    def _draft_in_time(self, rooms: dict[str, int]) -> tuple[dict[str, list[int]], dict[str, int]]:
         """Wait for the tokens of the step before and draft, for all tensor-parallel ranks the same.
 
         Args:
             rooms: of requests, how many draft tokens they can have.
+
+        Returns:
+            The drafts of requests that have some, and how many tokens each request has.
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
         drafts = self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
-        filling: dict[str, list[int]] = get_tp_group().broadcast_object(
-            {
-                name: draft[: rooms[name]]
-                for name, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-                if draft and rooms.get(name)
-            }
+        filling = {
+            name: draft[: rooms[name]]
+            for name, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if draft and rooms.get(name)
+        }
+        levels = dict(zip(drafts.req_ids, self._batch.levels.tolist(), strict=False))
+        found: tuple[dict[str, list[int]], dict[str, int]] = get_tp_group().broadcast_object(
+            (filling, levels)
         )
-        return filling
+        return found
+
+    def _correct_counts(self, levels: dict[str, int]) -> None:
+        """Let the host know how far these rows are: their scheduler counts all room of the step before.
+
+        Attention that decodes rows of one length only takes the others for prompts, and that count for exact.
+        """
+        states = self._runner.req_states
+        for name, level in levels.items():
+            row = states.req_id_to_index[name]
+            states.num_computed_tokens_np[row] = min(states.num_computed_tokens_np[row], level - 1)
 
     def take_sampled(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()

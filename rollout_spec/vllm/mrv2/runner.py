@@ -6,6 +6,7 @@ vLLM calls `execute_model`, in it `add_requests` and `update_requests` of `Draft
 `propose`.
 """
 
+import contextlib
 import copy
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_
 from rollout_spec.vllm.keys import RequestKeys, keys_of
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts, TimedOutput
+from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
 
@@ -34,7 +36,7 @@ _WARM_UP = Patch(
 )
 # What engines apply to themselves.
 ENGINE_PATCHES = (
-    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE,
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS,
     *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
 )  # fmt: skip
 
@@ -104,7 +106,11 @@ class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
+        # vLLM puts rows of `decode_query_len` tokens first. Some attention decodes rows of the first one's
+        # length only, and takes others for prompts, with lengths that the host counts, which are ahead.
+        is_plain = not scheduler_output.scheduled_spec_decode_tokens
+        with graphs.for_plain_steps(self) if is_plain else contextlib.nullcontext():
+            gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             state = gathered[0]  # None of no batch
             self.cudagraph_manager.has_prompt = state is not None and state.has_prefill

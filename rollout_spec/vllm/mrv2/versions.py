@@ -15,7 +15,16 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-# Attributes of a speculator (vLLM 0.29, 0.32) that choose one CUDA graph for all passes after the first.
+from rollout_spec.patches import Patch, record
+
+PASS_BY_PASS = Patch(
+    name="vllm-v2-pass-by-pass",
+    reason="from 0.29 on vLLM takes all passes of a model after the first in one CUDA graph, which could "
+    "leave none out",
+    upstream="vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py",
+    until="vLLM takes as many passes as it is told in each step",
+)
+# Methods of a speculator (vLLM 0.29, 0.32) that choose such a graph.
 _FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
 
 # For `guard_all`.
@@ -138,7 +147,7 @@ def verified(
 
 
 def draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
-    """Let a speculator run its passes one by one: a graph of all of them could leave none out."""
-    for name in _FUSES:
-        if hasattr(speculator, name):
-            setattr(speculator, name, lambda: None)
+    """Let a speculator run its passes one by one."""
+    for name in (each for each in _FUSES if hasattr(speculator, each)):
+        setattr(speculator, name, lambda: None)
+        record(PASS_BY_PASS)

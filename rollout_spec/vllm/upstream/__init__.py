@@ -1,58 +1,38 @@
 """Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
-that the fix knows. Each file is a `Fix`, which `fixes` finds by itself.
-May import: `patches`, `recurrent`, `vllm`, numpy, torch, vllm.
-Of `rollout_spec.vllm` it imports `options` and `recurrent_policies` only. It never draws a token and knows no
-drafter.
+that the fix knows. Each file has `PATCH`; `WHERE`, the module that is wrong, by the engines that need it
+right; `fix`, which mends the module, and may do so again; and `applies`, if not every vLLM has the fault.
+`fixes` finds them by itself. They never draw a token, and know no drafter.
+May import: `patches`, `recurrent`, `vllm.options`, `vllm.recurrent_policies`, numpy, torch, vllm.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from types import ModuleType
 
-from rollout_spec.patches import Patch
-
-# Which engines need a fix: where it does not fit,
-ALL = "all"  # vLLM is left as it is: the fault is there without drafts too
-WITH_DRAFTS = "with drafts"  # engines that ask for us are refused: drafts would change what a request gets
-RECURRENT_MRV1 = "recurrent on MRV1"  # these are refused: drafts would change the tokens of such a policy
+# Which engines need a fix. Where it does not fit, ALL keep vLLM's fault, which they have without drafts too.
+# Any others are refused: drafts would change what a request gets.
+ALL = "all"
+WITH_DRAFTS = "with drafts"
+RECURRENT_MRV1 = "recurrent on MRV1"
 RECURRENT_MRV2 = "recurrent on MRV2"
 
 
-class Fix(Protocol):
-    """What each module of this package has."""
-
-    @property
-    def PATCH(self) -> Patch:  # noqa: N802
-        """Its name, its reason and its `until`."""
-
-    @property
-    def WHERE(self) -> Mapping[str, str]:  # noqa: N802
-        """The module of vLLM that is wrong, by the engines that need it right."""
-
-    def fix(self, module: Any) -> None:
-        """Mend the module of vLLM. Idempotent.
-
-        Raises PatchError: it is not one that this was written for.
-        """
-
-
-def fixes(*engines: str) -> list[tuple[Fix, str]]:
+def fixes(*engines: str) -> list[tuple[ModuleType, str]]:
     """The fixes for these engines, each with the name of the module that it mends."""
     names = (f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__))
-    found = [cast(Fix, importlib.import_module(name)) for name in names]
+    found = [importlib.import_module(name) for name in names]
     return [(fix, fix.WHERE[each]) for each in engines for fix in found if each in fix.WHERE]
 
 
-def applies(fix: Fix, module: Any) -> bool:
+def applies(fix: ModuleType, module: ModuleType) -> bool:
     """Whether the installed vLLM has the fault: asks the fix's own `applies`. Without it, every vLLM has."""
     has_fault = getattr(fix, "applies", None)
     return has_fault is None or bool(has_fault(module))
 
 
-def mend(fix: Fix, module: Any) -> None:
+def mend(fix: ModuleType, module: ModuleType) -> None:
     """Apply the fix where vLLM has the fault; raises what `fix` does."""
     if applies(fix, module):
         fix.fix(module)

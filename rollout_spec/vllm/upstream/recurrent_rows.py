@@ -46,7 +46,7 @@ def fix(module: Any) -> None:
 
 
 def _mend_linear_attention(builder: Any) -> None:
-    """Of the numbers of drafts, the metadata's builder reads the signs, and whether their sum is 0."""
+    """The metadata's builder reads the signs of the numbers of drafts, and whether their sum is 0."""
 
     @wrap(builder, "build", PATCH, "0fb6c90f", "7be67f18", "aa65a6eb")
     def build_with_speculative_rows(
