@@ -206,8 +206,8 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
-        raises nothing: idle groups leave it, then the requests that do not fit. So do those whose rows hold
-        what no text can.
+        raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
+        whose rows hold what no text can.
         """
         started = time.perf_counter()
         num_rows = len(request_ids)

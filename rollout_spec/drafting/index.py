@@ -77,7 +77,7 @@ class ModelDrafts(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """What the index holds now."""
+    """What the index holds now; of the corpus only the bytes."""
 
     num_groups: int
     num_sequences: int
