@@ -168,6 +168,11 @@ class SuffixIndex:
         """Index up to so many tokens of what is behind; whether there is more to index."""
         return bool(lib.rs_catch_up(self._handle(), max_tokens))
 
+    @property
+    def has_behind(self) -> bool:
+        """Whether there is more to index."""
+        return self.catch_up(0)
+
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""
         index = self._handle()
