@@ -1,4 +1,4 @@
-/* What came after the last few tokens, in every text of the index: a table of hashed contexts.
+/* What came after the last few tokens, in every text of the index but prompts and corpus: a table of hashed contexts.
  *
  * It knows what a group cannot: the wording that a policy uses under every prompt, and, under the
  * own contexts, what one sequence has generated before. It keeps the latest successors only (a successor
@@ -11,7 +11,7 @@
 #include "memory.h"
 
 enum {
-    RS_NUM_CONTEXTS = 6,    /* the last 1, 2, 3, 6 tokens of any text; the last 2, 1 of this sequence */
+    RS_NUM_CONTEXTS = 6,    /* the last 1, 2, 3, 6 tokens of any such text; the last 2, 1 of this sequence */
     RS_LONGEST_CONTEXT = 6, /* tokens */
     RS_MAX_CONFIDENCE = 15,
     RS_CONTEXT_WAYS = 4, /* slots of a bucket */

@@ -130,7 +130,8 @@ int32_t rs_draft(rs_index *index, int32_t id, int32_t max_draft_tokens, double m
     walk w = start(index, sequence, model);
     double survival = 1.0;
     sequence->num_predictions = 0;
-    for (int32_t i = 0; i < max_draft_tokens && i < index->options.num_speculative_tokens; i++) {
+    int32_t i = 0;
+    for (; i < max_draft_tokens && i < index->options.num_speculative_tokens; i++) {
         if (i > 0) {
             move(&w, tokens[i - 1]);
         }
@@ -138,10 +139,10 @@ int32_t rs_draft(rs_index *index, int32_t id, int32_t max_draft_tokens, double m
         survival *= rs_predict(&index->calibration, predictions + i);
         sequence->num_predictions += predictions[i].token >= 0;
         if (predictions[i].token < 0 || survival < min_survival) {
-            return i;
+            break;
         }
         tokens[i] = predictions[i].token;
         survivals[i] = (float)survival;
     }
-    return sequence->num_predictions;
+    return i;
 }

@@ -18,7 +18,7 @@ typedef struct {
     bool open;
     bool given_up;       /* closed, but its slot is not free until rs_group_given_up has named it */
     int32_t next_free;   /* while closed; -1: none */
-    int32_t num_running; /* sequences */
+    int32_t num_running; /* sequences; during a call also what has entered the group, so that it stays */
     uint64_t idle_since; /* what num_idle_ever was when it became idle, 0: it has running sequences */
     int32_t prompt;      /* a sequence; until it is indexed as a whole, no other of the group is */
     uint64_t num_tokens;
@@ -34,7 +34,7 @@ typedef struct {
     bool is_behind;    /* something of it is not indexed, nor left out: it is in the list of these */
     bool is_left_out;  /* there was no memory for more of it: the next step drops its row */
     bool is_resumed;   /* the next step compares its row with its text */
-    int32_t next;      /* in the list of those that are closed, or behind; -1: none */
+    int32_t next;      /* in the list of those that are closed, or in that of those that are behind; -1: none */
     int32_t previous;  /* in the list of those that are behind; -1: none */
     int32_t group;     /* -1: given up; it is parked, and nothing is left of it but its text */
     int32_t start;     /* the level at which its text begins: the prompt's length, or 0 */
@@ -119,7 +119,8 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 /* There is no memory for more of it. */
 void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
 
-/* While somebody is in a group, it is not given up. */
+/* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
+ * _park; rs_group_add leaves for its text. */
 void rs_group_enter(rs_index *index, rs_group *group);
 void rs_group_leave(rs_index *index, rs_group *group);
 

@@ -14,8 +14,8 @@
  *   expert    A place where the next token may be found. There are: the match, and the longest suffix of it in a
  *             shorter class that has a continuation, each with its most frequent one c (the highest count(wc); on a
  *             tie the one that came first; only the RS_MAX_BRANCHES earliest are looked at); what lately came after
- *             the last 1, 2, 3 and 6 tokens in any text of the index, and after the last 1 and 2 in this sequence;
- *             a model, where the caller has one; and the corpus.
+ *             the last 1, 2, 3 and 6 tokens in any text of the index, but prompts and corpus, and after the last 1 and 2 in
+ *             this sequence; a model, where the caller has one; and the corpus.
  *   corpus    Texts that belong to no group and are there before the first. Its match is the longest suffix of the
  *             sequence's text that has a continuation in it. It proposes the most frequent one, where its match is longer
  *             than the group's.
@@ -26,7 +26,8 @@
  *             survival, falls below min_survival.
  *
  * No function is thread safe for one index; different indexes are independent.
- * A function that fails changes nothing, but memory may stay reserved and idle groups be gone. Not so rs_corpus_add.
+ * A function that fails changes nothing, but memory may stay reserved, idle groups and spare text (below) be gone, and
+ * num_texts_left_out count. Not so rs_corpus_add.
  * `error` is written on failure only. It may be NULL.
  * An array of no tokens may be NULL too; no other pointer may.
  *
@@ -35,7 +36,7 @@
  *
  * A group without a running sequence is idle. Where an index is full it gives up the group that has been idle longest, in
  * whatever call that is; rs_group_given_up names it, and nothing is left of its parked sequences but their text. Where none
- * is idle, a group that holds more than its sequences' text forgets the rest, and indexes theirs again.
+ * is idle, a group that holds more than its sequences' text forgets the rest, its spare text, and indexes theirs again.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -59,7 +60,7 @@ typedef enum {
     RS_EINVAL = 1,   /* an argument is out of range */
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
-    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and no group is idle */
+    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and nothing more may leave it */
     RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
 } rs_status;
 
@@ -100,7 +101,7 @@ typedef struct {
 typedef struct {
     uint64_t num_groups;    /* open */
     uint64_t num_sequences; /* that run */
-    uint64_t num_states;
+    uint64_t num_states;    /* this and the next two: without the corpus */
     uint64_t num_tokens;    /* indexed and not forgotten */
     uint64_t num_tokens_behind;  /* of prompts and sequences: not indexed yet */
     uint64_t num_texts_left_out; /* ever: for which there was no memory */

@@ -6,7 +6,7 @@
  *          |            +-- does not fit, or is no text: this row is dropped
  *          +-- wrong: no text changes
  *
- * Invariants: what is wrong about the call is found before anything changes; a row that is dropped has closed its
+ * Invariants: what is wrong about the call is found before any text changes; a row that is dropped has closed its
  * sequence, so that its group can make room for the rows after it; siblings see each other's newest tokens. */
 #include <inttypes.h>
 #include <string.h>

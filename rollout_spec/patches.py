@@ -79,8 +79,8 @@ def wrap(owner: Any, name: str, patch: Patch, *bodies: str) -> Callable[[Callabl
         owner: a module or a class.
         name: of its function.
         patch: the entry for the register.
-        bodies: where the patch counts on the function's body too, `body_digest` of each that was read. One
-            line in the log names any other.
+        bodies: where the patch counts on the function's body too, `body_digest` of each that was read, of the
+            vLLM that a comment names. One line in the log names any other.
 
     Raises PatchError: there is no such function, or it takes others. Nothing is replaced then.
     """

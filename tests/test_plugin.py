@@ -11,7 +11,7 @@ import pytest
 MAIN = """
 import json, logging, sys
 from vllm import LLM
-from vllm.v1.engine import input_processor
+from vllm.v1.engine import input_processor, output_processor
 from vllm.v1.sample import thinking_budget_state
 from vllm.v1.worker import gpu_input_batch, worker_base
 from rollout_spec import patches
@@ -40,10 +40,11 @@ thinking_budget_state.ThinkingBudgetStateHolder.sync_batch = lambda self: None
 del gpu_input_batch.InputBatch
 result = {"signature": errors()}
 worker.init_device = init_device
-del input_processor.InputProcessor
+outputs = output_processor.OutputProcessor
+del input_processor.InputProcessor, output_processor.OutputProcessor
 plugin.register()
 result["name"] = errors()
-input_processor.InputProcessor = processor
+input_processor.InputProcessor, output_processor.OutputProcessor = processor, outputs
 plugin.register()
 result["fixes"] = errors()
 plugin.import_patched()
@@ -75,6 +76,7 @@ def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, chang
     drafting, keyed, plain = found[changed][:3]
     assert drafting == keyed
     assert drafting.startswith(reason) and "\n" not in drafting
+    assert changed == "signature" or "'InputProcessor'" in drafting, "of two reasons, the first"
     assert "does not fit" not in plain, "an engine that does not ask for us is vLLM's own"
 
 

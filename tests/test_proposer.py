@@ -257,6 +257,17 @@ def test_the_history_is_taken_once_and_of_what_has_ended():
     assert engine.index.stats().num_sequences == 0
 
 
+def test_a_name_ends_no_request_whose_name_goes_on_after_it():
+    """vLLM adds nothing to a name with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1."""
+    engine = Engine()
+    names = ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]
+    for name in names:
+        engine.add(name)
+    engine.step()
+    engine.control.note_ended(Ended(["a"], ()))
+    assert list(engine.proposer.drafter.request_ids) == ["a-b", "a-b-0123abcd"]
+
+
 def test_a_history_that_cannot_be_read_costs_itself(said):
     engine, other = Engine(history=4, min_survival=0.0), Engine(history=4, min_survival=0.0)
     engine.add("a", extra_args={GROUP_KEY: "g"})

@@ -34,7 +34,7 @@ _KILLED = re.compile(r"killed due to (memory pressure|the node running low on me
 _MEMORY = f"{psutil.virtual_memory().total >> 30} GiB"
 _NO_MEMORY = (
     f"Ray killed a process, because the memory of this machine ({_MEMORY}) was nearly full. A demo needs "
-    "15 GiB: end other programs, or take a larger machine. This led to: "
+    "14 GB: end other programs, or take a larger machine. This led to: "
 )
 
 

@@ -30,7 +30,7 @@ def test_the_last_error_of_a_log_is_found_under_colours_and_actor_names(tmp_path
     assert processes.last_error(log) == died
     killed = "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed\n"
     log.write_text(killed + 500 * "step\n" + log.read_text())
-    assert re.fullmatch(rf"Ray killed .* needs 15 GiB: .* This led to: {died}", processes.last_error(log))
+    assert re.fullmatch(rf"Ray killed .* needs 14 GB: .* This led to: {died}", processes.last_error(log))
 
 
 # As Ray and vLLM do: a child in a session of its own, SIGTERM ignored, shared memory open.

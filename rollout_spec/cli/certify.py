@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
-    most = min(args.num_speculative_tokens)
-    drafter = model_drafter(args.model_drafter, most) if args.model_drafter else None
+    fewest = min(args.num_speculative_tokens)
+    drafter = model_drafter(args.model_drafter, fewest) if args.model_drafter else None
     model = inputs.model_folder(args.model)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output

@@ -206,8 +206,8 @@ class Drafter:
             The draft tokens of each row, most often empty.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
-        raises nothing: idle groups leave it, then the requests that do not fit. So do those whose rows hold
-        what no text can.
+        raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
+        whose rows hold what no text can.
         """
         started = time.perf_counter()
         num_rows = len(request_ids)
@@ -235,23 +235,23 @@ class Drafter:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
             return drafts
-        price = self._gate.begin(step)
-        proposed = self._propose_after(rows, token_ids, levels, price, model_drafts, rooms)
+        least_survival = self._gate.begin(step)
+        proposed = self._propose_after(rows, token_ids, levels, least_survival, model_drafts, rooms)
         self._count(step, rows, proposed)
-        if price is None:
+        if least_survival is None:
             self.next_step_waits = False
         elif in_time:
             drafts = self._choose_for_next_step(rows, proposed, num_rows)
             self._model_share.count_drafted(request_ids, drafts, model_drafts)
             self._fill_up(drafts, nums_new_tokens)
-        else:
+        else:  # these drafts come too late for a step; what the gate says of them decides for the next one
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
-        has_more = self.index.catch_up(0)
+        has_more = self.index.has_behind
         while has_more and has_time():
             has_more = self.index.catch_up(PIECE_TOKENS)
 
@@ -283,17 +283,17 @@ class Drafter:
         rows: _Rows,
         token_ids: Int32Array,
         levels: Int32Array,
-        price: float | None,
+        least_survival: float | None,
         model_drafts: ModelDrafts | None = None,
         rooms: Int32Array | None = None,
     ) -> StepResult:
-        """Index what these rows got, and what waits; propose tokens of this price or more, None: none."""
-        rows.set_levels(levels, price is not None, rooms)
+        """Index what these rows got, and what waits; propose tokens of this survival or more, None: none."""
+        rows.set_levels(levels, least_survival is not None, rooms)
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
-            price or 0.0, PIECE_TOKENS, model_drafts,
+            least_survival or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
-        if self.index.catch_up(0):  # also where nobody waits for a device
+        if self.index.has_behind:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._step_seconds.last, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:

@@ -77,7 +77,7 @@ class ModelDrafts(NamedTuple):
 
 
 class IndexStats(NamedTuple):
-    """What the index holds now."""
+    """What the index holds now; of the corpus only the bytes."""
 
     num_groups: int
     num_sequences: int
@@ -170,6 +170,11 @@ class SuffixIndex:
     def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
         """Index up to so many tokens of what is behind; whether there is more to index."""
         return bool(lib.rs_catch_up(self._handle(), max_tokens))
+
+    @property
+    def has_behind(self) -> bool:
+        """Whether there is more to index."""
+        return self.catch_up(0)
 
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""

@@ -18,7 +18,10 @@ _INT32 = np.dtype(np.int32)
 
 
 class NativeError(Exception):
-    """A call into the native index failed and changed nothing; the message begins with the argument."""
+    """A call into the native index failed and, but for `add_to_corpus`, changed nothing.
+
+    The message begins with the argument.
+    """
 
 
 class InvalidArgument(NativeError, ValueError):  # noqa: N818

@@ -138,7 +138,7 @@ class IndexProposer:
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
         self.index, self._mixes = make_index(config), mixes
-        self.price = config.min_survival  # a token is drafted if its survival is not less
+        self.min_survival = config.min_survival
         self.num_speculative_tokens = config.num_speculative_tokens
         self._group = -1
         self._sequences = np.empty(0, np.int32)
@@ -163,7 +163,7 @@ class IndexProposer:
             model = drafts_of_line(self._line, rows, levels, self.num_speculative_tokens)
         sequences = self._sequences[rows]
         result = self.index.index_and_draft(
-            sequences, token_ids, rows, levels, max_draft_tokens, self.price, model_drafts=model
+            sequences, token_ids, rows, levels, max_draft_tokens, self.min_survival, model_drafts=model
         )
         if result.num_dropped:  # an engine goes on without them; here they are what is measured
             raise BudgetExceeded(f"{result.num_dropped} responses do not fit")

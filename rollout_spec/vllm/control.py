@@ -95,6 +95,7 @@ class ProposerControl:
 
 
 def _known_as(names: Collection[str], drafter: Drafter) -> set[str]:
-    """The requests of these names that it knows: vLLM adds a dash and eight characters to each."""
+    """The requests of these names that it knows: vLLM may have added a dash and eight characters."""
     names = set(names)
-    return {each for each in drafter.request_ids if each in names or each.rpartition("-")[0] in names}
+    known = drafter.request_ids
+    return {each for each in known if each in names or (each[-9:-8] == "-" and each[:-9] in names)}

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
-KEY = "rollout_spec_key"  # the request's name, any JSON value
+# The request's name, any JSON value. verl's agent loop puts the sample's name here; for each call its client
+# puts the call's in that place, and the sample's, as text, under SAMPLE_KEY.
+KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
 # A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.

@@ -65,9 +65,12 @@ def has_our_drafter(vllm_config: VllmConfig) -> bool:
 def scheduler_of(vllm_config: VllmConfig) -> Any:
     """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
 
-    With our drafter `AheadScheduler`, if it does; else a `SpecScheduler` if a model drafts too, which vLLM's
-    own would not tell how many tokens. Without our drafter an engine that asks for a `SpecScheduler`, to
-    count, gets the asynchronous one, if it is to be that. All others get what they ask for.
+    our drafter | asynchronously | a model drafts | asked for     | gets
+    yes         | yes            |                |               | AheadScheduler
+    yes         | no             | yes            | nothing       | SpecScheduler: vLLM's own tells a model
+                |                |                |               | no number of tokens
+    no          | yes            |                | SpecScheduler | AsyncSpecScheduler: it counts, too
+    all others                                                    | what is asked for
     """
     settings = vllm_config.scheduler_config
     asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling

@@ -105,7 +105,7 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
     try:
         apply(module)
     except Exception as error:
-        failure = _reason(error)
+        failure = failure or _reason(error)
 
 
 def _apply_or_leave_out(fix: Any, module: Any) -> None:

@@ -59,6 +59,10 @@ class SuffixProposer:
         self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
         self.other_ranks = OtherRanks(vllm_config)
         self._runner: Any = None  # a `Runner`, once there is one
+        self.config = SpecConfig()
+        self.receive: Callable[[], object] = lambda: None
+        # The most that a model drafts for a row beside the text; 0: there is no model.
+        self.most_model_tokens = 0
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
         self._counts = Counts()
 
@@ -71,7 +75,6 @@ class SuffixProposer:
             receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         """
         self._runner, self.config, self.receive = runner, config, receive
-        # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
         self.drafter = self._new_drafter()
         if self.is_used:

@@ -28,7 +28,7 @@ def cut_rows_alike() -> None:
     """
     module, kernels = (importlib.import_module(name) for name in (_SAMPLER, _KERNELS))
 
-    @wrap(module, "apply_top_k_top_p_pytorch", PATCH, "226497dc")
+    @wrap(module, "apply_top_k_top_p_pytorch", PATCH, "226497dc")  # 0.23 to 0.33
     def cut_by_the_kernel(sort: Any, logits: Any, k: Any, p: Any, *args: Any, **kwargs: Any) -> Any:
         if logits.device.type == "cpu" or not module.HAS_TRITON:
             return sort(logits, k, p, *args, **kwargs)

@@ -67,6 +67,17 @@ class Choice(NamedTuple):
 NOTHING = Choice(0, 0.0, 0.0)
 
 
+class _Sums(NamedTuple):
+    """Over the last steps, decayed."""
+
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    """Of plain steps for the same tokens."""
+    promised: float = 0.0
+    """Draft tokens."""
+    accepted: float = 0.0
+
+
 class Costs:
     """Seconds of plain steps, and of steps with drafts, which engines run through different code.
 
@@ -93,8 +104,7 @@ class Costs:
         # The busiest rank's tokens / our rows in the last steps. One of them at least was plain; the smallest
         # ratio is a plain step's: the busiest rank's rows / our rows.
         self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
-        # Decayed: seconds of steps, of plain ones for the same tokens; draft tokens promised, and accepted
-        self._sums = np.zeros(4)
+        self._sums = _Sums()
 
     @property
     def step(self) -> Step:
@@ -105,13 +115,13 @@ class Costs:
     @property
     def gain(self) -> float:
         """How many times as fast as without drafts the engine was of late; at least 1."""
-        seconds, plain_seconds = self._sums[:2]
-        return max(1.0, float(plain_seconds / seconds)) if seconds > 0.0 else 1.0
+        sums = self._sums
+        return max(1.0, sums.plain_seconds / sums.seconds) if sums.seconds > 0.0 else 1.0
 
     @property
     def calibration(self) -> float:
         """The share of the tokens promised by survivals that was accepted of late."""
-        return float((PRIOR_TOKENS + self._sums[3]) / (PRIOR_TOKENS + self._sums[2]))
+        return (PRIOR_TOKENS + self._sums.accepted) / (PRIOR_TOKENS + self._sums.promised)
 
     @property
     def most_rows(self) -> int:
@@ -184,7 +194,7 @@ class Costs:
         self._plain.learn(num_tokens, step.num_context, seconds)
         self._plain_seconds = None
         self._num_plain += 1
-        self._remember(seconds, seconds, 0.0, 0)
+        self._remember(_Sums(seconds, seconds))
 
     def _learn_drafted(self, step: Step, seconds: float, choice: Choice) -> float | None:
         """From a step with drafts, which may all be another rank's; returns what `learn` does."""
@@ -200,12 +210,13 @@ class Costs:
             own_plain = plain / step.num_rows * step.num_new_tokens
             self._counters.gate_seconds += own_seconds
             self._counters.gate_plain_seconds += own_plain
-            self._remember(own_seconds, own_plain, choice.promised, step.num_new_tokens - step.num_rows)
+            num_accepted = step.num_new_tokens - step.num_rows
+            self._remember(_Sums(own_seconds, own_plain, choice.promised, num_accepted))
         if num_tokens > self.most_rows:
             self._drafted.learn(num_tokens, step.num_context, seconds)
         return (seconds - expected) / plain
 
-    def _remember(self, seconds: float, plain_seconds: float, promised: float, num_accepted: int) -> None:
+    def _remember(self, step: _Sums) -> None:
         # Without drafts the correction fades, or what once broke its promise would never be tried again.
-        new = np.array([seconds, plain_seconds, promised, num_accepted])
-        self._sums = (1.0 - 1.0 / GAIN_MEMORY) * self._sums + new
+        kept = 1.0 - 1.0 / GAIN_MEMORY
+        self._sums = _Sums(*(kept * old + new for old, new in zip(self._sums, step, strict=True)))

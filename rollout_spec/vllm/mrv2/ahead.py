@@ -2,6 +2,17 @@
 
 The scheduler does not know a step's drafts: they come when the tokens of the step before have come. It gives
 each row room for them, as vLLM does for a model's drafts, and the worker takes away what stays empty.
+
+    device      | step 0        | step 1        | step 2        | step 3
+    scheduler       schedules 1     schedules 2     schedules 3, as step 1 reported
+    worker                      | tokens of 0, drafts for 1, report of 1
+                                                | tokens of 1, drafts for 2, report of 2
+
+A step with room waits for the tokens of the step before, and drafts after them (`in_time`). One without
+room waits for nothing: the tokens come when the next step has begun, and the gate only says whether drafts
+would have paid. Either way `next_step_waits` has the answer. A step's report passes it on as `wants_room`,
+and acts two steps later. A step that the gate measures (`is_probe`) must have no room, so the gate foresees
+it that far ahead (`probes_soon`).
 """
 
 from typing import Any
@@ -43,7 +54,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
     """Asynchronous scheduling for a drafter on the host, with MRV2; it never waits for a step's tokens.
 
     While the drafter wants none, rows have no room for drafts, and steps are those of an engine without a
-    drafter. A step's output says whether it wants some, and that acts two steps later.
+    drafter.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

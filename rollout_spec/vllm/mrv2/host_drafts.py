@@ -71,8 +71,11 @@ class _Arrival:
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `take_sampled` and `report`, in this order. A
-    scheduler that waits takes the drafts from the runner's `draft_tokens_handler`, which this is too.
+    In each step vLLM calls `begin_step`, `give_drafts`, `take_sampled` and `report`, in this order. It is
+
+    - the receiver of tokens: `take_sampled` sends them, `_receive` waits for them, and drafts after them;
+    - the giver of the drafts that a step verifies: `give_drafts`;
+    - the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
 
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.

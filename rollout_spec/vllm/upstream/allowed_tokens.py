@@ -25,7 +25,7 @@ def fix(module: Any) -> None:
     """Let each row of a batch have the mask of its own request."""
     batch = module.InputBatch
 
-    @wrap(batch, "condense", PATCH, "c6a59066", "91c54dce")
+    @wrap(batch, "condense", PATCH, "c6a59066", "91c54dce")  # 0.23, 0.24; 0.29
     def condense_and_clear(condense: Any, self: Any) -> None:
         num_before = len(self._req_ids)
         condense(self)
@@ -33,7 +33,7 @@ def fix(module: Any) -> None:
         if mask is not None:
             mask[self.num_reqs : num_before] = False
 
-    @wrap(batch, "swap_states", PATCH, "f1cd7c78", "6c1b4215")
+    @wrap(batch, "swap_states", PATCH, "f1cd7c78", "6c1b4215")  # 0.23, 0.24; 0.29
     def swap_states_and_masks(swap_states: Any, self: Any, i1: int, i2: int) -> None:
         mask = getattr(self, _MASK)
         swapped = None if mask is None else mask[[i2, i1]]  # a copy

@@ -24,7 +24,7 @@ def applies(module: Any) -> bool:
 def fix(module: Any) -> None:
     """Give a prompt of embeddings the tokens that it has in vLLM's scheduler, and in a new row: zeros."""
 
-    @wrap(module.InputBatch, "add_request", PATCH, "42df2b27", "81e4d3d8")
+    @wrap(module.InputBatch, "add_request", PATCH, "42df2b27", "81e4d3d8")  # 0.23, 0.24; 0.29 to 0.33
     def add_request_and_clear(add_request: Any, self: Any, request: Any) -> int:
         row = add_request(self, request)
         if request.prompt_token_ids is None:

@@ -23,6 +23,7 @@ _KEPT = "_rollout_spec_accepted"
 def fix(module: Any) -> None:
     """Give a row that comes back to MRV1's batch its number of accepted tokens."""
 
+    # 0.23, 0.24; 0.29; 0.32, 0.33
     @wrap(module.GPUModelRunner, "_update_states", PATCH, "2dbbf041", "20cd99a3", "88fa4464")
     def update_and_keep_counts(update: Any, self: Any, scheduler_output: Any) -> Any:
         if self.speculative_config is None or not self.model_config.is_hybrid:

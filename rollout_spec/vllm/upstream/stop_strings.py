@@ -23,7 +23,7 @@ def applies(module: Any) -> bool:
 def fix(module: Any) -> None:
     """Hand on a request's tokens one by one where it has stop strings: none comes after a stop."""
 
-    @wrap(module.OutputProcessor, "process_outputs", PATCH, "8cade4e4", "a4fe06cf")
+    @wrap(module.OutputProcessor, "process_outputs", PATCH, "8cade4e4", "a4fe06cf")  # 0.23, 0.24; 0.29
     def process_token_by_token(
         process: Any, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
     ) -> Any:

@@ -24,6 +24,7 @@ PATCH = Patch(
 def fix(module: Any) -> None:
     """Let each budget follow its request, and no other."""
 
+    # 0.23, 0.24; 0.29 to 0.33
     @wrap(module.ThinkingBudgetStateHolder, "sync_batch", PATCH, "a5433f73", "83308e95")
     def sync_batch_and_swap(sync_batch: Any, self: Any, batch_update: Any) -> None:
         if not batch_update:
@@ -36,7 +37,7 @@ def fix(module: Any) -> None:
             if swapped is not None and direction == module.MoveDirectionality.SWAP:
                 self._state[row] = swapped
 
-    @wrap(module.ThinkingBudgetStateHolder, "apply_to_logits", PATCH, "2d7ec619")
+    @wrap(module.ThinkingBudgetStateHolder, "apply_to_logits", PATCH, "2d7ec619")  # 0.23 to 0.33
     def apply_in_own_rows(
         apply: Any, self: Any, logits: Any, predict_bonus_token: bool, spec_token_ids: Any
     ) -> Any:
