@@ -10,7 +10,7 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm.keys import (
     GROUP_KEY,
     GROUP_TOKENS_KEY,
-    KEY,
+    NAME_KEY,
     SAMPLE_KEY,
     TURN_KEY,
     TURN_TOKENS_KEY,
@@ -30,7 +30,7 @@ def request(seed=None, **extra_args):
 
 def test_the_names_in_a_request_are_those_that_callers_send():
     """Clients in other languages write them; a server of another version reads them."""
-    assert [KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
+    assert [NAME_KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
     assert [SAMPLE_KEY, TURN_KEY] == ["rollout_spec_sample", "rollout_spec_turn"]
     assert [GROUP_TOKENS_KEY, TURN_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_turn_tokens"]
 
@@ -58,8 +58,8 @@ def test_what_json_cannot_write_is_a_name_too():
 def test_a_seed_comes_after_a_name_and_before_the_turn():
     keys = RequestKeys(3)
     live = {
-        "named": request(4, **{KEY: "a"}), "seeded": request(4), "also": request(4), "zero": request(0),
-        "empty name": request(4, **{KEY: None}), "unnamed": request(),
+        "named": request(4, **{NAME_KEY: "a"}), "seeded": request(4), "also": request(4), "zero": request(0),
+        "empty name": request(4, **{NAME_KEY: None}), "unnamed": request(),
     }  # fmt: skip
     named, seeded, also, zero, empty, unnamed = keys.rows(list(live), live)
     assert named == key_of_name("a")
@@ -73,7 +73,7 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers():
     arrivals = [make_key("arrival", 3, number) for number in range(1, 7)]
     assert keys.rows(["b"], live) == arrivals[1:2]
     assert keys.rows(["b", "a"], live) == [arrivals[1], arrivals[0]]
-    live["named"] = request(**{KEY: 1})
+    live["named"] = request(**{NAME_KEY: 1})
     live["c"] = request()
     del live["a"]
     assert keys.rows(["c", "b", "named"], live) == [arrivals[2], arrivals[1], key_of_name(1)]
@@ -83,7 +83,7 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers():
     assert keys.rows(["a"], live) == arrivals[4:5]
     live["a"] = request()  # though no step came between the two
     assert keys.rows(["a"], live) == arrivals[5:6]
-    live["a"] = request(**{KEY: 2})
+    live["a"] = request(**{NAME_KEY: 2})
     assert keys.rows(["a"], live) == [key_of_name(2)]
     assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
 
@@ -100,32 +100,35 @@ def test_data_parallel_ranks_number_requests_apart():
 
 
 def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name():
-    params = types.SimpleNamespace(extra_args={KEY: "a", "other": 1}, n=2)
+    params = types.SimpleNamespace(extra_args={NAME_KEY: "a", "other": 1}, n=2)
     first, second = (with_numbered_key(params, index) for index in range(2))
-    assert first.extra_args == {KEY: ["a", 0], "other": 1} and first.n == 2
-    assert second.extra_args == {KEY: ["a", 1], "other": 1}
-    assert params.extra_args == {KEY: "a", "other": 1}
-    for unnamed in (None, {}, {"other": 1}, {KEY: None}, "text", [KEY]):
+    assert first.extra_args == {NAME_KEY: ["a", 0], "other": 1} and first.n == 2
+    assert second.extra_args == {NAME_KEY: ["a", 1], "other": 1}
+    assert params.extra_args == {NAME_KEY: "a", "other": 1}
+    for unnamed in (None, {}, {"other": 1}, {NAME_KEY: None}, "text", [NAME_KEY]):
         params = types.SimpleNamespace(extra_args=unnamed)
         assert with_numbered_key(params, 1) is params and params.extra_args is unnamed
 
 
 HUGE = 10**5000  # more digits than Python writes
 NO_TEXTS = ("\ud800", "a\udfff", HUGE, -HUGE, b"g", ["g"], {"g": 1}, object())
-NOTHING = (None, "text", [KEY, GROUP_KEY], 7, {}, {KEY: None, GROUP_KEY: None})
+NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KEY: None})
 NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
 
 
 @pytest.mark.parametrize(
     ("extra_args", "names"),
     [
-        ({KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5}, (key_of_name("a"), "g", 3, 5)),
+        (
+            {NAME_KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5},
+            (key_of_name("a"), "g", 3, 5),
+        ),
         ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
         ({SAMPLE_KEY: 5, TURN_KEY: 2}, (None, None, None, None, "5", 2)),
         ({SAMPLE_KEY: [5], TURN_KEY: -2}, (None, None, None, None)),
         ({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
-        ({KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),
+        ({NAME_KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),
         *((said, (None,) * 4) for said in NOTHING),
         *(({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}, (None,) * 4) for group in NO_TEXTS),
         *(
@@ -143,9 +146,9 @@ def test_a_name_that_cannot_be_written_is_none():
     nested: list[Any] = []
     for _ in range(200_000):
         nested = [nested]
-    assert names_of({KEY: nested}).key is None
+    assert names_of({NAME_KEY: nested}).key is None
     while nested:  # freed one by one: all at once would need as deep a stack
         nested = nested.pop()
     keys = RequestKeys(3)
-    assert keys.new_key(request(4, **{KEY: HUGE}).sampling_params) == make_key("seed", 4)
-    assert keys.new_key(request(**{KEY: HUGE}).sampling_params) == make_key("arrival", 3, 1)
+    assert keys.new_key(request(4, **{NAME_KEY: HUGE}).sampling_params) == make_key("seed", 4)
+    assert keys.new_key(request(**{NAME_KEY: HUGE}).sampling_params) == make_key("arrival", 3, 1)

@@ -20,7 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
 from rollout_spec.verl.client import Calls, name_calls
-from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
 
@@ -55,7 +55,7 @@ class Server:
 
     @property
     def names(self):
-        return [json.dumps(extra_args[KEY]) for extra_args in self.sent]
+        return [json.dumps(extra_args[NAME_KEY]) for extra_args in self.sent]
 
 
 class Balancer:
@@ -79,7 +79,7 @@ def make(server, verls=FullyAsyncLLMServerClient, calls=None):
 
 
 def params(sample=SAMPLE):
-    return {"temperature": 1.0, "extra_args": {KEY: sample, GROUP_KEY: "4:ab"}}
+    return {"temperature": 1.0, "extra_args": {NAME_KEY: sample, GROUP_KEY: "4:ab"}}
 
 
 async def call(client, prompt, sampling_params):
@@ -148,9 +148,9 @@ def test_a_name_may_be_the_users_own_or_none():
     assert [json.loads(name)[:-2] for name in server.names] == [["mine"], [5], [{"a": [1]}], ["mine"]]
     for _ in range(100_000):
         deep = [deep]
-    asyncio.run(call(client, [1], {"extra_args": {KEY: deep}}))
+    asyncio.run(call(client, [1], {"extra_args": {NAME_KEY: deep}}))
     asyncio.run(call(client, [1, 2], {"temperature": 1.0}))
-    assert server.sent[-2][KEY] is deep and server.sent[-1] is None
+    assert server.sent[-2][NAME_KEY] is deep and server.sent[-1] is None
 
 
 def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
@@ -217,7 +217,9 @@ def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated()
         for data in [pickle.dumps(here[0]) for _ in range(2)]:
             with elsewhere():
                 here.append(pickle.loads(data))
-        return [json.dumps(each.named([1], params())["extra_args"][KEY]) for each in here for _ in range(2)]
+        return [
+            json.dumps(each.named([1], params())["extra_args"][NAME_KEY]) for each in here for _ in range(2)
+        ]
 
     names = names_of_a_run()
     assert len(set(names)) == len(names) == 6

@@ -21,7 +21,7 @@ from rollout_spec.certify.numerics import DISTRIBUTION_TOKENS, FALSE_ALARM_RATE,
 from rollout_spec.environment import environment
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
-from rollout_spec.vllm.keys import KEY, key_of_name
+from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
 
 TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
@@ -174,7 +174,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
-            logprobs=0, extra_args={KEY: sample.name(plan.seed)}, detokenize=False,
+            logprobs=0, extra_args={NAME_KEY: sample.name(plan.seed)}, detokenize=False,
         )
         for sample in samples
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from tensordict import TensorDict  # type: ignore[import-untyped]
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rollout_spec.verl.client import Calls, name_calls
-from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 _OCCURRENCE = "rollout_spec_occurrence"  # a column of verl's batch, taken out before an agent loop runs
 
@@ -46,7 +46,7 @@ class KeyedAgentLoopWorker(AgentLoopWorkerTQ.__ray_actor_class__):
         occurrence = kwargs.pop(_OCCURRENCE, 0)
         name = sample_name(self.config.actor_rollout_ref.rollout.seed, trajectory, occurrence, kwargs)
         group = ":".join(prompt_name(kwargs["index"], kwargs["raw_prompt"]))
-        extra_args = {**(sampling_params.get("extra_args") or {}), KEY: name, GROUP_KEY: group}
+        extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: group}
         named = {**sampling_params, "extra_args": extra_args}
         try:
             return await super()._run_agent_loop(named, trajectory, **kwargs)

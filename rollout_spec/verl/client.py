@@ -26,7 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.patches import Patch, put_before
-from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, KEY, SAMPLE_KEY, TURN_KEY, TURN_TOKENS_KEY, names_of
+from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, NAME_KEY, SAMPLE_KEY, TURN_KEY, TURN_TOKENS_KEY, names_of
 
 NAMED_CALLS = Patch(
     name="verl-named-calls",
@@ -80,13 +80,13 @@ class Calls:
         names = names_of(extra_args)
         if names.key is None:
             return sampling_params
-        sample_name = str(extra_args[KEY])
+        sample_name = str(extra_args[NAME_KEY])
         sample = self._samples.setdefault(sample_name, _Sample(len(prompt_ids)))
         if len(self._samples) > MAX_SAMPLES:
             self._samples.pop(next(iter(self._samples)), None)  # another thread may take the same one
-        name = sample.name_call(extra_args[KEY], prompt_ids, self._path)
+        name = sample.name_call(extra_args[NAME_KEY], prompt_ids, self._path)
         turn = {TURN_KEY: next(sample.turns), TURN_TOKENS_KEY: len(prompt_ids)}
-        own = {KEY: name, SAMPLE_KEY: sample_name, **turn}
+        own = {NAME_KEY: name, SAMPLE_KEY: sample_name, **turn}
         if names.group is not None:
             own[GROUP_TOKENS_KEY] = sample.num_group_tokens
         return {**sampling_params, "extra_args": {**extra_args, **own}}

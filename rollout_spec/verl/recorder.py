@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from rollout_spec import trace
-from rollout_spec.vllm.keys import KEY, names_of
+from rollout_spec.vllm.keys import NAME_KEY, names_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -55,7 +55,7 @@ class Recorder:
         if response:
             group = names.group if names.group is not None else str(hash(prompt))
             sample = names.sample if names.sample is not None else len(self._calls)
-            call = _Call(names.turn or 0, prompt, response, _plain(named.get(KEY)))
+            call = _Call(names.turn or 0, prompt, response, _plain(named.get(NAME_KEY)))
             self._calls[group, sample].append(call)
 
     def flush(self, step: int | None) -> None:

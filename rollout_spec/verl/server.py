@@ -23,7 +23,7 @@ from rollout_spec.verl.router import GROUPED, RankRouter
 from rollout_spec.verl.trainer import require_v1_trainer
 from rollout_spec.vllm.control import ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
@@ -121,9 +121,9 @@ class SpecHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.coupled and extra_args.get(KEY) is None and sampling_params.get("seed") is None:
-            extra_args[KEY] = self._name_unnamed()
-        is_training = not self._windows.is_validation(extra_args.get(KEY))
+        if self._spec.coupled and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
+            extra_args[NAME_KEY] = self._name_unnamed()
+        is_training = not self._windows.is_validation(extra_args.get(NAME_KEY))
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
@@ -155,7 +155,7 @@ class SpecHttpServer(vLLMHttpServer):
         """A name for a request of nobody's agent loop, so that no two of them share their noise."""
         self._num_unnamed += 1
         if self._num_unnamed == 1:
-            missing = f"a request has neither a name (extra_args[{KEY!r}]) nor a seed"
+            missing = f"a request has neither a name (extra_args[{NAME_KEY!r}]) nor a seed"
             logger.warning("rollout_spec: %s, so its tokens depend on when and where it arrives", missing)
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
 

@@ -14,7 +14,7 @@ from rollout_spec.verification.noise import make_key
 
 # The request's name, any JSON value. verl's agent loop puts the sample's name here; for each call its client
 # puts the call's in that place, and the sample's, as text, under SAMPLE_KEY.
-KEY = "rollout_spec_key"
+NAME_KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
 # A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.
@@ -39,7 +39,7 @@ class RequestNames(NamedTuple):
 def names_of(extra_args: Any) -> RequestNames:
     """Read `SamplingParams.extra_args`. Whatever is in it costs the request its names at most."""
     said = extra_args if isinstance(extra_args, Mapping) else {}
-    name, group = said.get(KEY), _text(said.get(GROUP_KEY))
+    name, group = said.get(NAME_KEY), _text(said.get(GROUP_KEY))
     key = None
     if name is not None:
         with contextlib.suppress(ValueError, RecursionError):
@@ -84,10 +84,10 @@ def key_of_name(name: Any) -> int:
 def with_numbered_key(params: Any, index: int) -> Any:
     """The sampling parameters of one of a request's n samples: its key is [the request's key, its number]."""
     extra_args = params.extra_args
-    if not isinstance(extra_args, Mapping) or extra_args.get(KEY) is None:
+    if not isinstance(extra_args, Mapping) or extra_args.get(NAME_KEY) is None:
         return params
     params = copy.copy(params)  # vLLM hands the same one to all samples
-    params.extra_args = {**extra_args, KEY: [extra_args[KEY], index]}
+    params.extra_args = {**extra_args, NAME_KEY: [extra_args[NAME_KEY], index]}
     return params
 
 

@@ -7,7 +7,7 @@ import contextlib
 import pathlib
 from typing import Any
 
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.interpreted_model import BRIEF, FEWER_BLOCKS, NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
 
@@ -52,7 +52,7 @@ def noted_drafts():
             if num == 0 or request_id not in rows:
                 continue
             level = int(self.levels[rows.index(request_id)])
-            name = (self.requests[request_id].sampling_params.extra_args or {}).get(KEY)
+            name = (self.requests[request_id].sampling_params.extra_args or {}).get(NAME_KEY)
             is_whole = level < self._last_levels[rows.index(request_id)]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]

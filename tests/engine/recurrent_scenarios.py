@@ -13,7 +13,7 @@ import torch
 
 from tests.engine.conftest import OFF, close, core_of, engine_settings, proposer_of, runner_of
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.serving import KEY, sampling
+from tests.engine.serving import NAME_KEY, sampling
 from tests.engine.tiny_recurrent import SEEN, make_mtp, make_recurrent
 from tests.tiny_vl import IMAGE, make_image
 
@@ -39,7 +39,7 @@ def asked(i, max_tokens=40, **more):
 
 def seen(engine, prompt, params):
     sees = engine.model_config.is_multimodal_model
-    seeds = IMAGES[params.extra_args[KEY][1] % len(IMAGES)] if sees else ()
+    seeds = IMAGES[params.extra_args[NAME_KEY][1] % len(IMAGES)] if sees else ()
     if not seeds:
         return {"prompt_token_ids": prompt}
     image = [SEEN[token] for token in IMAGE]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK, VERSIONS
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.versions import untested, version
 from tests.engine.conftest import proposer_of
 
@@ -73,7 +73,7 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
-    made = SETTINGS | {"extra_args": {KEY: key}} | asked
+    made = SETTINGS | {"extra_args": {NAME_KEY: key}} | asked
     bad_words = made.pop(BAD_WORDS, None)
     for name, make in {
         "structured_outputs": lambda value: StructuredOutputsParams(**value),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
-from rollout_spec.vllm.keys import GROUP_KEY, KEY
+from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
 from tests.engine.serving import (
     REASONING,
@@ -314,12 +314,12 @@ def random_request(draw):
         {"bad_words": draw.choices(CHARACTERS, k=4)},
         {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
         {"structured_outputs": {"regex": draw.choice(["[a-z]+", "([0-9]{2}-){4,9}", "(ab|cd)+e"])}},
-        {"extra_args": {KEY: "grouped", GROUP_KEY: draw.choice(["a", "b"])}},
+        {"extra_args": {NAME_KEY: "grouped", GROUP_KEY: draw.choice(["a", "b"])}},
         {"seed": draw.randrange(4), "extra_args": None},
     ]
     options += map(draw.choice, MIXED.values())
     asked: dict[str, Any] = {
-        "extra_args": {KEY: ["mixed", draw.randrange(4)]}, "temperature": draw.choice([0.0, 0.7, 1.0]),
+        "extra_args": {NAME_KEY: ["mixed", draw.randrange(4)]}, "temperature": draw.choice([0.0, 0.7, 1.0]),
         "max_tokens": draw.randint(1, 40), "ignore_eos": draw.random() < 0.8,
     }  # fmt: skip
     for option in draw.sample(options, draw.randint(0, 6)):

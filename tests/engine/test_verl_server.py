@@ -13,7 +13,7 @@ import pytest
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, KEY
+from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY
 from tests.engine.conftest import OFF, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import num_accepted
@@ -75,7 +75,7 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
         params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
         if number is not None:
             sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "?"}], "session_id": number}
-            params["extra_args"] = {KEY: sample_name(0, {"validate": False, "step": 1}, 0, sample)}
+            params["extra_args"] = {NAME_KEY: sample_name(0, {"validate": False, "step": 1}, 0, sample)}
         return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
 
     named = [respond(number) for number in range(4)]
@@ -154,7 +154,7 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_s
 async def one_round(server):
     params = [{"temperature": 0.0 if j == 2 else 0.8, "max_tokens": 40, "ignore_eos": True} for j in range(3)]
     outputs = [
-        server.generate(prompt, params[j] | {"extra_args": {KEY: [i, j]}}, f"{i}-{j}")
+        server.generate(prompt, params[j] | {"extra_args": {NAME_KEY: [i, j]}}, f"{i}-{j}")
         for i, prompt in enumerate(PROMPTS)
         for j in range(3)
     ]
@@ -189,7 +189,7 @@ async def trajectory(server, sibling):
         for each in tokens("Turn ", len(more), "?"):
             prompt += [each] * (4 if each == TOKENS["<|image_pad|>"] else 1)
         images += more
-        extra_args = {KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
+        extra_args = {NAME_KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
         params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
         output = await server.generate(
             list(prompt), params, f"{sibling}-{turn}", image_data=[*map(make_image, images)]
@@ -203,7 +203,7 @@ def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tm
     monkeypatch.setenv(DIR_VARIABLE, str(tmp_path))
     server = make_server({})
     for name in (["any", 0, "val"], ["any", 0, "train"]):
-        asyncio.run(server.generate(PROMPTS[0], GREEDY | {"extra_args": {KEY: name}}, "id"))
+        asyncio.run(server.generate(PROMPTS[0], GREEDY | {"extra_args": {NAME_KEY: name}}, "id"))
     asyncio.run(server.begin_validation())
     asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id"))
     asyncio.run(server.end_validation())

@@ -24,7 +24,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
-from rollout_spec.vllm.keys import KEY
+from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.jobs import EngineError, reply
@@ -202,7 +202,7 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
     params = [
         SamplingParams(
             temperature=job["temperature"], max_tokens=request["max_tokens"], detokenize=False,
-            ignore_eos=not job["natural_ends"], extra_args={KEY: request["name"]},
+            ignore_eos=not job["natural_ends"], extra_args={NAME_KEY: request["name"]},
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         for request in job["requests"]

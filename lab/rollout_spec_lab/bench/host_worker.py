@@ -17,7 +17,7 @@ from rollout_spec.drafting.gate.gate import make_gate
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.checks import mrv2_misfit
-from rollout_spec.vllm.keys import KEY, RequestKeys
+from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
 from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
@@ -108,7 +108,7 @@ class Serving:
             setattr(self._core.scheduler, name, rows)
         for i, (prompt, response) in enumerate(requests):
             params = SamplingParams(
-                max_tokens=len(response), ignore_eos=True, detokenize=False, extra_args={KEY: [cell, i]}
+                max_tokens=len(response), ignore_eos=True, detokenize=False, extra_args={NAME_KEY: [cell, i]}
             )
             engine.add_request(f"{self.prefix}{i}", {"prompt_token_ids": prompt.tolist()}, params)
 
