@@ -82,6 +82,11 @@ def test_a_turn_that_has_nothing_of_its_samples_text_does_not_go_on(rows):
     assert rows.add([*PROMPT, 50, 51], **of_sample()) is first and rows.groups.num_resumed == 0
 
 
+def test_an_aborted_request_goes_on_though_its_sender_lacks_its_last_tokens(rows):
+    first = rows.park([*PROMPT, 30, 31, 32], **of_sample())
+    assert rows.add([*PROMPT, 30], **of_sample()) is first and rows.groups.num_resumed == 1
+
+
 def test_a_group_without_room_at_first_gets_its_history_when_there_is_some(rows, monkeypatch):
     for token in (30, 31, 32):
         rows.history.add(group_key("group"), int32(token))

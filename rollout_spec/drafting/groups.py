@@ -79,7 +79,8 @@ class Groups:
         member = self._take_by_text(prompt, key) if name is None else self._parked.pop(name, None)
         if member is not None:
             if not member.after_prompt or _begins_with(prompt, member.group.prompt):
-                if _begins_with(prompt, self._whole_text(member)):
+                said = self._whole_text(member)
+                if _begins_with(prompt, said[: len(prompt)]):  # after an abort its sender may lack the last
                     self.num_resumed += 1
                 self._index.resume_sequence(member.sequence)
                 return member
