@@ -19,8 +19,8 @@ SECONDS = 0.004
 )
 @pytest.mark.parametrize(
     "methods",
-    [METHODS, pytest.param(ALL, marks=pytest.mark.long), pytest.param(V2, marks=pytest.mark.long)],
-    ids=["V1", "all V1", "V2"],
+    [METHODS, V2, pytest.param(ALL, marks=pytest.mark.long)],
+    ids=["V1", "V2", "all V1"],
 )
 def test_a_device_made_of_time(
     methods: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -182,9 +182,8 @@ class HostDrafts:
         Attention that decodes rows of one length only takes the others for prompts, and that count for exact.
         """
         states = self._runner.req_states
-        for name, level in levels.items():
-            row = states.req_id_to_index[name]
-            states.num_computed_tokens_np[row] = min(states.num_computed_tokens_np[row], level - 1)
+        rows, counts = [states.req_id_to_index[name] for name in levels], states.num_computed_tokens_np
+        counts[rows] = np.minimum(counts[rows], np.array([*levels.values()], np.int32) - 1)
 
     def take_sampled(
         self, input_batch: Any, num_sampled: torch.Tensor, model_drafts: tuple[torch.Tensor, ...] = ()
