@@ -7,8 +7,8 @@
  *                                     ^
  *                                     +-- free_sequence, a list through next, and so is first_behind
  *
- *     a sequence's text, and its levels:  start ....... at.level ....... level
- *                                                indexed       | is behind
+ *     a sequence's text:  start ....... at.indexed ....... end    in levels: tokens of its row, with the prompt
+ *                                indexed         | is behind
  *
  * Invariants: an id is a slot of its table; every closed slot is in the table's list once, but for those of groups that
  * were given up and not named since; a group has as many running sequences as it says, and is idle while it has
@@ -233,7 +233,7 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
         const rs_sequence *sequence = index->sequences + i;
         stats->num_sequences += sequence->kind == RS_RUNNING;
         if (sequence->is_behind) {
-            stats->num_tokens_behind += (uint64_t)(sequence->level - sequence->at.level);
+            stats->num_tokens_behind += (uint64_t)(sequence->end - sequence->at.indexed);
         }
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {

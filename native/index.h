@@ -8,8 +8,8 @@
 
 /* How far a text is indexed, and where it is there. Zeros: the empty one. */
 typedef struct {
-    int32_t level;    /* tokens of it */
-    uint32_t last;    /* their state */
+    int32_t indexed;  /* the level up to which it is */
+    uint32_t last;    /* the state of its tokens up to there */
     rs_recent recent; /* their end */
     rs_match corpus;  /* the longest suffix of them that is in the corpus */
 } rs_place;
@@ -38,9 +38,9 @@ typedef struct {
     int32_t previous;  /* in the list of those that are behind; -1: none */
     int32_t group;     /* -1: given up; it is parked, and nothing is left of it but its text */
     int32_t start;     /* the level at which its text begins: the prompt's length, or 0 */
-    int32_t level;     /* at which its text ends */
+    int32_t end;       /* the level at which its text ends */
     int32_t followed;  /* up to this level the text is in the automaton already, and is not counted again */
-    rs_place at;       /* its level has the prompt in it, if it comes after it */
+    rs_place at;
     int32_t *text;
     uint32_t text_capacity;
     int32_t num_predictions; /* of the draft that is not verified yet, and perhaps one that was too unlikely for it */
@@ -88,7 +88,7 @@ static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t seque
 /* Whether the group's prompt is indexed. */
 static inline bool rs_is_whole(const rs_index *index, const rs_group *group) {
     const rs_sequence *prompt = index->sequences + group->prompt;
-    return prompt->at.level == prompt->level;
+    return prompt->at.indexed == prompt->end;
 }
 
 /* Have a slot ready, so that rs_sequence_new cannot fail. */

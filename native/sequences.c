@@ -20,7 +20,7 @@ static void unlink_behind(rs_index *index, rs_sequence *sequence) {
 }
 
 void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence) {
-    const bool is_behind = sequence->at.level < sequence->level && !sequence->is_left_out && sequence->group >= 0;
+    const bool is_behind = sequence->at.indexed < sequence->end && !sequence->is_left_out && sequence->group >= 0;
     if (is_behind == sequence->is_behind) {
         return;
     }
@@ -95,19 +95,19 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
 
 /* To have it indexed from its start: the prompt, or the root. */
 static void restart(rs_index *index, rs_sequence *sequence) {
-    sequence->at = (rs_place){.level = 0};
+    sequence->at = (rs_place){.indexed = 0};
     if (sequence->start > 0) {
         sequence->at = index->sequences[index->groups[sequence->group].prompt].at;
-        sequence->at.level = sequence->start; /* also before all of the prompt is indexed */
+        sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
     }
     sequence->followed = 0;
     rs_sequence_note_behind(index, sequence);
 }
 
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
-    sequence->level = level;
+    sequence->end = level;
     sequence->num_predictions = 0;
-    if (level < sequence->at.level) {
+    if (level < sequence->at.indexed) {
         restart(index, sequence);
         sequence->followed = level;
     } else if (level < sequence->followed) {
@@ -123,7 +123,7 @@ static bool is_worth_spare_text(const rs_sequence *sequence) {
 }
 
 rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int32_t num_tokens) {
-    const uint64_t num_before = (uint64_t)(sequence->level - sequence->start);
+    const uint64_t num_before = (uint64_t)(sequence->end - sequence->start);
     rs_status status;
     do {
         status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity,
@@ -136,7 +136,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     if (num_tokens > 0) {
         memcpy(sequence->text + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
     }
-    sequence->level += num_tokens;
+    sequence->end += num_tokens;
     rs_sequence_note_behind(index, sequence);
     return RS_OK;
 }
@@ -153,7 +153,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, in
         return rs_memory_error(&index->memory, error, status);
     }
     rs_sequence *opened = rs_sequence_new(index, RS_RUNNING, group);
-    opened->start = opened->level = after_prompt ? index->sequences[found->prompt].level : 0;
+    opened->start = opened->end = after_prompt ? index->sequences[found->prompt].end : 0;
     restart(index, opened);
     *sequence = (int32_t)(opened - index->sequences);
     return RS_OK;
@@ -232,7 +232,7 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     if (find(index, sequence, &found, error) != RS_OK) {
         return RS_EUNKNOWN;
     }
-    *num_tokens = found->level - found->start;
+    *num_tokens = found->end - found->start;
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
     if (num_copied > 0) {
         memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
@@ -251,10 +251,10 @@ void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
 static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
     rs_place *at = &sequence->at;
-    const int32_t *tokens = sequence->text + (at->level - sequence->start);
+    const int32_t *tokens = sequence->text + (at->indexed - sequence->start);
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
-        if (at->level < sequence->followed) {
+        if (at->indexed < sequence->followed) {
             at->last = *rs_find(&group->automaton, at->last, token);
         } else {
             rs_status status = rs_extend(&group->automaton, &at->last, token);
@@ -272,7 +272,7 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
         if (index->corpus.states != NULL) {
             rs_match_move(&index->corpus, &at->corpus, token);
         }
-        at->level++;
+        at->indexed++;
     }
     return RS_OK;
 }
@@ -292,14 +292,14 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
     const bool is_prompt = sequence->kind == RS_PROMPT;
     rs_status status;
     do {
-        const int64_t num_behind = sequence->level - sequence->at.level;
+        const int64_t num_behind = sequence->end - sequence->at.indexed;
         status = RS_OK;
         if (is_prompt || rs_is_whole(index, index->groups + group)) {
             status = append(index, index->groups + group, sequence, num_behind < max_tokens ? num_behind : max_tokens);
         }
     } while (status != RS_OK && is_worth_spare_text(sequence) && forget_most_spare_text(index));
     rs_sequence_note_behind(index, sequence);
-    if (is_prompt && sequence->at.level == sequence->level) {
+    if (is_prompt && sequence->at.indexed == sequence->end) {
         restart_all(index, group);
     }
     return status;
@@ -329,7 +329,7 @@ static bool forget_most_spare_text(rs_index *index) {
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         const rs_sequence *sequence = index->sequences + i;
         if (sequence->kind != RS_CLOSED && sequence->kind != RS_TEXT && sequence->group >= 0) {
-            const int32_t end = sequence->at.level > sequence->followed ? sequence->at.level : sequence->followed;
+            const int32_t end = sequence->at.indexed > sequence->followed ? sequence->at.indexed : sequence->followed;
             index->groups[sequence->group].num_live += (uint64_t)(end - sequence->start);
         }
     }

@@ -101,7 +101,7 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
 /* At which level the row and the sequence's text no longer are the same, up to the row's. */
 static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
     int32_t common = sequence->start;
-    while (common < level && common < sequence->level && tokens[common] == sequence->text[common - sequence->start]) {
+    while (common < level && common < sequence->end && tokens[common] == sequence->text[common - sequence->start]) {
         common++;
     }
     return common;
@@ -117,15 +117,15 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
         sequence->is_left_out || index->sequences[group->prompt].is_left_out) {
         return false;
     }
-    if (sequence->is_resumed || level < sequence->level) {
+    if (sequence->is_resumed || level < sequence->end) {
         rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
         sequence->is_resumed = false;
     }
-    const int32_t first = sequence->level, num_new = level - first;
+    const int32_t first = sequence->end, num_new = level - first;
     if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
         return false;
     }
-    const bool was_behind = sequence->at.level < first || !rs_is_whole(index, group);
+    const bool was_behind = sequence->at.indexed < first || !rs_is_whole(index, group);
     learn_outcome(index, batch->sequences[i], tokens + first, num_new);
     if (rs_sequence_write(index, sequence, tokens + first, num_new) != RS_OK) {
         return false;
@@ -160,8 +160,8 @@ static bool goes_first(const rs_sequence *one, const rs_sequence *other) {
     if (one_runs != other_runs) {
         return one_runs;
     }
-    const uint64_t of_one = one_runs ? (uint64_t)(one->level - one->at.level) : one->serial;
-    const uint64_t of_other = one_runs ? (uint64_t)(other->level - other->at.level) : other->serial;
+    const uint64_t of_one = one_runs ? (uint64_t)(one->end - one->at.indexed) : one->serial;
+    const uint64_t of_other = one_runs ? (uint64_t)(other->end - other->at.indexed) : other->serial;
     if (of_one != of_other) {
         return of_one < of_other;
     }
@@ -182,12 +182,12 @@ static rs_sequence *next_to_index(rs_index *index) {
 bool rs_catch_up(rs_index *index, int64_t max_tokens) {
     rs_sequence *first;
     while ((first = next_to_index(index)) != NULL && max_tokens > 0) {
-        const int32_t group = first->group, before = first->at.level;
+        const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, index->groups + group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
             rs_sequence_leave_out(index, first);
         }
-        max_tokens -= first->at.level > before ? first->at.level - before : 0;
+        max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
         if (first->kind == RS_TEXT && !first->is_behind) {
             rs_sequence_free(index, first);
         }
@@ -215,7 +215,7 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
         }
         const rs_sequence *sequence = index->sequences + batch->sequences[i];
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-        const bool is_behind = sequence->at.level < sequence->level || waits_for_its_prompt(index, sequence);
+        const bool is_behind = sequence->at.indexed < sequence->end || waits_for_its_prompt(index, sequence);
         num_behind += is_behind;
         batch->num_draft_tokens[i] =
             rs_draft(index, batch->sequences[i], is_behind ? 0 : batch->max_draft_tokens[i], batch->min_survival,

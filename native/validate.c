@@ -7,8 +7,8 @@
 #include "index.h"
 
 static const char *check_sequence(const rs_index *index, const rs_sequence *sequence) {
-    const int32_t level = sequence->at.level;
-    if (sequence->level < sequence->start || (uint32_t)(sequence->level - sequence->start) > sequence->text_capacity) {
+    const int32_t indexed = sequence->at.indexed;
+    if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
     if (sequence->kind == RS_PARKED && sequence->group < 0) {
@@ -22,20 +22,20 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     const bool is_prompt = sequence->kind == RS_PROMPT;
     const bool waits = !is_prompt && !rs_is_whole(index, group);
     if (sequence->at.last >= a->num_states ||
-        (waits ? level != sequence->start : a->states[sequence->at.last].len != (uint32_t)level)) {
+        (waits ? indexed != sequence->start : a->states[sequence->at.last].len != (uint32_t)indexed)) {
         return "sequence: at is not the place of its text";
     }
-    if (level < sequence->start || level > sequence->level || sequence->followed > sequence->level) {
+    if (indexed < sequence->start || indexed > sequence->end || sequence->followed > sequence->end) {
         return "sequence: its levels are not in order";
     }
-    if (sequence->is_behind != (level < sequence->level && !sequence->is_left_out)) {
+    if (sequence->is_behind != (indexed < sequence->end && !sequence->is_left_out)) {
         return "sequence: is_behind is wrong";
     }
-    if ((sequence->start != 0 && sequence->start != index->sequences[group->prompt].level) ||
+    if ((sequence->start != 0 && sequence->start != index->sequences[group->prompt].end) ||
         is_prompt != (sequence - index->sequences == group->prompt)) {
         return "sequence: it begins where its prompt does not end, or is not its group's prompt";
     }
-    if (index->corpus.states != NULL && !rs_match_holds(&index->corpus, sequence->at.corpus, level)) {
+    if (index->corpus.states != NULL && !rs_match_holds(&index->corpus, sequence->at.corpus, indexed)) {
         return "sequence: its match is not in the corpus";
     }
     bool fit = sequence->num_predictions >= 0 &&
