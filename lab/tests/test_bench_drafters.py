@@ -69,9 +69,9 @@ def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
         assert all(cheap[figure] == same.to_dict()[figure] for figure in FIGURES)
 
 
-def test_the_command_prints_what_it_writes(tmp_path, capsys):
+def test_the_command_prints_what_it_writes(tmp_path, capsys, caplog):
     options = ["--methods", "off,ngram,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
-    options += ["--history", "0", "8", "--min-survival", "0.2", "0.05", "--spec", "max_index_mb=64"]
+    options += ["--history", "0", "8", "--min-survival", "0.2", "0.05", "--spec", f"corpus={TRACE}"]
     command = ["bench", "drafters", str(TRACE), *options]
     assert main([*command, "--output", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -80,6 +80,7 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
     assert all(result["tokens_per_step"] > 1 for result in printed["results"] if result["method"] != "off")
     [table] = drafters_tables(printed)
     assert len(table[1]) == 8 and len(table[2]) == 8
+    assert [message.startswith(f"{TRACE} holds 16 of 16 responses") for message in caplog.messages] == [True]
 
 
 @pytest.fixture

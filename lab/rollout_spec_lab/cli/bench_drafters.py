@@ -16,6 +16,7 @@ from rollout_spec.cli.inputs import (
     number,
     read,
     spec_options,
+    warn_of_same_texts,
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
@@ -116,6 +117,8 @@ def _of_trace(
 
     lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
     check_steps(lines, trace)
+    if config.corpus:
+        warn_of_same_texts(lines, config.corpus)
     for method in (method for method in methods if method in drafters.OF_MODELS):
         if not all(line.proposals for line in lines):
             raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
