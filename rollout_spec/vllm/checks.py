@@ -1,6 +1,7 @@
 """What cannot work is refused before an engine starts, with the reason."""
 
 import functools
+import re
 from typing import Any
 
 from vllm import envs
@@ -18,6 +19,7 @@ from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import minor, version
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
+_TRAINED = "original_max_position_embeddings"
 _SLOWER = "; steps are then scheduled synchronously (slower)"
 
 
@@ -96,6 +98,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         cache = vllm_config.cache_config.cache_dtype
         facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
         facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
+        facts["growing_rope"] = _growing_rope(vllm_config.model_config)
     refuse(facts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
@@ -131,6 +134,22 @@ def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
         "few_positions": num_positions < most and (num_positions, most),
         "ahead": not is_mrv2 and vllm_config.scheduler_config.async_scheduling and "vLLM's MRV1",
     }
+
+
+def _growing_rope(model: Any) -> tuple[int, int] | None:
+    """The positions that a row may have, and those up to which no other row changes it; None: none does.
+
+    Transformers' `dynamic_rope_update` computes frequencies for the longest row of a step.
+    """
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # or of each type of layers
+    grow = [one for one in ropes if re.search("dynamic|longrope", str(one.get("rope_type", one.get("type"))))]
+    if not grow or not model.using_transformers_backend():
+        return None
+    trained = getattr(text, _TRAINED, None) or text.max_position_embeddings
+    most = min(one.get(_TRAINED) or trained for one in grow)
+    return (model.max_model_len, most) if model.max_model_len > most else None
 
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:

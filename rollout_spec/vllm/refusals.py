@@ -50,6 +50,10 @@ REFUSALS = {
     "open_regions":  # of Step 5, from vLLM 0.33 on
         ("{}", "vLLM keeps what its indexer reads long enough for drafts of its own MTP head only, so other "
                "drafts would change the tokens; run this policy without them"),
+    "growing_rope":
+        ("max_model_len={0[0]}",
+         "vLLM's Transformers backend rotates this policy's keys by the longest row of a step beyond {0[1]} "
+         "positions, so drafts would change the tokens: set max_model_len to at most {0[1]}"),
     "packed_cache":
         ("{engine}kv_cache_dtype={}",
          "its attention takes a row with drafts for a new one beside a prompt that is at least as long, so "

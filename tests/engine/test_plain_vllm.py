@@ -155,6 +155,19 @@ def test_step_5_is_refused_with_drafts_that_its_own_head_does_not_make(tiny_mode
         configured(tiny_model, {})
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model, kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= dict.fromkeys(("short_factor", "long_factor"), [1.0] * 8)
+    of_transformers = {"model_impl": "transformers", "hf_overrides": {"rope_parameters": rope}}
+    with pytest.raises(ValueError, match=r"^max_model_len=\d+: [^\n]* beyond 64 positions[^\n]*most 64\Z"):
+        configured(tiny_model, {}, **of_transformers)
+    configured(tiny_model, {}, **of_transformers, max_model_len=64)
+    configured(tiny_model, {}, hf_overrides=of_transformers["hf_overrides"])
+    configured(tiny_model, **OFF, **of_transformers)
+
+
 @pytest.mark.parametrize("packed", ["turboquant_4bit_nc", "ultraquant_4bit"])
 def test_drafts_are_refused_where_a_row_with_some_is_taken_for_a_new_one(tiny_model, packed):
     from rollout_spec.vllm.checks import check_options
