@@ -1,6 +1,7 @@
 """What cannot work is refused before an engine starts, with the reason."""
 
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -163,10 +164,9 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
          "set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (model.is_hybrid and current_platform.is_cpu() and number is not None and number < 33
-         and str(model.dtype) == "torch.bfloat16",  # others have none: our tests replace the layers
+        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model, number),
          f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
-         "different lengths before vLLM 0.33"),
+         f"different lengths in {model.dtype}"),
         (parallel.pipeline_parallel_size > 1,
          f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
          "reach one stage only"),
@@ -180,6 +180,16 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
+
+
+def _loses_drafts(model: Any, number: int | None) -> bool:
+    """Whether vLLM's recurrent kernels for CPUs are not told how many draft tokens were accepted."""
+    if model.architecture.startswith("Qwen3"):  # which has none in float32: our tests replace the layers
+        is_old = number is not None and number < 33
+        return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_old else []))
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    return "num_accepted_tokens" not in inspect.signature(mamba_mixer2.causal_conv1d_update).parameters
 
 
 def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:

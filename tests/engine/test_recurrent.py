@@ -361,9 +361,14 @@ def test_refused_before_an_engine_process_is_launched(tmp_path):
         check_options(config)
     with pytest.raises(ValueError, match=r"^rollout\.spec\.num_speculative_tokens=15: must be at most 7 "):
         configured(str(tmp_path), {"num_speculative_tokens": 15})
-    if MINOR < 33:
-        with pytest.raises(ValueError, match=r"recurrent layers, whose kernels for CPUs take no [^\n]*\Z"):
-            configured(str(tmp_path), {"num_speculative_tokens": 3}, dtype="bfloat16")
+    for_cpus = r"recurrent layers, whose kernels for CPUs take no [^\n]*\Z"
+    for dtype in ["float16", *(["bfloat16"] if MINOR < 33 else [])]:
+        with pytest.raises(ValueError, match=for_cpus):
+            configured(str(tmp_path), {"num_speculative_tokens": 3}, dtype=dtype)
+    if MINOR >= 29:
+        transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"]).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=for_cpus):
+            configured(str(tmp_path), {"num_speculative_tokens": 3})
     transformers.JambaConfig(architectures=["JambaForCausalLM"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^rollout\.spec\.method=sam: JambaForCausalLM has layers of Mamba"):
         configured(str(tmp_path), {"num_speculative_tokens": 3})
