@@ -98,6 +98,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         policy = vllm_config.model_config.architecture
         cache = vllm_config.cache_config.cache_dtype
         facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
+        facts["m3_cache"] = policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache
         facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
         facts["growing_rope"] = _growing_rope(vllm_config.model_config)
     refuse(facts, of_model)

@@ -58,6 +58,10 @@ REFUSALS = {
         ("{engine}kv_cache_dtype={}",
          "its attention takes a row with drafts for a new one beside a prompt that is at least as long, so "
          "drafts would change the tokens; run this policy without them"),
+    "m3_cache":  # with vLLM 0.32 and later
+        ("{engine}kv_cache_dtype={}",
+         "MiniMax M3's kernels for it end the engine in a step with many drafts; take another cache, or run "
+         "this policy without them"),
     "processors":
         ("{engine}logits_processors", "vLLM does not run custom logits processors with speculative decoding"),
     "min_p":

@@ -168,10 +168,20 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
     configured(tiny_model, **OFF, **of_transformers)
 
 
-@pytest.mark.parametrize("packed", ["turboquant_4bit_nc", "ultraquant_4bit"])
-def test_drafts_are_refused_where_a_row_with_some_is_taken_for_a_new_one(tiny_model, packed):
+@pytest.mark.parametrize(
+    ("policy", "packed"),
+    [
+        ("LlamaForCausalLM", "turboquant_4bit_nc"),
+        ("LlamaForCausalLM", "ultraquant_4bit"),
+        ("MiniMaxM3SparseForCausalLM", "nvfp4"),  # of vLLM 0.32
+    ],
+)
+def test_drafts_are_refused_with_a_cache_whose_attention_fails(tiny_model, policy, packed, monkeypatch):
+    from vllm.config import ModelConfig
+
     from rollout_spec.vllm.checks import check_options
 
+    monkeypatch.setattr(ModelConfig, "architecture", policy)
     drafting, without = configured(tiny_model, {}), configured(tiny_model, **OFF)
     for config in drafting, without:
         config.cache_config.cache_dtype = packed  # CPUs have no such attention
