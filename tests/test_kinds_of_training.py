@@ -110,8 +110,8 @@ def test_a_model_drafts_beside_the_text(kind, policy, tmp_path):
     _, (first, second) = train_without_and_with(tmp_path, policy, *options, drafter=drafter)
     rates = [step["rollout/spec_model_acceptance_rate"] for step in (first, second)]
     assert rates[0] > 0.9 and rates[1] < rates[0] - 0.02
-    log = (tmp_path / "sam/train.log").read_text()
-    assert log.count("this drafter is not trained") == 1
+    first_line, *_ = (tmp_path / "sam/train.log").read_text().splitlines()  # the trainer's own comes later
+    assert "this drafter is not trained" in first_line
 
 
 # For each process of a training: before it uses vLLM, Triton interprets its kernels.
