@@ -24,7 +24,8 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
     if (ROOT / ".git").exists() and shutil.which("git"):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        found["commit"] = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+        if commit := subprocess.run(describe, capture_output=True, text=True).stdout.strip():
+            found["commit"] = commit
     for package in PACKAGES:
         if version := package_version(package):
             found[package] = version

@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
@@ -31,6 +31,7 @@ from rollout_spec.verl import hooks
 from rollout_spec.verl import metrics as verl_metrics
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
+from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.metrics import BusyClock, Windows
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.vllm import SCHEDULER
@@ -42,6 +43,14 @@ def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
     monkeypatch.delattr(verl_server.vLLMHttpServer, "_park_until_admitted")
     with pytest.raises(PatchError, match="_park_until_admitted takes nothing: it is gone"):
         importlib.reload(verl_server)
+
+
+@pytest.mark.parametrize("method", ["sam", "off"])
+def test_a_server_remembers_ended_samples_for_drafters_alone(method):
+    server: Any = object.__new__(verl_server.SpecHttpServer)
+    server._spec, server._drafters = SpecConfig(method=method), Drafters(lambda: None, 0)
+    asyncio.run(server.end_sample("a"))
+    assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
 
 
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):

@@ -142,7 +142,8 @@ class SpecHttpServer(vLLMHttpServer):
 
     async def end_sample(self, sample: str) -> None:
         """The agent loop of the sample of this name has ended."""
-        self._drafters.end_sample(sample)
+        if self._spec.enabled:
+            self._drafters.end_sample(sample)
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
         """Verl's gate, where a request waits for a weight sync."""
