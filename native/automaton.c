@@ -67,7 +67,6 @@ static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, 
             return status;
         }
     }
-    a->num_transitions++;
     return RS_OK;
 }
 
@@ -78,15 +77,6 @@ static void remove_last_transition(rs_automaton *a, uint32_t state) {
     } else {
         from->token = -1;
     }
-    a->num_transitions--;
-}
-
-static uint32_t num_transitions_of(const rs_automaton *a, uint32_t state) {
-    uint32_t num = 0;
-    if (a->states[state].block != 0) {
-        rs_block_entries(&a->pool, a->states[state].block, &num);
-    }
-    return num + (a->states[state].token >= 0);
 }
 
 /* Every transition on the token from `state` up its suffix links that leads to `from` leads to `to`. */
@@ -116,7 +106,6 @@ static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uin
     a->states[clone].len = a->states[state].len + 1;
     a->states[clone].block = block;
     a->states[origin].link = clone;
-    a->num_transitions += num_transitions_of(a, origin);
     redirect(a, state, token, origin, clone);
     return RS_OK;
 }
@@ -227,7 +216,7 @@ static const char *check_transition(const rs_automaton *a, uint32_t from, int32_
     return NULL;
 }
 
-static const char *check_state(const rs_automaton *a, uint32_t at, uint64_t *num_transitions, uint64_t *num_solid) {
+static const char *check_state(const rs_automaton *a, uint32_t at, uint64_t *num_solid) {
     const rs_state *state = a->states + at;
     if ((at == RS_ROOT) != (state->link == RS_NO_STATE) || (at == RS_ROOT) != (state->len == 0)) {
         return "state: only the root has len 0 and no suffix link";
@@ -256,7 +245,6 @@ static const char *check_state(const rs_automaton *a, uint32_t at, uint64_t *num
     for (uint32_t i = 0; i < num && broken == NULL; i++) {
         broken = check_transition(a, at, others[i].token, others[i].target, num_solid);
     }
-    *num_transitions += num + 1;
     return broken;
 }
 
@@ -264,21 +252,17 @@ const char *rs_automaton_check(const rs_automaton *a) {
     if (a->num_states < 1 || a->num_states > a->capacity || a->pool.top > a->pool.capacity) {
         return "automaton: more states or blocks than there is room for";
     }
-    uint64_t num_transitions = 0;
     uint64_t num_solid = 0;
     uint64_t num_units = rs_pool_num_free(&a->pool);
     if (num_units == UINT64_MAX) {
         return "pool: broken free list";
     }
     for (uint32_t at = 0; at < a->num_states; at++) {
-        const char *broken = check_state(a, at, &num_transitions, &num_solid);
+        const char *broken = check_state(a, at, &num_solid);
         if (broken != NULL) {
             return broken;
         }
         num_units += a->states[at].block == 0 ? 0 : rs_block_units(a->states[at].block);
-    }
-    if (num_transitions != a->num_transitions) {
-        return "automaton: num_transitions is wrong";
     }
     if (num_solid != a->num_states - 1) {
         return "automaton: a state without exactly one transition from its longest string's prefix";

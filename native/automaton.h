@@ -30,7 +30,6 @@ typedef struct {
     uint32_t num_states;
     uint32_t capacity;
     rs_pool pool;
-    uint64_t num_transitions;
 } rs_automaton;
 
 /* The longest suffix of some text that occurs in an automaton's. Zeros: the empty one. */

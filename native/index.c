@@ -36,7 +36,6 @@ static void close_group(rs_index *index, rs_group *group) {
             rs_sequence_free(index, sequence);
         }
     }
-    index->num_idle -= group->idle_since > 0;
     rs_automaton_free(&group->automaton);
     *group = (rs_group){.next_free = -1};
 }
@@ -82,11 +81,9 @@ int32_t rs_group_given_up(rs_index *index) {
 
 static void set_idle(rs_index *index, rs_group *group) {
     group->idle_since = ++index->num_idle_ever;
-    index->num_idle++;
 }
 
-void rs_group_enter(rs_index *index, rs_group *group) {
-    index->num_idle -= group->idle_since > 0;
+void rs_group_enter(rs_group *group) {
     group->idle_since = 0;
     group->num_running++;
 }
@@ -277,23 +274,19 @@ static bool free_sequences_hold(const rs_index *index) {
 
 const char *rs_tables_check(const rs_index *index) {
     int64_t num_running = 0;
-    int32_t num_behind = 0;
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         num_running += index->sequences[i].kind == RS_RUNNING;
-        num_behind += index->sequences[i].is_behind;
     }
-    int32_t num_idle = 0;
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
         num_running -= group->num_running;
-        num_idle += group->idle_since > 0;
         if (group->open ? group->given_up || (group->idle_since > 0) != (group->num_running == 0)
                         : group->idle_since > 0 || group->num_running > 0) {
             return "group: it is not open, idle or given up";
         }
     }
-    if (num_running != 0 || num_idle != index->num_idle || num_behind != index->num_behind) {
-        return "index: num_running, num_idle or num_behind is wrong";
+    if (num_running != 0) {
+        return "index: num_running is wrong";
     }
     const bool hold = free_groups_hold(index) && free_sequences_hold(index) && rs_behind_check(index);
     return hold ? NULL : "index: broken list of slots";

@@ -60,10 +60,8 @@ struct rs_index {
     uint32_t sequences_capacity;
     int32_t free_sequence;
     int32_t first_behind; /* of the list of those that are, -1: none */
-    int32_t num_behind;
     rs_prediction *predictions; /* [sequences][num_speculative_tokens] */
     uint32_t predictions_capacity;
-    int32_t num_idle;       /* groups */
     int32_t num_given_up;   /* groups that rs_group_given_up has not named yet */
     uint64_t num_idle_ever; /* how often a group became idle */
     uint64_t num_serials;
@@ -121,7 +119,7 @@ void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
 
 /* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
  * _park; rs_group_add leaves for its text. */
-void rs_group_enter(rs_index *index, rs_group *group);
+void rs_group_enter(rs_group *group);
 void rs_group_leave(rs_index *index, rs_group *group);
 
 /* Check what groups and sequences say of each other, and the closed slots: NULL, or what is broken. */

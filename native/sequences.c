@@ -15,7 +15,6 @@ static void unlink_behind(rs_index *index, rs_sequence *sequence) {
             index->sequences[sequence->next].previous = sequence->previous;
         }
         sequence->is_behind = false;
-        index->num_behind--;
     }
 }
 
@@ -34,7 +33,6 @@ void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence) {
         }
         index->first_behind = id;
         sequence->is_behind = true;
-        index->num_behind++;
     }
 }
 
@@ -93,14 +91,14 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
 
 /* ---- sequences ---- */
 
-/* To have it indexed from its start: the prompt, or the root. */
-static void restart(rs_index *index, rs_sequence *sequence) {
+/* To have it indexed from its start: the prompt, or the root. Up to `followed` it is in the automaton already. */
+static void restart(rs_index *index, rs_sequence *sequence, int32_t followed) {
     sequence->at = (rs_place){.indexed = 0};
     if (sequence->start > 0) {
         sequence->at = index->sequences[index->groups[sequence->group].prompt].at;
         sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
     }
-    sequence->followed = 0;
+    sequence->followed = followed;
     rs_sequence_note_behind(index, sequence);
 }
 
@@ -108,9 +106,10 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     sequence->end = level;
     sequence->num_predictions = 0;
     if (level < sequence->at.indexed) {
-        restart(index, sequence);
-        sequence->followed = level;
-    } else if (level < sequence->followed) {
+        restart(index, sequence, level);
+        return;
+    }
+    if (level < sequence->followed) {
         sequence->followed = level;
     }
     rs_sequence_note_behind(index, sequence);
@@ -146,7 +145,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, in
     if (found == NULL) {
         return rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
     }
-    rs_group_enter(index, found);
+    rs_group_enter(found);
     rs_status status = rs_sequence_reserve(index);
     if (status != RS_OK) {
         rs_group_leave(index, found);
@@ -154,7 +153,7 @@ rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, in
     }
     rs_sequence *opened = rs_sequence_new(index, RS_RUNNING, group);
     opened->start = opened->end = after_prompt ? index->sequences[found->prompt].end : 0;
-    restart(index, opened);
+    restart(index, opened, 0);
     *sequence = (int32_t)(opened - index->sequences);
     return RS_OK;
 }
@@ -221,7 +220,7 @@ rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error)
         found->is_resumed = true;
         found->is_left_out = false;
         rs_sequence_note_behind(index, found);
-        rs_group_enter(index, index->groups + found->group);
+        rs_group_enter(index->groups + found->group);
     }
     return RS_OK;
 }
@@ -282,7 +281,7 @@ static void restart_all(rs_index *index, int32_t group) {
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         rs_sequence *sequence = index->sequences + i;
         if (sequence->kind != RS_CLOSED && sequence->kind != RS_PROMPT && sequence->group == group) {
-            restart(index, sequence);
+            restart(index, sequence, 0);
         }
     }
 }
@@ -311,7 +310,7 @@ static void forget_spare_text(rs_index *index, int32_t group) {
     rs_automaton_reset(&forgetting->automaton);
     forgetting->num_tokens = 0;
     rs_sequence *prompt = index->sequences + forgetting->prompt;
-    restart(index, prompt);
+    restart(index, prompt, 0);
     for (uint32_t i = 0; i < index->num_sequences; i++) {
         rs_sequence *sequence = index->sequences + i;
         if (sequence->kind == RS_TEXT && sequence->group == group) {

@@ -183,7 +183,7 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens) {
     rs_sequence *first;
     while ((first = next_to_index(index)) != NULL && max_tokens > 0) {
         const int32_t group = first->group, before = first->at.indexed;
-        rs_group_enter(index, index->groups + group);
+        rs_group_enter(index->groups + group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
             rs_sequence_leave_out(index, first);
         }

@@ -93,7 +93,7 @@ static int32_t open_alone(rs_index *index) {
 
 /* An automaton as one number: all but capacities. */
 static uint64_t fingerprint(const rs_automaton *a) {
-    uint64_t hash = a->num_states * 31 + a->num_transitions;
+    uint64_t hash = a->num_states;
     for (uint32_t i = 0; i < a->num_states; i++) {
         const rs_state *state = a->states + i;
         uint32_t num = 0;
@@ -499,7 +499,6 @@ static void test_validator(void) {
     CHECK(rs_catch_up(index, 3) && !rs_catch_up(index, INT64_MAX));
     check_valid(index);
     rs_automaton *a = &index->groups[group].automaton;
-    const rs_automaton whole = *a;
     for (uint32_t i = 0; i < a->num_states; i++) {
         rs_state *state = a->states + i;
         const rs_state kept = *state;
@@ -514,9 +513,6 @@ static void test_validator(void) {
             *state = kept;
         }
     }
-    a->num_transitions++;
-    CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
-    *a = whole;
     index->memory.num_bytes++;
     CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
     index->memory.num_bytes--;
