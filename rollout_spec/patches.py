@@ -157,6 +157,34 @@ def _guard_call(patch: Patch, owner: Any, name: str, parameters: list[inspect.Pa
         raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found)}")
 
 
+def guard_all(patch: Patch, functions: Iterable[tuple[Any, ...]]) -> None:
+    """`guard_parameters` of each function: its owner, its name, and its parameters in each version."""
+    for owner, name, *accepted in functions:
+        guard_parameters(patch, owner, name, *accepted)
+
+
+def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
+    """Check that the parameters of a function begin with these; further ones may follow.
+
+    Args:
+        accepted: the parameters' names, of each version that the patch was written for.
+
+    Raises PatchError: they begin with none of these, or there is no such function.
+    """
+    function = getattr(owner, name, None)
+    found = tuple(inspect.signature(function).parameters) if function is not None else ()
+    if function is None or not any(found[: len(expected)] == expected for expected in accepted):
+        raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}")
+
+
+def misfit(patch: Patch, detail: str) -> PatchError:
+    """The error of a patch that does not fit: `detail` is what was found instead."""
+    return PatchError(
+        f"patch {patch.name!r} does not fit the installed packages: {detail}. "
+        f"It works around: {patch.reason} ({patch.upstream}; needed until {patch.until})."
+    )
+
+
 _waiting: dict[str, list[Callable[[Any], None]]] = {}
 
 
@@ -204,31 +232,3 @@ def _followed(loader: Any) -> Any:
     followed = copy.copy(loader)
     followed.exec_module = exec_module
     return followed
-
-
-def guard_all(patch: Patch, functions: Iterable[tuple[Any, ...]]) -> None:
-    """`guard_parameters` of each function: its owner, its name, and its parameters in each version."""
-    for owner, name, *accepted in functions:
-        guard_parameters(patch, owner, name, *accepted)
-
-
-def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
-    """Check that the parameters of a function begin with these; further ones may follow.
-
-    Args:
-        accepted: the parameters' names, of each version that the patch was written for.
-
-    Raises PatchError: they begin with none of these, or there is no such function.
-    """
-    function = getattr(owner, name, None)
-    found = tuple(inspect.signature(function).parameters) if function is not None else ()
-    if function is None or not any(found[: len(expected)] == expected for expected in accepted):
-        raise misfit(patch, f"{owner.__name__}.{name} takes {', '.join(found) or 'nothing: it is gone'}")
-
-
-def misfit(patch: Patch, detail: str) -> PatchError:
-    """The error of a patch that does not fit: `detail` is what was found instead."""
-    return PatchError(
-        f"patch {patch.name!r} does not fit the installed packages: {detail}. "
-        f"It works around: {patch.reason} ({patch.upstream}; needed until {patch.until})."
-    )

@@ -211,7 +211,7 @@ def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
             _proposals(each, len(response), f"{where}: proposals[{i}]")
             for i, (each, response) in enumerate(zip(proposals, responses, strict=False))
         ],
-        turns=[np.cumsum([0, *map(len, parts)], dtype=np.int32)[1:].reshape(-1, 2) for parts in turns or ()],
+        turns=[np.cumsum(list(map(len, parts)), dtype=np.int32).reshape(-1, 2) for parts in turns or ()],
     )
 
 
