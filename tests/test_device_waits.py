@@ -31,8 +31,9 @@ import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import sent
+from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
-from rollout_spec.vllm.mrv1.sampler import RowSampling, keep_from_fused_kernel
+from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel

@@ -102,13 +102,13 @@ class Drafter:
 
     @property
     def num_passes(self) -> int:
-        """How many passes a model is to take in the next step, if that waits for drafts; at least 1.
+        """How many passes of a model draft in the next step, each a token for every row. 0 where that step
+        does not wait for drafts: the model takes its first pass only.
 
-        Each drafts one token for every row. Whatever runs the model reads this, and `next_step_waits`, after
-        every `draft`: in a step that does not wait the model takes its first pass only. Where ranks share a
-        model all take the same passes: the scheduler tells them.
+        Whatever runs the model reads this after every `draft`. Where ranks share a model all take the same
+        passes: the scheduler tells them.
         """
-        return self._gate.num_passes
+        return self._gate.num_passes if self.next_step_waits else 0
 
     @property
     def wants_room(self) -> bool:
@@ -199,8 +199,7 @@ class Drafter:
                 many columns as it has taken passes in the step that has ended; None: just the first.
             rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
 
-        `next_step_waits` then says whether the next step must wait for its drafts, and `num_passes` how many
-        passes a model is to take in it.
+        `next_step_waits` then says whether the next step must wait for its drafts.
 
         Returns:
             The draft tokens of each row, most often empty.
@@ -217,11 +216,10 @@ class Drafter:
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         has_new_rows = self._map_rows(request_ids)
         assert self._rows is not None
-        num_decoding = num_rows - nums_new_tokens.count(0)
-        all_decode = num_decoding == num_rows
+        all_decode = 0 not in nums_new_tokens
         now = self._clock() if ended is None else ended
         step = Step(
-            num_rows=num_decoding,
+            num_rows=num_rows - nums_new_tokens.count(0),
             num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
             num_new_tokens=sum(nums_new_tokens),
             seconds=self._step_seconds.end_step(now, all_decode=all_decode, has_new_rows=has_new_rows),
@@ -248,6 +246,11 @@ class Drafter:
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts
+
+    def note_passes(self, num: int, num_left_out: int) -> None:
+        """A model has drafted beside the text: how many passes it took, and how many it left out."""
+        self.counters.num_model_passes += num
+        self.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, piece by piece, while there is time: for who waits for a device."""

@@ -158,7 +158,7 @@ class Engine:
             return 0
         if self.drafter is None:
             return self._model.num_tokens
-        return self.drafter.num_passes if self.drafter.next_step_waits else 0
+        return self.drafter.num_passes
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """End the step that has begun; returns the number of tokens that it gave.

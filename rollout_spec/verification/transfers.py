@@ -26,7 +26,11 @@ def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tens
 
 
 def do_while_waiting(work: Work) -> None:
-    """Let the host do this when it next waits for the device; once."""
+    """Let the host do this when it next waits for the device; once.
+
+    In a step that draws tokens that is in the race (`coupled`), else where draft tokens are `fetched`, else
+    where MRV1's runner waits for the step's tokens.
+    """
     global _work
     _work = work
 

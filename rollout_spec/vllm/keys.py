@@ -23,6 +23,17 @@ TURN_KEY = "rollout_spec_turn"  # which call of the sample it is, from 0
 # How many are this turn's prompt; what follows was said before an abort.
 TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 
+# Why either model runner is patched for it.
+WHY_COUPLED = (
+    "rejection sampling needs noise that a plain step does not, so the same seed gives other tokens with "
+    "drafts than without; used by engines with rollout.spec.verify=coupled only"
+)
+WHY_SHARED_NOISE = (
+    "vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted than "
+    "tokens drawn with the target's noise, which coupled verification allows; used by engines with "
+    "rollout.spec.verify=coupled and a model drafter only"
+)
+
 
 class RequestNames(NamedTuple):
     """What a request says of itself, as far as it can be used: a caller may send anything."""

@@ -134,10 +134,8 @@ class SuffixProposer:
 
     @property
     def num_passes(self) -> int:
-        """How many passes a model is to take in the next step; 0 where it does not wait for drafts."""
-        if self.drafter is None or not self.drafter.next_step_waits:
-            return 0
-        return self.drafter.num_passes
+        """`Drafter.num_passes`."""
+        return 0 if self.drafter is None else self.drafter.num_passes
 
     def draft(
         self,
@@ -195,11 +193,9 @@ class SuffixProposer:
         self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside the text: how many passes it took, and how many it left out."""
+        """`Drafter.note_passes`."""
         if self.drafter is not None:
-            counters = self.drafter.counters
-            counters.num_model_passes += num
-            counters.num_model_passes_left_out += num_left_out
+            self.drafter.note_passes(num, num_left_out)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, while the device works and there is time."""

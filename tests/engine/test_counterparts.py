@@ -39,7 +39,7 @@ def test_what_coupled_verification_does_not_know_is_refused():
     """vllm-ascend's logits with the token ids that were kept, and a form not yet seen."""
     from vllm.v1.sample import rejection_sampler
 
-    from rollout_spec.vllm.mrv1.sampler import RowGenerators, couple_rejection_sample
+    from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
 
     counts = [2, 1]
     drafts, probs = torch.tensor([3, 4, 5], dtype=torch.int32), torch.rand(3, 50).softmax(dim=-1)

@@ -151,7 +151,7 @@ def test_step_5_is_refused_with_drafts_that_its_own_head_does_not_make(tiny_mode
     from vllm.config import ModelConfig
 
     monkeypatch.setattr(ModelConfig, "architecture", "Step5ForCausalLM")  # of vLLM 0.33
-    with pytest.raises(ValueError, match=r"^Step5ForCausalLM: vLLM keeps [^\n]*policy without them\Z"):
+    with pytest.raises(ValueError, match=r"^Step5ForCausalLM: vLLM checks [^\n]*policy without them\Z"):
         configured(tiny_model, {})
 
 

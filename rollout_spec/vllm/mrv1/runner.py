@@ -171,21 +171,25 @@ def bind(worker: Any, config: SpecConfig) -> None:
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
+    proposer = _bind_proposer(runner, config)
+    if config.coupled and has_model_drafter(runner.vllm_config):
+        bind_model_drafter(runner, sampling, proposer)
+    if proposer is not None and not current_platform.is_out_of_tree():
+        _capture_plain_steps(runner)
+
+
+def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
+    """Give our drafter its runner; None: the engine has none."""
     if drafts_with_model(runner.vllm_config):
         setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
     proposer = proposer_of(runner)
     if proposer is not None:
         proposer.bind(runner, config)
-    if config.coupled and has_model_drafter(runner.vllm_config):
-        bind_model_drafter(runner, sampling, proposer)
-    if proposer is None:
-        return
-    record(LAST_TOKENS)
-    runner.effective_drafter_max_model_len = 1 << 31
-    if current_platform.is_cuda_alike() and proposer.is_used:
-        put_before(CatchingUpRunner, runner, IDLE_HOST)
-    if not current_platform.is_out_of_tree():
-        _capture_plain_steps(runner)
+        record(LAST_TOKENS)
+        runner.effective_drafter_max_model_len = 1 << 31
+        if current_platform.is_cuda_alike() and proposer.is_used:
+            put_before(CatchingUpRunner, runner, IDLE_HOST)
+    return proposer
 
 
 def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixProposer | None) -> None:

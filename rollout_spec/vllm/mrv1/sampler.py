@@ -10,66 +10,37 @@ the `rejection_sample` of `couple_rejection_sample` at the draft positions. Both
 """
 
 import dataclasses
-import inspect
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
-from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import Patch, guard_class, guard_parameters, misfit, put_before, record, wrap
+from rollout_spec.patches import guard_class, guard_parameters, put_before, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
+from rollout_spec.vllm.mrv1.rejection import (
+    COUPLED,
+    KEYED,
+    RowGenerators,
+    checked_target,
+    couple_rejection_sample,
+    keep_from_fused_kernel,
+    rejection_samplers,
+)
 
 logger = init_logger(f"vllm.{__name__}")
 
-_KEYED = Patch(
-    name="vllm-keyed-sampler",
-    reason="vLLM draws from generators whose state depends on what was drafted, so the same seed gives other "
-    "tokens with drafts than without (the runner's sampler gets our top-k-top-p sampler and a hook)",
-    upstream="vllm/v1/sample/ops/topk_topp_sampler.py, TopKTopPSampler",
-    until="vLLM's noise is a function of the request and the position",
-)
-_COUPLED = Patch(
-    name="vllm-coupled-verification",
-    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
-    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
-    upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
-    until="vLLM's noise is a function of the request and the position",
-)
-# What an engine's processes apply to themselves; _KEYED, _COUPLED and KEPT_LOGPROBS with
-# rollout.spec.verify=coupled only.
-ENGINE_PATCHES = (_KEYED, _COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
-
-
-class RowGenerators(dict[int, torch.Generator]):
-    """A batch's generators, and what is known of its rows besides.
-
-    Attributes:
-        step: the noise of the step's rows; None where vLLM's own is used.
-        num_draft_tokens: per row; all 0 in a step without drafts.
-    """
-
-    def __init__(
-        self,
-        generators: dict[int, torch.Generator],
-        step: coupled.CoupledStep | None,
-        num_draft_tokens: list[int],
-    ) -> None:
-        super().__init__(generators)
-        self.step = step
-        self.num_draft_tokens = num_draft_tokens
+# What an engine's processes apply to themselves; all but MIN_TOKENS with rollout.spec.verify=coupled only.
+ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
@@ -91,7 +62,7 @@ class RowSampling:
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         if verifier is not None or self.is_coupled:
             sampler.sampling = self
-            put_before(RowSampler, sampler, MIN_TOKENS)
+            put_before(RowSampler, sampler, KEYED if verifier is None else MIN_TOKENS)
         if verifier is not None:
             verifier.sampling = self
             put_before(RowVerifier, verifier, MIN_TOKENS)
@@ -101,11 +72,11 @@ class RowSampling:
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
-        for module in _rejection_samplers():
+        for module in rejection_samplers():
             couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
         sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
-        record(_KEYED)
+        record(KEYED)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,8 +164,8 @@ class CoupledTopKTopPSampler(torch.nn.Module):
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
         if not isinstance(generators, RowGenerators) or generators.step is None:
             return self.plain(logits, generators, k, p)
-        # The same top-k/top-p function as in verification, so that both keep the same tokens.
-        logits = _rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
+        # That of the platform's verification, so that both keep the same tokens.
+        logits = rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
             processed = logits
@@ -203,71 +174,15 @@ class CoupledTopKTopPSampler(torch.nn.Module):
         return generators.step.sample_after(logits), processed
 
 
-def keep_from_fused_kernel(module: Any) -> None:
-    """Let no kernel draw for rows that have keys: from 0.33 on one of ROCm's does, before all samplers."""
-    if not hasattr(module, "mixed_sample_eligible"):
-        return
-
-    @wrap(module, "mixed_sample_eligible", _KEYED)
-    def has_no_keys(is_eligible: Any, sm: SamplingMetadata, predict_bonus_token: bool) -> bool:
-        return not isinstance(sm.generators, RowGenerators) and is_eligible(sm, predict_bonus_token)
-
-
-def couple_rejection_sample(module: Any) -> None:
-    """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
-
-    Raises PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
-    """
-    target, signature = _checked_target(module), inspect.signature(module.rejection_sample)
-
-    @wrap(module, "rejection_sample", _COUPLED)
-    def rejection_sample(standard: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = signature.bind(*args, **kwargs).arguments
-        generators, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(generators, RowGenerators) or generators.step is None:
-            return standard(*args, **kwargs)
-        if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.refuse_uncoupled` sees to
-            logits, _ = logits
-        return coupled.coupled_sample(
-            given["draft_token_ids"],
-            given["max_spec_len"],
-            logits,
-            given["bonus_token_ids"],
-            given["sampling_metadata"],
-            generators.step,
-        )
-
-
-_ARGUMENTS = (
-    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
-    "target_logits", "bonus_token_ids", "sampling_metadata",
-)  # fmt: skip
-_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
-
-
-def _checked_target(module: Any) -> str:
-    """The name of the argument in which a module's `rejection_sample` takes the target's logits."""
-    names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
-    for target in _TARGETS:
-        if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):
-            return target
-    raise misfit(_COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
-
-
-def _rejection_samplers() -> list[Any]:
-    """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
-    return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
-
-
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     guard_class(MIN_TOKENS, RowSampler, Sampler)
     guard_class(MIN_TOKENS, RowVerifier, RejectionSampler)
     guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
     _check_top_k_top_p(TopKTopPSampler)
-    for module in _rejection_samplers():
-        _checked_target(module)
+    for module in rejection_samplers():
+        checked_target(module)
 
 
 def _check_top_k_top_p(kind: type) -> None:
-    guard_parameters(_KEYED, kind, "forward_native", ("self", "logits", "generators", "k", "p"))
+    guard_parameters(KEYED, kind, "forward_native", ("self", "logits", "generators", "k", "p"))

@@ -14,14 +14,13 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
+from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
 
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
-    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
-    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
-    "rollout.spec.verify=coupled and a model drafter only",
+    reason=WHY_SHARED_NOISE,
     upstream="vllm/v1/spec_decode/llm_base_proposer.py, SpecDecodeBaseProposer._sample_draft_tokens",
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )

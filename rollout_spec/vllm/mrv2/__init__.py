@@ -4,6 +4,7 @@ In: the runner, its batch, the calls of its samplers and of its speculator. Out:
 tokens drawn with a request's own noise.
 May import: `config`, `drafting`, `patches`, `verification`, `vllm`, numpy, torch, vllm.
 It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it. A worker begins with `runner`,
-whose classes stand before vLLM's; they call `host_drafts`, which has the tokens in `host_batch`. `sampler`
-and `speculators` stand before vLLM's own, `graphs` captures.
+whose classes stand before vLLM's; they call `host_drafts`, which waits for `arrivals` and has the tokens in
+`host_batch`. `sampler` stands before vLLM's own. `speculators` has ours, and what stands before a model's.
+`graphs` captures.
 """

@@ -73,8 +73,10 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         self._given_room = self._room()
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
-            has_room = not (request.is_prefill_chunk or request.use_structured_output)
-            request.spec_token_ids = [-1] * self._given_room if has_room else []  # as vLLM's own placeholders
+            takes_drafts = not (request.is_prefill_chunk or request.use_structured_output)
+            request.spec_token_ids = (
+                [-1] * self._given_room if takes_drafts else []
+            )  # as vLLM's own placeholders
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
             self._num_in_flight += 1

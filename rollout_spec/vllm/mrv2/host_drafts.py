@@ -6,9 +6,7 @@ there by then, with room for drafts: they go into it, and the runner never sees 
 With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,11 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.patches import Patch, put_before
+from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
@@ -35,39 +33,6 @@ SPECULATOR = Patch(
 )
 
 
-class _Arrival:
-    """A step's tokens on their way to the host, and what the step's ranks knew of each other."""
-
-    def __init__(self, request_ids: list[str], ranks: Ranks | None, *on_device: torch.Tensor) -> None:
-        self.request_ids, self.ranks = request_ids, ranks
-        self._on_device = on_device  # held until they have been copied
-        self._on_host = [async_copy_to_np(each) for each in on_device]
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record()
-        self.ended: float | None = None  # when the host first knew that the step had ended
-
-    def forget(self, request_ids: set[str]) -> None:
-        """Drop these requests' tokens from the step: they were preempted and start again."""
-        if not request_ids.isdisjoint(self.request_ids):
-            self.request_ids = ["" if each in request_ids else each for each in self.request_ids]
-
-    def note_end(self) -> None:
-        if self.ended is None:
-            self.ended = time.perf_counter()
-
-    def wait(self, work: Callable[[Callable[[], bool]], None]) -> list[Any]:
-        """What `take_sampled` was given: int64 [num_rows, K + 1], int32 [num_rows], and a model's drafts.
-
-        Until it is there the host does `work`, which asks before each piece of it whether there is time.
-        """
-        query = getattr(self._event, "query", None)
-        if query is not None:  # vLLM's stand-in on CPUs has none, and nothing to wait for
-            work(lambda: not query())
-        self._event.synchronize()
-        self.note_end()
-        return self._on_host
-
-
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
@@ -79,7 +44,7 @@ class HostDrafts:
 
     Attributes:
         sampled_tokens: int64 [num_rows, K + 1], of the step that has just sampled.
-        has_room: whether the step that begins next has room for drafts; always, where the scheduler waits.
+        takes_model_drafts: whether what a model drafts in the step that runs can be verified in the next one.
         num_passes: how many passes a model is to take for it, at most. All workers are told these two.
     """
 
@@ -88,13 +53,13 @@ class HostDrafts:
         self.proposer = SuffixProposer(runner.vllm_config)
         self.proposer.bind(self._batch, config, self._receive)
         self.sampled_tokens: torch.Tensor | None = None
-        self.has_room = True
+        self.takes_model_drafts = True
         self.num_passes = self.proposer.most_model_tokens
         self._has_model = self.proposer.most_model_tokens > 0
         self._device = runner.device
         self._stream = torch.cuda.Stream(self._device)
         self._num_tokens = config.num_speculative_tokens
-        self._arrivals: deque[_Arrival] = deque()
+        self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
@@ -105,7 +70,7 @@ class HostDrafts:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
         self._receive(plan.num_in_flight or 0)
-        self.has_room = plan.room > 0 or not plan.is_ahead
+        self.takes_model_drafts = plan.room > 0 or not plan.is_ahead
         if plan.num_passes is not None:
             self.num_passes = plan.num_passes
         try:
@@ -147,7 +112,7 @@ class HostDrafts:
         rooms = {name: len(room) for name, room in scheduler_output.scheduled_spec_decode_tokens.items()}
         if not rooms:
             return
-        drafts, levels = self._draft_in_time(rooms) if self.has_room else ({}, {})
+        drafts, levels = self._draft_in_time(rooms)
         scheduled = scheduler_output.num_scheduled_tokens
         self._correct_counts({name: levels[name] for name in scheduled if name in levels})
         nums = {name: num - rooms.get(name, 0) + len(drafts.get(name, ())) for name, num in scheduled.items()}
@@ -205,7 +170,7 @@ class HostDrafts:
         arriving = self.proposer.other_ranks.ranks, self.sampled_tokens, num_sampled, *model_drafts
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._arrivals.append(_Arrival(input_batch.req_ids, *arriving))
+            self._arrivals.append(Arrival(input_batch.req_ids, *arriving))
         if not self._plan.is_ahead:
             self._drafts = self._receive(in_time=True)
         return self.no_drafts(input_batch)
@@ -232,7 +197,7 @@ class HostDrafts:
         return drafts
 
     def _draft_after(
-        self, arrival: _Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any
+        self, arrival: Arrival, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any
     ) -> DraftTokenIds:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
@@ -260,14 +225,3 @@ class HostDrafts:
 
     def get_draft_tokens(self) -> DraftTokenIds | None:
         return None if self._plan.is_ahead else self._drafts
-
-
-class TimedOutput(AsyncOutput):
-    """A step's output. vLLM copies its tokens to the host too: when they are there, the step has ended."""
-
-    arrival: _Arrival
-
-    def get_output(self) -> Any:
-        output = super().get_output()
-        self.arrival.note_end()
-        return output

@@ -22,7 +22,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
-from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts, TimedOutput
+from rollout_spec.vllm.mrv2.arrivals import TimedOutput
+from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME

@@ -15,15 +15,14 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
-from rollout_spec.vllm.keys import RequestKeys
+from rollout_spec.vllm.keys import WHY_COUPLED, RequestKeys
 from rollout_spec.vllm.mrv2 import versions
 
 logger = init_logger(f"vllm.{__name__}")
 
 COUPLED = Patch(
     name="vllm-v2-coupled-verification",
-    reason="rejection sampling needs noise that a plain step does not, so the same seed gives other tokens "
-    "with drafts than without; used by engines with rollout.spec.verify=coupled only",
+    reason=WHY_COUPLED,
     upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler",
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )

@@ -16,15 +16,14 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
 from rollout_spec.verification import coupled
+from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import versions
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
 
 SHARED_NOISE = Patch(
     name="vllm-v2-shared-noise",
-    reason="vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted "
-    "than tokens drawn with the target's noise, which coupled verification allows; used by engines with "
-    "rollout.spec.verify=coupled and a model drafter only",
+    reason=WHY_SHARED_NOISE,
     upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
@@ -150,13 +149,13 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = max(1, self.host.num_passes) if self.host.has_room else 1
+        num = max(1, self.host.num_passes) if self.host.takes_model_drafts else 1
         with _as_if_drafting(self, num):
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
         taken: tuple[torch.Tensor, ...] = ()
-        if self.host.has_room:
+        if self.host.takes_model_drafts:
             # Both are overwritten by the next passes, which may come before they are on the host.
             taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.take_sampled(input_batch, num_sampled, taken)

@@ -1,0 +1,103 @@
+"""Rows that have keys: at draft positions they draw with our noise, and no fused kernel draws for them."""
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from rollout_spec.patches import Patch, misfit, wrap
+from rollout_spec.verification import coupled
+from rollout_spec.vllm.ascend import MODULE as ASCEND
+from rollout_spec.vllm.keys import WHY_COUPLED
+
+KEYED = Patch(
+    name="vllm-keyed-sampler",
+    reason="vLLM draws from generators whose state depends on what was drafted, so the same seed gives other "
+    "tokens with drafts than without (the runner's sampler gets our top-k-top-p sampler and a hook)",
+    upstream="vllm/v1/sample/ops/topk_topp_sampler.py, TopKTopPSampler",
+    until="vLLM's noise is a function of the request and the position",
+)
+COUPLED = Patch(
+    name="vllm-coupled-verification",
+    reason=WHY_COUPLED,
+    upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
+    until="vLLM's noise is a function of the request and the position",
+)
+
+
+class RowGenerators(dict[int, torch.Generator]):
+    """A batch's generators, and what is known of its rows besides.
+
+    Attributes:
+        step: the noise of the step's rows; None where vLLM's own is used.
+        num_draft_tokens: per row; all 0 in a step without drafts.
+    """
+
+    def __init__(
+        self,
+        generators: dict[int, torch.Generator],
+        step: coupled.CoupledStep | None,
+        num_draft_tokens: list[int],
+    ) -> None:
+        super().__init__(generators)
+        self.step = step
+        self.num_draft_tokens = num_draft_tokens
+
+
+def keep_from_fused_kernel(module: Any) -> None:
+    """Let no kernel draw for rows that have keys: from 0.33 on one of ROCm's does, before all samplers."""
+    if not hasattr(module, "mixed_sample_eligible"):
+        return
+
+    @wrap(module, "mixed_sample_eligible", KEYED)
+    def has_no_keys(is_eligible: Any, sm: SamplingMetadata, predict_bonus_token: bool) -> bool:
+        return not isinstance(sm.generators, RowGenerators) and is_eligible(sm, predict_bonus_token)
+
+
+def couple_rejection_sample(module: Any) -> None:
+    """Let a module's `rejection_sample` be coupled verification in steps whose rows have keys.
+
+    Raises PatchError: it takes other arguments than vLLM's or vllm-ascend's that are known here.
+    """
+    target, signature = checked_target(module), inspect.signature(module.rejection_sample)
+
+    @wrap(module, "rejection_sample", COUPLED)
+    def rejection_sample(standard: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        generators, logits = given["sampling_metadata"].generators, given[target]
+        if not isinstance(generators, RowGenerators) or generators.step is None:
+            return standard(*args, **kwargs)
+        if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.refuse_uncoupled` sees to
+            logits, _ = logits
+        return coupled.coupled_sample(
+            given["draft_token_ids"],
+            given["max_spec_len"],
+            logits,
+            given["bonus_token_ids"],
+            given["sampling_metadata"],
+            generators.step,
+        )
+
+
+_ARGUMENTS = (
+    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
+    "target_logits", "bonus_token_ids", "sampling_metadata",
+)  # fmt: skip
+_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
+
+
+def checked_target(module: Any) -> str:
+    """The name of the argument in which a module's `rejection_sample` takes the target's logits."""
+    names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
+    for target in _TARGETS:
+        if names == tuple(target if name == "target_logits" else name for name in _ARGUMENTS):
+            return target
+    raise misfit(COUPLED, f"{module.__name__}.rejection_sample takes {', '.join(names)}")
+
+
+def rejection_samplers() -> list[Any]:
+    """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
+    return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
