@@ -48,8 +48,8 @@ REFUSALS = {
          "within a step a token reads other keys and values of earlier tokens than across steps, so drafts "
          "would change the tokens; run this policy without drafts"),
     "open_regions":  # of Step 5, from vLLM 0.33 on
-        ("{}", "vLLM checks that it keeps what its indexer reads for drafts of its own MTP head only, so other "
-               "drafts could change the tokens; run this policy without them"),
+        ("{}", "vLLM checks for drafts of its own MTP head only that it keeps what its indexer reads, so "
+               "others could change the tokens; run this policy without them"),
     "growing_rope":
         ("max_model_len={0[0]}",
          "vLLM's Transformers backend rotates this policy's keys by the longest row of a step beyond {0[1]} "
