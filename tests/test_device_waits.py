@@ -340,6 +340,16 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 
+def test_an_engine_without_drafts_has_no_patch_for_them(vllm):
+    runner = Engine(SAMPLED).runner
+    runner.sampler, runner.rejection_sampler = Sampler("processed_logprobs"), None
+    patches._applied.clear()
+    with Accelerator():
+        RowSampling(runner, is_coupled=True).install()
+    names = {patch.name for patch in patches.applied()}
+    assert "vllm-keyed-sampler" in names and "vllm-min-tokens-bonus" not in names
+
+
 def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     """vLLM 0.33 asks such a function before its samplers run; here it says yes."""
     module: Any = SimpleNamespace(__name__="sampler")
