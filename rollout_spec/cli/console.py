@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import rich.table
 from rich.console import Console
 from rich.progress import Progress, track
-from rich.table import Table
+
+from rollout_spec.report.page import Table
 
 FILE_WIDTH = 120
 T = TypeVar("T")
@@ -29,9 +31,9 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str, **settings: Any) -> Table:
+def make_table(title: str, *columns: str, **settings: Any) -> rich.table.Table:
     """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", **settings)
+    table = rich.table.Table(title=title, title_justify="left", **settings)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
     return table
@@ -47,10 +49,8 @@ def print_values(title: str, values: Mapping[str, float]) -> None:
     console.print(table)
 
 
-def print_tables(
-    console: Console, tables: Iterable[tuple[str, Sequence[str], Iterable[Sequence[str]]]]
-) -> None:
-    """Tables as `report` makes them for pages: title, columns, rows."""
+def print_tables(console: Console, tables: Iterable[Table]) -> None:
+    """Tables as `report` makes them for pages."""
     for title, columns, rows in tables:
         table = make_table(title, *columns)
         for row in rows:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.page import png, render
+from rollout_spec.report.page import Table, png, render
 
 MAX_ROWS = 12  # that a table shows
 MAX_SIBLINGS = 64  # more are hardly of one prompt
@@ -54,7 +54,7 @@ def _doubt(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table."""
     if len(record["by_step"]) > 1:
         rows = [[str(row["step"]), *_cells(row)] for row in _some(record["by_step"])]
