@@ -147,17 +147,10 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    from rollout_spec.cli.console import make_console, print_tables
-    from rollout_spec.files import as_json
+    from rollout_spec.cli.console import Headline, show
     from rollout_spec.report.certificate import sentences, tables, write_certificate
 
-    if args.json:
-        print(as_json(record), end="")
-    else:
-        console = make_console()
-        console.print(f"With drafts and without: {record['verdict']}.", style="bold", highlight=False)
-        print_tables(console, tables(record))
-        for sentence in sentences(record):
-            console.print(sentence, highlight=False)
+    headline = Headline(f"With drafts and without: {record['verdict']}.")
+    show(record, args.json, headline, *tables(record), *sentences(record))
     if args.output:
         write_certificate(record, args.output)

@@ -1,15 +1,16 @@
-"""Tables on standard output; the progress of long work on standard error, on a terminal only."""
+"""What a command has found, on standard output; the progress of long work on standard error of a terminal."""
 
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import rich.table
 from rich.console import Console
 from rich.progress import Progress, track
 
+from rollout_spec import files
 from rollout_spec.report.page import Table
 
 FILE_WIDTH = 120
@@ -39,23 +40,43 @@ def make_table(title: str, *columns: str, **settings: Any) -> rich.table.Table:
     return table
 
 
-def print_values(title: str, values: Mapping[str, float]) -> None:
+class Headline(str):
+    """A sentence in bold."""
+
+
+class Values(NamedTuple):
+    """Numbers by name, below a title that is one line however long."""
+
+    title: str
+    numbers: Mapping[str, float]
+
+
+def show(record: Any, as_json: bool, *parts: str | Values | Table) -> None:
+    """Print a record as JSON, or else its parts: sentences, values, tables as `report` makes them."""
+    if as_json:
+        print(files.as_json(record), end="")
+        return
     console = make_console()
-    console.print(title, soft_wrap=True)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, style="bold" if isinstance(part, Headline) else None, highlight=False)
+        elif isinstance(part, Values):
+            console.print(part.title, soft_wrap=True)
+            console.print(_table_of_values(part.numbers))
+        else:
+            title, columns, rows = part
+            table = make_table(title, *columns)
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+
+
+def _table_of_values(numbers: Mapping[str, float]) -> rich.table.Table:
     table = make_table("", "", "", show_header=False)
-    for name, value in values.items():
+    for name, value in numbers.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
         table.add_row(name.removeprefix("num_").replace("_", " "), text)
-    console.print(table)
-
-
-def print_tables(console: Console, tables: Iterable[Table]) -> None:
-    """Tables as `report` makes them for pages."""
-    for title, columns, rows in tables:
-        table = make_table(title, *columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    return table
 
 
 def tracked(items: Iterable[T], text: str) -> Iterable[T]:

@@ -10,7 +10,7 @@ from rollout_spec.cli import add_example, inputs
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
-    pass
+    from rollout_spec.cli.console import Values
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -45,12 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import tracked
+    from rollout_spec.cli.console import show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.files import as_json
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
-    from rollout_spec.report.outlook import headline, write_outlook
+    from rollout_spec.report.outlook import headline, sentences, tables, write_outlook
 
     spec = inputs.spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
@@ -67,11 +66,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
-    if args.json:
-        print(as_json(record), end="")
-    else:
-        corpus = f", corpus {config.corpus}" if config.corpus else ""
-        _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
+    corpus = f", corpus {config.corpus}" if config.corpus else ""
+    title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
+    values = _values(record, title)
+    show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
     if args.output:
         page = write_outlook(record, _facts(args, config), args.output)
         if not args.json:
@@ -79,20 +77,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(record: dict[str, Any], title: str) -> None:
-    from rollout_spec.cli.console import make_console, print_tables, print_values
-    from rollout_spec.report.outlook import sentences, tables
+def _values(record: dict[str, Any], title: str) -> Values:
+    from rollout_spec.cli.console import Values
 
-    console = make_console()
-    for sentence in (record["headline"], *sentences(record)):
-        console.print(sentence, highlight=False)
     names = {
         "tail_tokens_per_step": "tokens per step, where at most a quarter of a prompt's responses still run",
         "tail_share": f"share of steps in which at most {record['batch']['tail_rows']} requests run",
     }
     values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    print_values(title, {names.get(name, name): value for name, value in values.items()})
-    print_tables(console, tables(record))
+    return Values(title, {names.get(name, name): value for name, value in values.items()})
 
 
 def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:

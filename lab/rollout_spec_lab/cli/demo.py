@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.inputs import add_options, number
 from rollout_spec.config import UserError
-from rollout_spec.files import as_json
 from rollout_spec_lab.cli.inputs import MODEL
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.cli.progress import told
     from rollout_spec_lab.demo import report
     from rollout_spec_lab.demo.runner import METHODS, run_demo
@@ -59,15 +58,10 @@ def run(args: argparse.Namespace) -> int:
     with told(len(METHODS) * plan.steps) as say:
         comparison, turns = run_demo(plan, say)
     paths = report.write(comparison, turns, plan.output, facts(plan))
-    if args.json:
-        print(as_json(report.to_dict(comparison, turns)), end="")
-        return 0
-    console = make_console()
-    print_tables(console, report.tables(comparison, turns, intervals=False))
-    for sentence in report.text(comparison, turns):
-        console.print(sentence, highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
+    tables = report.tables(comparison, turns, intervals=False)
+    show(report.to_dict(comparison, turns), args.json, *tables, *report.text(comparison, turns))
+    for kind, path in paths.items() if not args.json else ():
+        print(f"{kind:>6}: {path}")
     return 0
 
 

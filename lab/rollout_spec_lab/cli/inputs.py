@@ -105,15 +105,11 @@ def shown(
     sentences: Iterable[str] = (),
 ) -> int:  # fmt: skip
     """Print what was measured, `sentences` after its tables; returns the exit code."""
-    if wants_json:
-        print(as_json(record), end="")
-        return 0
-    from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.cli.console import show
 
-    console = make_console()
-    print_tables(console, tables(record))
-    for sentence in sentences:
-        console.print(sentence, soft_wrap=True, highlight=False)
+    show(record, wants_json, *tables(record))
+    for sentence in sentences if not wants_json else ():
+        print(sentence)
     return 0
 
 
