@@ -45,7 +45,7 @@ class Headline(str):
 
 
 class Values(NamedTuple):
-    """Numbers by name, below a title that is one line however long."""
+    """Numbers by name, below a title, which is one line however long."""
 
     title: str
     numbers: Mapping[str, float]
@@ -67,7 +67,10 @@ def show(record: Any, as_json: bool, *parts: str | Values | Table) -> None:
             title, columns, rows = part
             table = make_table(title, *columns)
             for row in rows:
-                table.add_row(*row)
+                if row:
+                    table.add_row(*row)
+                else:
+                    table.add_section()
             console.print(table)
 
 

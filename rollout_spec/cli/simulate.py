@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,6 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
-COLUMNS = (
-    *("engines", "rows", "group", "drafts", "threshold", "K"),
-    *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
-)
-FIGURES = ("speedup", "tail_share", "tokens_per_step", "acceptance_rate")
 OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
@@ -110,9 +104,10 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import counted
+    from rollout_spec.cli.console import counted, show
     from rollout_spec.predict.load import copied, requests_of
     from rollout_spec.predict.simulate import check_cache, compare, configurations
+    from rollout_spec.report.simulation import headline, table
 
     if max(args.replicas) * (args.dp or 1) > inputs.MAX_ENGINES:
         raise UserError(
@@ -135,10 +130,8 @@ def run(args: argparse.Namespace) -> int:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)
     results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
-    if args.json:
-        print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
-    else:
-        _print_table(args.traces[0].name, results)
+    found = {"spec": spec, "results": results}
+    show(found, args.json, headline(results), table(args.traces[0].name, results))
     return 0
 
 
@@ -205,43 +198,3 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
             f"--dp {args.dp}: engines refuse a draft model on data-parallel ranks of experts; use --tp"
         )
     return model
-
-
-def _headline(results: list[dict[str, Any]]) -> str:
-    """What a reader needs, in one sentence."""
-    speedups = [max(figures["speedup"] for figures in result["runs"]) for result in results]
-    low, high = (f"{of(speedups):.2f}" for of in (min, max))
-    if high == "1.00":
-        return "Drafts would save no time here."
-    best = results[speedups.index(max(speedups))]
-    gain = f"would make these rollouts {low if low == high else f'{low} to {high}'} times as fast"
-    if best["best_drafter"] == "model":
-        return f"The model's drafts alone {gain}."
-    of = {"sam": "Drafts", "sam+model": "The model's drafts and the index's together"}
-    return (
-        f"{of[best['best_drafter']]} {gain}, with batch_threshold={best['best_threshold']} and "
-        f"num_speculative_tokens={best['best_num_speculative_tokens']}."
-    )
-
-
-def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rollout_spec.cli.console import make_console, make_table
-    from rollout_spec.predict.simulate import fastest
-
-    table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
-    for result in results:
-        best = fastest(result["runs"])
-        for figures in result["runs"]:
-            settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
-            row = (
-                *(result["replicas"], result["max_num_seqs"], result["group_size"] or "all"),
-                figures["drafter"] + (" *" if figures is best else ""),
-                *(settings if settings[1] else ("", "")),
-                f"{figures['makespan_s']:,.1f}",
-                *(f"{figures[name]:.2f}" for name in FIGURES),
-            )
-            table.add_row(*map(str, row))
-        table.add_section()
-    console = make_console()
-    console.print(_headline(results), highlight=False)
-    console.print(table)

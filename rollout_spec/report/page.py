@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
-Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows
+Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows; an empty row is a line
 
 
 def render(
