@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, folder, path
+from rollout_spec.cli.arguments import add_options, folder, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"

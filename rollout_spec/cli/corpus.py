@@ -3,7 +3,8 @@
 import argparse
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_rollouts_arguments, path, read
+from rollout_spec.cli.arguments import path
+from rollout_spec.cli.rollouts import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 
 HELP = "build a corpus that is drafted from too"

@@ -6,7 +6,23 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example, inputs
+from rollout_spec.cli import add_example
+from rollout_spec.cli.arguments import (
+    MAX_ENGINES,
+    add_options,
+    add_spec_argument,
+    folder,
+    number,
+    spec_options,
+)
+from rollout_spec.cli.rollouts import (
+    add_rollouts_arguments,
+    add_simulated_model,
+    check_steps,
+    read,
+    warn_of_same_texts,
+    with_model,
+)
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
@@ -22,24 +38,24 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count, most = inputs.number(int, 1), SpecConfig.num_speculative_tokens
+    count, most = number(int, 1), SpecConfig.num_speculative_tokens
     lines = parser.add_argument_group("what is replayed")
-    inputs.add_rollouts_arguments(lines)
-    inputs.add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
+    add_rollouts_arguments(lines)
+    add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    inputs.add_options(
+    add_options(
         drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step")
     )
-    inputs.add_simulated_model(drafter)
-    inputs.add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
-    inputs.add_options(
+    add_simulated_model(drafter)
+    add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
+    add_options(
         parser.add_argument_group("engines that these rollouts are for"),
-        ("--replicas", inputs.number(int, 1, inputs.MAX_ENGINES), "N", 1, "engines"),
+        ("--replicas", number(int, 1, MAX_ENGINES), "N", 1, "engines"),
         ("--max-num-seqs", count, "N", 1024, "requests that an engine runs at a time; verl's default too"),
     )
     output = parser.add_argument_group("output")
     page = "write a page with pictures, replay.html, and replay.json"
-    inputs.add_options(output, ("--output", inputs.folder, "DIR", None, page))
+    add_options(output, ("--output", folder, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
@@ -51,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.replay import replay
     from rollout_spec.report.outlook import headline, sentences, tables, write_outlook
 
-    spec = inputs.spec_options(args.spec, REFUSED)
+    spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(inputs.with_model(args, inputs.read(args, args.traces, args.limit_groups)))
-    inputs.check_steps(lines, args.traces[0])
+    lines = list(with_model(args, read(args, args.traces, args.limit_groups)))
+    check_steps(lines, args.traces[0])
     if config.corpus:
-        inputs.warn_of_same_texts(lines, config.corpus)
+        warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
-    add_options,
+from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli.rollouts import (
     add_rollouts_arguments,
     add_simulated_model,
-    add_spec_argument,
     check_steps,
-    number,
     read,
-    spec_options,
     warn_of_same_texts,
     with_model,
 )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, device_arguments, number
+from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.cli.prompts import device_arguments
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve

@@ -4,7 +4,7 @@ import argparse
 import os
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"

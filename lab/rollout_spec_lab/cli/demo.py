@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli.arguments import add_options, number
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli.inputs import MODEL
 

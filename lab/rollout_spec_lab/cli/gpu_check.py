@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
+from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.cli.prompts import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.certify.engine_arguments import model_drafter
-from rollout_spec.cli import inputs
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli import prompts
+from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli.roofline import roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
@@ -57,7 +58,7 @@ def add_compared_arguments(
          "of every method (each method's own default: ngram 8, suffix what vLLM takes, "
          f"sam {SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
-    inputs.add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
     add_options(compared, ("--repeats", number(int, 1), "N", 3, "turns of each method"))
     return compared
 
@@ -72,7 +73,7 @@ def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
 
 def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, Any]:
     """`--spec` with `--num-speculative-tokens`."""
-    spec = inputs.spec_options(args.spec, refused)
+    spec = spec_options(args.spec, refused)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     return spec
@@ -85,7 +86,7 @@ def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
     if gpu is None:
         return {}
     named = argparse.Namespace(model_config=config, gpu=gpu, tp=None)
-    return {runner.upper(): inputs.roofline(named, host=host) for runner, host in HOSTS.items()}
+    return {runner.upper(): roofline(named, host=host) for runner, host in HOSTS.items()}
 
 
 def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: str = "DIR") -> None:
@@ -188,7 +189,7 @@ def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:
         return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
-    return inputs.model_folder(model)
+    return prompts.model_folder(model)
 
 
 def default_dtype() -> str:
@@ -200,7 +201,7 @@ def default_dtype() -> str:
 
 def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
-    return make_rows(num_rows, seed, split) if file is None else inputs.prompt_rows(option, file, num_rows)
+    return make_rows(num_rows, seed, split) if file is None else prompts.prompt_rows(option, file, num_rows)
 
 
 @contextlib.contextmanager

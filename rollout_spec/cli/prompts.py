@@ -1,0 +1,75 @@
+"""What an engine is started with and serves: a model, one that drafts beside it, prompts."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.cli.arguments import add_options
+from rollout_spec.config import UserError
+
+# Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
+# the samples of one short prompt share its prefill.
+_CPU = {
+    "kv_cache_memory_bytes": 1 << 29,
+    "max_num_batched_tokens": 512,
+    "enforce_eager": True,
+    "block_size": 32,
+}
+
+
+def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
+    """`--model-drafter`: a text for `certify.engine_arguments.model_drafter`."""
+    help_ = "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head"
+    add_options(parser, ("--model-drafter", str, "METHOD:MODEL:N", None, help_))
+
+
+def model_folder(model: Path) -> str:
+    """`--model`, a Hugging Face folder."""
+    if not (model / "config.json").exists():
+        raise UserError(f"--model {model}: no Hugging Face folder (config.json is missing)")
+    return str(model)
+
+
+def device_arguments() -> dict[str, Any]:
+    """vLLM's arguments for this machine: its own defaults where there is an accelerator."""
+    import torch
+
+    return {} if torch.accelerator.is_available() else dict(_CPU)
+
+
+def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of the verl parquet file that `option` names."""
+    import pyarrow.parquet
+
+    from rollout_spec.predict.dumps import is_chat
+
+    if not file.is_file():
+        raise UserError(f"{option} {file}: no such file")
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{option} {file}: cannot be read as parquet: {error}") from error
+    if not rows or "prompt" not in rows[0]:
+        raise UserError(f"{option} {file}: no column `prompt`, or no row")
+    for number, row in enumerate(rows[:num_rows], start=1):
+        if not is_chat(row["prompt"]) or not all("role" in message for message in row["prompt"]):
+            raise UserError(f"{option} {file}: row {number}: prompt: must be a list of messages")
+    return rows[:num_rows]
+
+
+def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """The token ids of the rows' chats, each ready for the answer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {model}: its tokenizer cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"--model {model}: its tokenizer has no chat template")
+    return [
+        tokenizer.apply_chat_template(
+            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for row in rows
+    ]
