@@ -50,7 +50,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # as `engine_arguments.model_drafter`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # a `speculative_config`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, folder, number, path
-from rollout_spec.cli.prompts import add_model_drafter, device_arguments, model_folder, prompt_rows, tokenized
+from rollout_spec.cli.prompts import (
+    add_model_drafter,
+    device_arguments,
+    model_drafter,
+    model_folder,
+    prompt_rows,
+    tokenized,
+)
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
@@ -92,8 +99,6 @@ def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.certify.engine_arguments import model_drafter
-
     rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)

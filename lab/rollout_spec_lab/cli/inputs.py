@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.certify.engine_arguments import model_drafter
 from rollout_spec.cli import prompts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
 from rollout_spec.cli.roofline import roofline
@@ -171,12 +170,11 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
 
 
 def needed_model_drafter(text: str | None, labels: Sequence[str], most: int) -> dict[str, Any] | None:
-    """`--model-drafter` for `--methods`, as `certify.engine_arguments.model_drafter` reads it; most: draft
-    tokens of a row.
+    """`--model-drafter` for `--methods`, as `model_drafter` reads it; most: draft tokens of a row.
 
     Raises UserError: it is no drafter; a method needs one; nothing uses it.
     """
-    drafter = model_drafter(text, most) if text else None
+    drafter = prompts.model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]
     if using and drafter is None:
         raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
