@@ -99,14 +99,15 @@ def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.environment import quiet_vllm
+
     rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     fewest = min(args.num_speculative_tokens)
     drafter = model_drafter(args.model_drafter, fewest) if args.model_drafter else None
     model = model_folder(args.model)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
+    quiet_vllm()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
