@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.report.logs import RunError
+from rollout_spec.report import RunError
 from rollout_spec.report.responses import Agreement
 from rollout_spec.report.runs import MAX_DRIFT, Run, plain
 
