@@ -30,6 +30,10 @@ class Measure:
     denominator: str = ""
     is_ratio: bool = True
 
+    @property
+    def label(self) -> str:
+        return self.title + (f" ({self.unit})" if self.unit else "")
+
 
 MEASURES = (
     Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
@@ -79,6 +83,15 @@ class Comparison:
     measures: Mapping[str, Compared]
     agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
     left_out: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # steps of one run only
+
+    @property
+    def shown(self) -> list[Compared]:
+        """The measures that at least one of the runs has."""
+        return [
+            compared
+            for compared in self.measures.values()
+            if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
+        ]
 
     @property
     def speedup(self) -> float:

@@ -7,6 +7,7 @@ from importlib import resources
 from typing import Any
 
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows; an empty row is a line
+COLOURS = ("#8a94a3", "#1463d8")  # of lines without drafts and with
 
 
 def render(
