@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import prompts
-from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli.arguments import add_options, add_spec_argument, folder, number, path, spec_options
 from rollout_spec.cli.roofline import roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
 # Options for `add_options`.
-MODEL = ("--model", Path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
+MODEL = ("--model", path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
 DTYPE = ("--dtype", str, "DTYPE", None, "of the model (bfloat16; float32 on a CPU)")
 GPU = ("--gpu", str, "NAME", None, "predict also with its roofline: h100, h200, a100 or 910b")
 TAIL = ("--tail-threshold", number(int, 0), "N", 8,
         "the tail is what comes after the last step with more running requests")  # fmt: skip
 RECORDING = (
-    ("trace", Path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
+    ("trace", path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
     ("--limit-groups", number(int, 1), "N", None, "only the first N lines"),
 )
 
@@ -92,7 +92,8 @@ def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: st
     """Add `--output`, a folder or a file that gets what is `written`, None: there is none; and `--json`."""
     output = parser.add_argument_group("output")
     if written:
-        add_options(output, ("--output", Path, metavar, None, f"write {written} there"))
+        kind = folder if metavar == "DIR" else path
+        add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
