@@ -120,6 +120,11 @@ class Engine:
         return bool(self._queue or self._rows or self._at_tools)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that have no row."""
+        return len(self._queue)
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds of this rollout."""
         return self.total.seconds - self._begin
