@@ -98,13 +98,10 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
         "model_runner": _model_runner(),
-        "environment": {
-            **environment(),
-            "torch": torch.__version__,
-            "device": str(current_platform.get_device_name()),
+        "environment": environment() | {
+            "torch": torch.__version__, "device": str(current_platform.get_device_name()),
         },
-        **found,
-    }
+    } | found  # fmt: skip
 
 
 def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configuration, Pair]]:

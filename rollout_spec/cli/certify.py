@@ -9,16 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
+from rollout_spec.cli import add_example, prompts
 from rollout_spec.cli.arguments import add_options, folder, number, path
-from rollout_spec.cli.prompts import (
-    add_model_drafter,
-    device_arguments,
-    model_drafter,
-    model_folder,
-    prompt_rows,
-    tokenized,
-)
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
@@ -45,12 +37,8 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, share = number(int, 1), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
-    served.add_argument(
-        "--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder"
-    )
-    add_options(
-        served, ("--train-file", path, "FILE", None, "prompts in verl's parquet (8 of our own)")
-    )
+    served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
+    add_options(served, ("--train-file", path, "FILE", None, "prompts in verl's parquet (8 of our own)"))
     served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
     add_options(
         served,
@@ -74,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch-thresholds", parse_threshold, "N", [64], "rollout.spec.batch_threshold, also auto"),
         ("--group-sizes", count, "N", [4], "responses to each prompt"),
     )
-    add_model_drafter(drafting)
+    prompts.add_model_drafter(drafting)
     _add_judging(parser.add_argument_group("when a difference counts"), share)
     output = parser.add_argument_group("output")
     add_options(
@@ -105,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     fewest = min(args.num_speculative_tokens)
-    drafter = model_drafter(args.model_drafter, fewest) if args.model_drafter else None
-    model = model_folder(args.model)
+    drafter = prompts.model_drafter(args.model_drafter, fewest) if args.model_drafter else None
+    model = prompts.model_folder(args.model)
     quiet_vllm()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
@@ -116,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, model, rows, drafter)
     with counted("certifying", plan.num_engines) as advance:
         record = certify(plan, advance)
-    prompts = str(args.train_file or "our own")
-    record["plan"] |= {"model": str(args.model), "prompts": prompts, "num_prompts": len(rows)}
+    source = str(args.train_file or "our own")
+    record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
     _show(record, args)
     return 0 if passed(record) else 1
 
@@ -134,12 +122,12 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
         raise UserError(f"--max-tokens {args.max_tokens}: must be {most}, because {why}")
     return Plan(
         model=model,
-        prompts=tokenized(model, rows),
+        prompts=prompts.tokenized(model, rows),
         temperatures=[*dict.fromkeys(args.temperatures)],
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
         group_sizes=[*dict.fromkeys(args.group_sizes)],
-        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **device_arguments()},
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **prompts.device_arguments()},
         model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )
@@ -148,7 +136,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Chats from `--train-file`, or our own."""
     if args.train_file is not None:
-        return prompt_rows("--train-file", args.train_file, args.num_prompts)
+        return prompts.prompt_rows("--train-file", args.train_file, args.num_prompts)
     if args.num_prompts > len(PROMPTS):
         raise UserError(f"--num-prompts {args.num_prompts}: at most {len(PROMPTS)} without --train-file")
     return [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[: args.num_prompts]]

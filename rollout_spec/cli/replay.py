@@ -1,12 +1,10 @@
 """`rollout-spec replay`: what the drafter would have done for recorded rollouts."""
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example
+from rollout_spec.cli import add_example, rollouts
 from rollout_spec.cli.arguments import (
     MAX_ENGINES,
     add_options,
@@ -15,18 +13,7 @@ from rollout_spec.cli.arguments import (
     number,
     spec_options,
 )
-from rollout_spec.cli.rollouts import (
-    add_rollouts_arguments,
-    add_simulated_model,
-    check_steps,
-    read,
-    warn_of_same_texts,
-    with_model,
-)
 from rollout_spec.config import SpecConfig, UserError
-
-if TYPE_CHECKING:
-    from rollout_spec.cli.console import Values
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -40,13 +27,11 @@ REFUSED = {  # as --spec, and why
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, most = number(int, 1), SpecConfig.num_speculative_tokens
     lines = parser.add_argument_group("what is replayed")
-    add_rollouts_arguments(lines)
+    rollouts.add_rollouts_arguments(lines)
     add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    add_options(
-        drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step")
-    )
-    add_simulated_model(drafter)
+    add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
+    rollouts.add_simulated_model(drafter)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
     add_options(
         parser.add_argument_group("engines that these rollouts are for"),
@@ -61,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import show, tracked
+    from rollout_spec.cli.console import Values, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
@@ -69,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(with_model(args, read(args, args.traces, args.limit_groups)))
-    check_steps(lines, args.traces[0])
+    lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
+    rollouts.check_steps(lines, args.traces[0])
     if config.corpus:
-        warn_of_same_texts(lines, config.corpus)
+        rollouts.warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
@@ -84,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     record = {"headline": headline(record), **record}
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
-    values = _values(record, title)
+    values = Values(title, _values(record))
     show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
     if args.output:
         page = write_outlook(record, _facts(args, config), args.output)
@@ -93,15 +78,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _values(record: dict[str, Any], title: str) -> Values:
-    from rollout_spec.cli.console import Values
-
+def _values(record: dict[str, Any]) -> dict[str, float]:
+    """Numbers by what they are."""
     names = {
         "tail_tokens_per_step": "tokens per step, where at most a quarter of a prompt's responses still run",
         "tail_share": f"share of steps in which at most {record['batch']['tail_rows']} requests run",
     }
     values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    return Values(title, {names.get(name, name): value for name, value in values.items()})
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:

@@ -8,15 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
+from rollout_spec.cli import add_example, rollouts
 from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
-from rollout_spec.cli.rollouts import (
-    add_rollouts_arguments,
-    add_simulated_model,
-    read,
-    warn_of_same_texts,
-    with_model,
-)
 from rollout_spec.cli.roofline import add_device_arguments, roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
@@ -40,7 +33,7 @@ OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive, engines = number(int, 1), number(int, 1, MAX_ENGINES)
     lines = parser.add_argument_group("what is served")
-    add_rollouts_arguments(lines)
+    rollouts.add_rollouts_arguments(lines)
     add_options(
         lines,
         ("--limit-groups", positive, "N", None, "only the first N lines"),
@@ -99,7 +92,7 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
          f"most draft tokens per row and step; of several the best is marked "
          f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers)"),
     )  # fmt: skip
-    add_simulated_model(group)
+    rollouts.add_simulated_model(group)
     group.add_argument(
         "--fill-drafts", action="store_true",
         help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
@@ -119,14 +112,12 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.report.simulation import headline, table
 
     if max(args.replicas) * (args.dp or 1) > MAX_ENGINES:
-        raise UserError(
-            f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all"
-        )
+        raise UserError(f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
     spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus") and args.copies > 1:
         raise UserError(f"--copies {args.copies}: copies have tokens of their own, which no corpus has")
-    lines = copied(list(read(args, args.traces, args.limit_groups)), args.copies)
-    lines = list(with_model(args, lines))
+    lines = copied(list(rollouts.read(args, args.traces, args.limit_groups)), args.copies)
+    lines = list(rollouts.with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     configs = configurations(spec, args.batch_thresholds, args.num_speculative_tokens, times)
     clusters = _clusters(args, times)
@@ -134,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.traces[0]}: no token in any response")
     _check_use(args, spec, lines)
     if spec.get("corpus"):
-        warn_of_same_texts(lines, spec["corpus"])
+        rollouts.warn_of_same_texts(lines, spec["corpus"])
     for cluster in clusters:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)

@@ -269,11 +269,11 @@ class Engine:
 
     def _start(self, request: Request, num_done: int) -> None:
         """Give a request the next row; `num_done` tokens of its response exist."""
-        end = self._rows.start(request, num_done)
+        self._rows.start(request, num_done)
         if self.drafter is not None:
             self.drafter.add(
-                request.name, request.prompt_token_ids, end, request.group, request.num_group_tokens,
-                request.sample,
+                request.name, request.prompt_token_ids, request.num_tokens, request.group,
+                request.num_group_tokens, request.sample,
             )  # fmt: skip
 
     def _remove(self, row: int) -> Request:

@@ -58,17 +58,15 @@ class Rows:
         name = next(reversed(self._names))
         return next(row for row, request in enumerate(self.requests) if request.name == name)
 
-    def start(self, request: Request, num_done: int) -> int:
-        """Give a request the next row; `num_done` tokens of its response exist. Returns where it ends."""
-        row, prompt = len(self), request.prompt_token_ids
-        end = len(prompt) + len(request.response)
+    def start(self, request: Request, num_done: int) -> None:
+        """Give a request the next row; `num_done` tokens of its response exist."""
+        row, prompt, end = len(self), request.prompt_token_ids, request.num_tokens
         self.token_ids[row, : len(prompt)] = prompt
         self.token_ids[row, len(prompt) : end] = request.response
         self._levels[row], self._ends[row] = len(prompt) + num_done, end
         self.requests.append(request)
         self.drafts.append([])
         self._names[request.name] = None
-        return end
 
     def remove(self, row: int) -> Request:
         """Take a request out; the last row takes its place, as in vLLM's batch."""
