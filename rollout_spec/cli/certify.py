@@ -99,14 +99,18 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
-    from rollout_spec.cli.console import counted
+    from rollout_spec.cli.console import Headline, counted, show
+    from rollout_spec.report.certificate import sentences, tables, write_certificate
 
     plan = _plan(args, model, rows, drafter)
     with counted("certifying", plan.num_engines) as advance:
         record = certify(plan, advance)
     source = str(args.train_file or "our own")
     record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
-    _show(record, args)
+    headline = Headline(f"With drafts and without: {record['verdict']}.")
+    show(record, args.json, headline, *tables(record), *sentences(record))
+    if args.output:
+        write_certificate(record, args.output)
     return 0 if passed(record) else 1
 
 
@@ -140,13 +144,3 @@ def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.num_prompts > len(PROMPTS):
         raise UserError(f"--num-prompts {args.num_prompts}: at most {len(PROMPTS)} without --train-file")
     return [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[: args.num_prompts]]
-
-
-def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    from rollout_spec.cli.console import Headline, show
-    from rollout_spec.report.certificate import sentences, tables, write_certificate
-
-    headline = Headline(f"With drafts and without: {record['verdict']}.")
-    show(record, args.json, headline, *tables(record), *sentences(record))
-    if args.output:
-        write_certificate(record, args.output)

@@ -32,14 +32,6 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str, **settings: Any) -> rich.table.Table:
-    """The first column to the left, figures to the right."""
-    table = rich.table.Table(title=title, title_justify="left", **settings)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
-
-
 class Headline(str):
     """A sentence in bold."""
 
@@ -62,23 +54,27 @@ def show(record: Any, as_json: bool, *parts: str | Values | Table) -> None:
             console.print(part, style="bold" if isinstance(part, Headline) else None, highlight=False)
         elif isinstance(part, Values):
             console.print(part.title, soft_wrap=True)
-            console.print(_table_of_values(part.numbers))
+            rows = [_value(*one) for one in part.numbers.items()]
+            console.print(_table("", ["", ""], rows, show_header=False))
         else:
-            title, columns, rows = part
-            table = make_table(title, *columns)
-            for row in rows:
-                if row:
-                    table.add_row(*row)
-                else:
-                    table.add_section()
-            console.print(table)
+            console.print(_table(*part))
 
 
-def _table_of_values(numbers: Mapping[str, float]) -> rich.table.Table:
-    table = make_table("", "", "", show_header=False)
-    for name, value in numbers.items():
-        text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-        table.add_row(name.removeprefix("num_").replace("_", " "), text)
+def _value(name: str, value: float) -> list[str]:
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+    return [name.removeprefix("num_").replace("_", " "), text]
+
+
+def _table(title: str, columns: list[str], rows: Iterable[list[str]], **settings: Any) -> rich.table.Table:
+    """The first column to the left, figures to the right."""
+    table = rich.table.Table(title=title, title_justify="left", **settings)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
     return table
 
 
