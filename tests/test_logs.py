@@ -16,10 +16,12 @@ from typing import ClassVar
 import pytest
 
 from rollout_spec.cli import main
+from rollout_spec.report import RunError
 from rollout_spec.report.comparison import sentences
-from rollout_spec.report.logs import RunError, read_log, wandb_messages
+from rollout_spec.report.logs import read_log
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
+from rollout_spec.report.wandb_file import wandb_messages
 
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
@@ -271,7 +273,7 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 ONLINE = """
 import contextlib, io, json, sys
 from rollout_spec.cli import main
-from rollout_spec.report.logs import RunError
+from rollout_spec.report import RunError
 from rollout_spec.report.runs import read_run
 
 found, (off, out) = [], sys.argv[1:]

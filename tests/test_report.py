@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollout_spec.cli import main
+from rollout_spec.report import RunError
 from rollout_spec.report.comparison import headline, sentences, table_rows, write_report
-from rollout_spec.report.logs import RunError
 from rollout_spec.report.measures import MEASURES, compare, paired
 from rollout_spec.report.responses import Agreement, first_step_agreement, is_looping
 from rollout_spec.report.runs import read_run

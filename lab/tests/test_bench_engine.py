@@ -11,8 +11,7 @@ import pytest
 import torch
 from vllm import EngineArgs
 
-from rollout_spec.certify.engine_arguments import model_drafter
-from rollout_spec.cli.inputs import device_arguments
+from rollout_spec.cli.prompts import device_arguments, model_drafter
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout

@@ -30,8 +30,8 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 # Arguments as a user types them; what stands in braces is one of FILES.
 FILES = {"TRACE": str(DATA / "demo_trace.jsonl.gz"), "HERE": __file__}
 MISTAKES = [
-    ("demo --output {HERE}", "{HERE}: File exists"),
-    ("demo --output {HERE}/demo", "{HERE}/demo: Not a directory"),
+    ("demo --output {HERE}", "--output: {HERE} is no folder"),
+    ("demo --output {HERE}/demo", "--output: {HERE} is no folder"),
     ("demo --steps 0", "--steps: 0 must be at least 1"),
     ("demo --model /nowhere", "--model /nowhere: not found"),
     ("demo --train-file /nowhere", "--train-file /nowhere: not found"),
@@ -40,7 +40,7 @@ MISTAKES = [
     ("gpu-check --model /nowhere", "--model /nowhere: no Hugging Face folder"),
     ("gpu-check --minutes 0", "--minutes: 0 must be at least 1 and at most 1,440"),
     ("gpu-check --methods sam", "--methods sam: must begin with off and name no method twice"),
-    ("gpu-check --output {HERE}", "{HERE}: File exists"),
+    ("gpu-check --output {HERE}", "--output: {HERE} is no folder"),
     ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, latency"),
     ("gpu-check --methods off --model-config x", "--model-config x: no such file"),
     ("bench rollout x", "--model-config: must name the policy's config.json"),

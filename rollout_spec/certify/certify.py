@@ -50,7 +50,7 @@ class Plan:
     tolerance: float | None  # None: by the dtype
     distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # as `engine_arguments.model_drafter`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # a `speculative_config`; for verify=coupled
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -92,21 +92,8 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     runs: dict[Configuration, list[Pair]] = {}
     for where, pair in _pairs(plan, advance):
         runs.setdefault(where, []).append(pair)
-    counted = {where: counts.counts(pairs) for where, pairs in runs.items()}
-    differences = _differences(plan, runs)
-    num_unexplained = sum(not one["explained"] for one in differences)
-    reasons = counts.untested(counted, num_unexplained)
-    tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
-    found = {
-        **counts.counts(tested),
-        "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
-        "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
-        "differences": differences,
-        "tolerance": plan.fixed_tolerance,
-        **counts.logprob_differences(tested),
-        "distribution": distribution,
-        "unexplained_differences": num_unexplained,
-    }
+    found = counts.of_runs(runs, _differences(plan, runs))
+    found |= {"tolerance": plan.fixed_tolerance, "distribution": distribution}
     return {
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
@@ -190,44 +177,47 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
 
 
 def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> list[dict[str, Any]]:
-    """The first difference of each response that has one, explained by one more step of a plain engine there.
-
-    Explained are gaps (`explain`) below the tolerance; None is a gap that is not finite.
-    """
+    """The first difference of each response that has one, explained."""
     found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
     if not found:
         return []
-    inputs = [
-        [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
-        for _, pair in found
-    ]
+    logits = _logits(plan, [pair for _, pair in found])
+    return [_explained(plan, *one, values) for one, values in zip(found, logits, strict=True)]
+
+
+def _logits(plan: Plan, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+    """[token id], of one more step of a plain engine at the first difference of each pair."""
+    inputs = [{"prompt_token_ids": _before(plan, pair)} for pair in pairs]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
     with engine(plan, None, logprobs_mode="raw_logits") as llm:
-        outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
-    differences = []
-    for (where, pair), before, output in zip(found, inputs, outputs, strict=True):
-        step = output.outputs[0].logprobs[0]
-        logits = torch.tensor([step[token].logprob for token in range(len(step))])
-        allowed = plan.fixed_tolerance
-        if allowed is None:
-            allowed = rounding(plan.dtype, logits, where.temperature)
-        key = key_of_name(pair.sample.name(plan.seed))
-        gap = explain(
-            logits, where.temperature, plan.top_k, plan.top_p, key, len(before), pair.tokens, allowed
-        )
-        differences.append(
-            dataclasses.asdict(where) | {
-                "prompt": pair.sample.prompt,
-                "number": pair.sample.number,
-                "position": pair.agreement.num_identical,
-                "token_id_off": pair.tokens[0],
-                "token_id_on": pair.tokens[1],
-                "logit_gap": gap if math.isfinite(gap) else None,
-                "tolerance": allowed,
-                "explained": gap < allowed,
-            }
-        )  # fmt: skip
-    return differences
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+    steps = [output.outputs[0].logprobs[0] for output in outputs]
+    return [torch.tensor([step[token].logprob for token in range(len(step))]) for step in steps]
+
+
+def _before(plan: Plan, pair: Pair) -> list[int]:
+    """The tokens before the first difference."""
+    return [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
+
+
+def _explained(plan: Plan, where: Configuration, pair: Pair, logits: torch.Tensor) -> dict[str, Any]:
+    """The first difference of a pair. Explained are gaps (`explain`) below the tolerance; None is a gap that
+    is not finite."""
+    allowed = plan.fixed_tolerance
+    if allowed is None:
+        allowed = rounding(plan.dtype, logits, where.temperature)
+    key, position = key_of_name(pair.sample.name(plan.seed)), len(_before(plan, pair))
+    gap = explain(logits, where.temperature, plan.top_k, plan.top_p, key, position, pair.tokens, allowed)
+    return dataclasses.asdict(where) | {
+        "prompt": pair.sample.prompt,
+        "number": pair.sample.number,
+        "position": pair.agreement.num_identical,
+        "token_id_off": pair.tokens[0],
+        "token_id_on": pair.tokens[1],
+        "logit_gap": gap if math.isfinite(gap) else None,
+        "tolerance": allowed,
+        "explained": gap < allowed,
+    }
 
 
 def _distribution(plan: Plan) -> dict[str, Any]:

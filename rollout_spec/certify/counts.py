@@ -70,6 +70,30 @@ class Pair:
         return off, on
 
 
+def of_runs(
+    runs: Mapping[Configuration, Sequence[Pair]], differences: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The counts of each configuration, and of those together that say something.
+
+    Args:
+        differences: the first one of each response, `explained` or not.
+
+    Raises CertifyError: as `untested`.
+    """
+    counted = {where: counts(pairs) for where, pairs in runs.items()}
+    num_unexplained = sum(not one["explained"] for one in differences)
+    reasons = untested(counted, num_unexplained)
+    tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
+    return {
+        **counts(tested),
+        "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
+        "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
+        "differences": differences,
+        **logprob_differences(tested),
+        "unexplained_differences": num_unexplained,
+    }
+
+
 def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The counts of some pairs together."""
     counters = RequestCounters.sum(pair.on.counters for pair in pairs)

@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, inputs
+from rollout_spec.cli import add_example, prompts
+from rollout_spec.cli.arguments import add_options, folder, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
@@ -34,42 +35,38 @@ PROMPTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count, share = inputs.number(int, 1), inputs.number(float, 0, 1, above=True)
+    count, share = number(int, 1), number(float, 0, 1, above=True)
     served = parser.add_argument_group("what is served")
-    served.add_argument(
-        "--model", type=inputs.path, required=True, metavar="DIR", help="its Hugging Face folder"
-    )
-    inputs.add_options(
-        served, ("--train-file", inputs.path, "FILE", None, "prompts in verl's parquet (8 of our own)")
-    )
+    served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
+    add_options(served, ("--train-file", path, "FILE", None, "prompts in verl's parquet (8 of our own)"))
     served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
-    inputs.add_options(
+    add_options(
         served,
         ("--num-prompts", count, "N", 4, "how many of the prompts"),
         ("--max-tokens", count, "N", 64, "longest response"),
         ("--max-num-seqs", count, "N", 16, "requests that run at a time"),
-        ("--seed", inputs.number(int, 0, MAX_SEED), "N", 0, "of the noise that tokens are drawn with"),
+        ("--seed", number(int, 0, MAX_SEED), "N", 0, "of the noise that tokens are drawn with"),
     )
-    inputs.add_options(
+    add_options(
         parser.add_argument_group("sampling"),
-        ("--top-k", inputs.number(int, 0), "N", 0, "0: all tokens"),
+        ("--top-k", number(int, 0), "N", 0, "0: all tokens"),
         ("--top-p", share, "N", 1.0, "1: all tokens"),
-        ("--temperatures", inputs.number(float, 0), "N", [1.0, 0.6, 0.0], "0: greedy"),
+        ("--temperatures", number(float, 0), "N", [1.0, 0.6, 0.0], "0: greedy"),
     )
     note = "Of several values, temperatures too, every combination is compared."
     drafting = parser.add_argument_group("drafting", note)
     most = "most draft tokens of a request in a step"
-    inputs.add_options(
+    add_options(
         drafting,
         ("--num-speculative-tokens", int, "N", [SpecConfig.num_speculative_tokens], most),
         ("--batch-thresholds", parse_threshold, "N", [64], "rollout.spec.batch_threshold, also auto"),
         ("--group-sizes", count, "N", [4], "responses to each prompt"),
     )
-    inputs.add_model_drafter(drafting)
+    prompts.add_model_drafter(drafting)
     _add_judging(parser.add_argument_group("when a difference counts"), share)
     output = parser.add_argument_group("output")
-    inputs.add_options(
-        output, ("--output", inputs.folder, "DIR", None, "write certificate.json and certificate.html there")
+    add_options(
+        output, ("--output", folder, "DIR", None, "write certificate.json and certificate.html there")
     )
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
@@ -77,12 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
-    inputs.add_options(
+    add_options(
         group,
         ("--tolerance", share, "X", None,
          "rounding explains a difference where the scores of the two tokens are closer than X (by the "
          "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
-        ("--distribution-samples", inputs.number(int, 0), "N", 1000,
+        ("--distribution-samples", number(int, 0), "N", 1000,
          "draw N samples with verify=standard and N with plain vLLM, and compare them at the highest "
          "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
          "10 %% off; 0: no test"),
@@ -90,27 +87,30 @@ def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.certify.engine_arguments import model_drafter
+    from rollout_spec.environment import quiet_vllm
 
     rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     fewest = min(args.num_speculative_tokens)
-    drafter = model_drafter(args.model_drafter, fewest) if args.model_drafter else None
-    model = inputs.model_folder(args.model)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the answer is on standard output
+    drafter = prompts.model_drafter(args.model_drafter, fewest) if args.model_drafter else None
+    model = prompts.model_folder(args.model)
+    quiet_vllm()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
-    from rollout_spec.cli.console import counted
+    from rollout_spec.cli.console import Headline, counted, show
+    from rollout_spec.report.certificate import sentences, tables, write_certificate
 
     plan = _plan(args, model, rows, drafter)
     with counted("certifying", plan.num_engines) as advance:
         record = certify(plan, advance)
-    prompts = str(args.train_file or "our own")
-    record["plan"] |= {"model": str(args.model), "prompts": prompts, "num_prompts": len(rows)}
-    _show(record, args)
+    source = str(args.train_file or "our own")
+    record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
+    headline = Headline(f"With drafts and without: {record['verdict']}.")
+    show(record, args.json, headline, *tables(record), *sentences(record))
+    if args.output:
+        write_certificate(record, args.output)
     return 0 if passed(record) else 1
 
 
@@ -126,12 +126,12 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
         raise UserError(f"--max-tokens {args.max_tokens}: must be {most}, because {why}")
     return Plan(
         model=model,
-        prompts=inputs.tokenized(model, rows),
+        prompts=prompts.tokenized(model, rows),
         temperatures=[*dict.fromkeys(args.temperatures)],
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
         group_sizes=[*dict.fromkeys(args.group_sizes)],
-        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **inputs.device_arguments()},
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **prompts.device_arguments()},
         model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )
@@ -140,24 +140,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Chats from `--train-file`, or our own."""
     if args.train_file is not None:
-        return inputs.prompt_rows("--train-file", args.train_file, args.num_prompts)
+        return prompts.prompt_rows("--train-file", args.train_file, args.num_prompts)
     if args.num_prompts > len(PROMPTS):
         raise UserError(f"--num-prompts {args.num_prompts}: at most {len(PROMPTS)} without --train-file")
     return [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[: args.num_prompts]]
-
-
-def _show(record: dict[str, Any], args: argparse.Namespace) -> None:
-    from rollout_spec.cli.console import make_console, print_tables
-    from rollout_spec.files import as_json
-    from rollout_spec.report.certificate import sentences, tables, write_certificate
-
-    if args.json:
-        print(as_json(record), end="")
-    else:
-        console = make_console()
-        console.print(f"With drafts and without: {record['verdict']}.", style="bold", highlight=False)
-        print_tables(console, tables(record))
-        for sentence in sentences(record):
-            console.print(sentence, highlight=False)
-    if args.output:
-        write_certificate(record, args.output)

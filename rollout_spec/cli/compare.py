@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, folder, path
+from rollout_spec.cli.arguments import add_options, folder, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console, print_tables
-    from rollout_spec.files import as_json
+    from rollout_spec.cli.console import Headline, show
     from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows, write_report
     from rollout_spec.report.measures import compare
     from rollout_spec.report.publish import publish, run_of
@@ -36,18 +35,13 @@ def run(args: argparse.Namespace) -> int:
     wandb_run = run_of(args.on) if args.wandb else None
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
-    console = make_console()
-    if args.json:
-        print(as_json(comparison.to_dict()), end="")
-    else:
-        for sentence in comparison.warnings:
-            console.print(sentence, style="bold", highlight=False)
-        columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
-        print_tables(console, [(headline(comparison), columns, table_rows(comparison, intervals=False))])
-        for sentence in sentences(comparison)[len(comparison.warnings) :]:
-            console.print(sentence, highlight=False)
+    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+    table = (headline(comparison), columns, table_rows(comparison, intervals=False))
+    warnings = comparison.warnings
+    text = sentences(comparison)[len(warnings) :]
+    show(comparison.to_dict(), args.json, *map(Headline, warnings), table, *text)
     paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     published = {"wandb": publish(comparison, wandb_run, paths["png"])} if wandb_run else {}
     for kind, where in (paths | published).items() if not args.json else ():
-        console.print(f"{kind:>6}: {where}", highlight=False, soft_wrap=True)
+        print(f"{kind:>6}: {where}")
     return 0

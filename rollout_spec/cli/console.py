@@ -1,14 +1,17 @@
-"""Tables on standard output; the progress of long work on standard error, on a terminal only."""
+"""What a command has found, on standard output; the progress of long work on standard error of a terminal."""
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
+import rich.table
 from rich.console import Console
 from rich.progress import Progress, track
-from rich.table import Table
+
+from rollout_spec import files
+from rollout_spec.report.page import Table
 
 FILE_WIDTH = 120
 T = TypeVar("T")
@@ -29,33 +32,50 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
-def make_table(title: str, *columns: str, **settings: Any) -> Table:
+class Headline(str):
+    """A sentence in bold."""
+
+
+class Values(NamedTuple):
+    """Numbers by name, below a title, which is one line however long."""
+
+    title: str
+    numbers: Mapping[str, float]
+
+
+def show(record: Any, as_json: bool, *parts: str | Values | Table) -> None:
+    """Print a record as JSON, or else its parts: sentences, values, tables as `report` makes them."""
+    if as_json:
+        print(files.as_json(record), end="")
+        return
+    console = make_console()
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, style="bold" if isinstance(part, Headline) else None, highlight=False)
+        elif isinstance(part, Values):
+            console.print(part.title, soft_wrap=True)
+            rows = [_value(*one) for one in part.numbers.items()]
+            console.print(_table("", ["", ""], rows, show_header=False))
+        else:
+            console.print(_table(*part))
+
+
+def _value(name: str, value: float) -> list[str]:
+    text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+    return [name.removeprefix("num_").replace("_", " "), text]
+
+
+def _table(title: str, columns: list[str], rows: Iterable[list[str]], **settings: Any) -> rich.table.Table:
     """The first column to the left, figures to the right."""
-    table = Table(title=title, title_justify="left", **settings)
+    table = rich.table.Table(title=title, title_justify="left", **settings)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
-    return table
-
-
-def print_values(title: str, values: Mapping[str, float]) -> None:
-    console = make_console()
-    console.print(title, soft_wrap=True)
-    table = make_table("", "", "", show_header=False)
-    for name, value in values.items():
-        text = f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-        table.add_row(name.removeprefix("num_").replace("_", " "), text)
-    console.print(table)
-
-
-def print_tables(
-    console: Console, tables: Iterable[tuple[str, Sequence[str], Iterable[Sequence[str]]]]
-) -> None:
-    """Tables as `report` makes them for pages: title, columns, rows."""
-    for title, columns, rows in tables:
-        table = make_table(title, *columns)
-        for row in rows:
+    for row in rows:
+        if row:
             table.add_row(*row)
-        console.print(table)
+        else:
+            table.add_section()
+    return table
 
 
 def tracked(items: Iterable[T], text: str) -> Iterable[T]:

@@ -1,11 +1,10 @@
 """`rollout-spec corpus`: a file for `rollout.spec.corpus`, of rollouts that may be texts."""
 
 import argparse
-import json
-from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_rollouts_arguments, path, read
+from rollout_spec.cli.arguments import path
+from rollout_spec.cli.rollouts import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 
 HELP = "build a corpus that is drafted from too"
@@ -27,17 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import print_values
+    from rollout_spec.cli.console import Values, show
 
-    values = _build(args)
-    if args.json:
-        print(json.dumps(values, indent=2))
-    else:
-        print_values(values.pop("output"), values)
+    counts = _build(args)
+    output = str(args.output)
+    show({"output": output, **counts}, args.json, Values(output, counts))
     return 0
 
 
-def _build(args: argparse.Namespace) -> dict[str, Any]:
+def _build(args: argparse.Namespace) -> dict[str, int]:
+    """Write the file; what it holds."""
     from rollout_spec.cli.console import counted
     from rollout_spec.files import plain_file, replacing
     from rollout_spec.trace import append_lines, to_line
@@ -57,8 +55,4 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{args.traces[0]}: no token in any response")
     with replacing(args.output) as partial:
         append_lines(partial, lines)
-    return {
-        "output": str(args.output),
-        "num_texts": num_texts,
-        "num_tokens": num_tokens,
-    }
+    return {"num_texts": num_texts, "num_tokens": num_tokens}

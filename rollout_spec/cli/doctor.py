@@ -1,7 +1,6 @@
 """`rollout-spec doctor`: whether drafting can work here, and what to do if not."""
 
 import argparse
-import json
 
 from rollout_spec.cli import add_example
 
@@ -16,10 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.doctor.diagnosis import report
+    from rollout_spec.files import as_json
 
     found = report()
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(as_json(found), end="")
     else:
         _print(found["checks"])
     return 0 if found["works"] else 1

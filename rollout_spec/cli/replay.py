@@ -1,16 +1,19 @@
 """`rollout-spec replay`: what the drafter would have done for recorded rollouts."""
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example, inputs
+from rollout_spec.cli import add_example, rollouts
+from rollout_spec.cli.arguments import (
+    MAX_ENGINES,
+    add_options,
+    add_spec_argument,
+    folder,
+    number,
+    spec_options,
+)
 from rollout_spec.config import SpecConfig, UserError
-
-if TYPE_CHECKING:
-    pass
 
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
@@ -22,42 +25,39 @@ REFUSED = {  # as --spec, and why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    count, most = inputs.number(int, 1), SpecConfig.num_speculative_tokens
+    count, most = number(int, 1), SpecConfig.num_speculative_tokens
     lines = parser.add_argument_group("what is replayed")
-    inputs.add_rollouts_arguments(lines)
-    inputs.add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
+    rollouts.add_rollouts_arguments(lines)
+    add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
-    inputs.add_options(
-        drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step")
-    )
-    inputs.add_simulated_model(drafter)
-    inputs.add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
-    inputs.add_options(
+    add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
+    rollouts.add_simulated_model(drafter)
+    add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
+    add_options(
         parser.add_argument_group("engines that these rollouts are for"),
-        ("--replicas", inputs.number(int, 1, inputs.MAX_ENGINES), "N", 1, "engines"),
+        ("--replicas", number(int, 1, MAX_ENGINES), "N", 1, "engines"),
         ("--max-num-seqs", count, "N", 1024, "requests that an engine runs at a time; verl's default too"),
     )
     output = parser.add_argument_group("output")
     page = "write a page with pictures, replay.html, and replay.json"
-    inputs.add_options(output, ("--output", inputs.folder, "DIR", None, page))
+    add_options(output, ("--output", folder, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import tracked
+    from rollout_spec.cli.console import Values, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.files import as_json
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
-    from rollout_spec.report.outlook import headline, write_outlook
+    from rollout_spec.report.outlook import headline, sentences, tables, write_outlook
 
-    spec = inputs.spec_options(args.spec, REFUSED)
+    spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(inputs.with_model(args, inputs.read(args, args.traces, args.limit_groups)))
-    inputs.check_steps(lines, args.traces[0])
+    lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
+    rollouts.check_steps(lines, args.traces[0])
     if config.corpus:
-        inputs.warn_of_same_texts(lines, config.corpus)
+        rollouts.warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
@@ -67,11 +67,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
     record = {"headline": headline(record), **record}
-    if args.json:
-        print(as_json(record), end="")
-    else:
-        corpus = f", corpus {config.corpus}" if config.corpus else ""
-        _print(record, f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}")
+    corpus = f", corpus {config.corpus}" if config.corpus else ""
+    title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
+    values = Values(title, _values(record))
+    show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
     if args.output:
         page = write_outlook(record, _facts(args, config), args.output)
         if not args.json:
@@ -79,20 +78,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(record: dict[str, Any], title: str) -> None:
-    from rollout_spec.cli.console import make_console, print_tables, print_values
-    from rollout_spec.report.outlook import sentences, tables
-
-    console = make_console()
-    for sentence in (record["headline"], *sentences(record)):
-        console.print(sentence, highlight=False)
+def _values(record: dict[str, Any]) -> dict[str, float]:
+    """Numbers by what they are."""
     names = {
         "tail_tokens_per_step": "tokens per step, where at most a quarter of a prompt's responses still run",
         "tail_share": f"share of steps in which at most {record['batch']['tail_rows']} requests run",
     }
     values = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    print_values(title, {names.get(name, name): value for name, value in values.items()})
-    print_tables(console, tables(record))
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _facts(args: argparse.Namespace, config: SpecConfig) -> dict[str, str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, inputs
+from rollout_spec.cli import add_example, rollouts
+from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli.roofline import add_device_arguments, roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS
 
@@ -26,28 +27,23 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
-COLUMNS = (
-    *("engines", "rows", "group", "drafts", "threshold", "K"),
-    *("makespan s", "speedup", "tail share", "tokens/step", "acceptance"),
-)
-FIGURES = ("speedup", "tail_share", "tokens_per_step", "acceptance_rate")
 OF_ROOFLINE = ("gpu", "tp", "dp", "expert_parallel", "gpu_memory_utilization", "longest_response", "runner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    positive, engines = inputs.number(int, 1), inputs.number(int, 1, inputs.MAX_ENGINES)
+    positive, engines = number(int, 1), number(int, 1, MAX_ENGINES)
     lines = parser.add_argument_group("what is served")
-    inputs.add_rollouts_arguments(lines)
-    inputs.add_options(
+    rollouts.add_rollouts_arguments(lines)
+    add_options(
         lines,
         ("--limit-groups", positive, "N", None, "only the first N lines"),
         ("--copies", engines, "N", 1,
          "serve the recording N times at once, each copy with tokens of its own"),
-        ("--tool-seconds", inputs.number(float, 0.0, 86_400.0), "S", None,
+        ("--tool-seconds", number(float, 0.0, 86_400.0), "S", None,
          "between two turns of an agent, where the recording has turns (1)"),
     )  # fmt: skip
     _add_times(parser.add_argument_group("how long a step takes: measured, or predicted for a device"))
-    inputs.add_options(
+    add_options(
         parser.add_argument_group("cluster (with several values, every combination is simulated)"),
         ("--replicas", engines, "N", [1], "engines"),
         ("--max-num-seqs", positive, "N", [64], "requests that an engine runs at a time"),
@@ -66,18 +62,18 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         "--step-times", metavar="TABLE",
         help="engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04",
     )  # fmt: skip
-    inputs.add_device_arguments(group, source)
+    add_device_arguments(group, source)
     help_ = "data-parallel ranks of an engine: they share the experts and step together (1)"
-    inputs.add_options(group, ("--dp", inputs.number(int, 1, inputs.MAX_ENGINES), "N", None, help_))
+    add_options(group, ("--dp", number(int, 1, MAX_ENGINES), "N", None, help_))
     group.add_argument(
         "--expert-parallel", action="store_true",
         help="each device holds whole experts, as always with --dp, not a slice of each",
     )  # fmt: skip
-    inputs.add_options(
+    add_options(
         group,
-        ("--gpu-memory-utilization", inputs.number(float, 0.0, 1.0, above=True), "SHARE", None,
+        ("--gpu-memory-utilization", number(float, 0.0, 1.0, above=True), "SHARE", None,
          "share of the device's memory for weights and KV cache (0.9)"),
-        ("--longest-response", inputs.number(int, 1), "TOKENS", None,
+        ("--longest-response", number(int, 1), "TOKENS", None,
          "stretch all texts by one factor, so that the longest response has TOKENS tokens"),
     )  # fmt: skip
     group.add_argument(
@@ -88,7 +84,7 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_drafter(group: argparse._ArgumentGroup) -> None:
-    inputs.add_options(
+    add_options(
         group,
         ("--batch-thresholds", str, "T", ["4", "8", "16", "32", "auto"],
          "numbers: draft while at most T requests run; auto: the gate decides by measured time"),
@@ -96,12 +92,12 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
          f"most draft tokens per row and step; of several the best is marked "
          f"({SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers)"),
     )  # fmt: skip
-    inputs.add_simulated_model(group)
+    rollouts.add_simulated_model(group)
     group.add_argument(
         "--fill-drafts", action="store_true",
         help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
     )  # fmt: skip
-    inputs.add_spec_argument(
+    add_spec_argument(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
         "`group` in earlier steps of the recording, whichever engine served them",
@@ -110,19 +106,18 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import counted
+    from rollout_spec.cli.console import counted, show
     from rollout_spec.predict.load import copied, requests_of
     from rollout_spec.predict.simulate import check_cache, compare, configurations
+    from rollout_spec.report.simulation import headline, table
 
-    if max(args.replicas) * (args.dp or 1) > inputs.MAX_ENGINES:
-        raise UserError(
-            f"--replicas {max(args.replicas)} --dp {args.dp}: at most {inputs.MAX_ENGINES} ranks in all"
-        )
-    spec = inputs.spec_options(args.spec, REFUSED)
+    if max(args.replicas) * (args.dp or 1) > MAX_ENGINES:
+        raise UserError(f"--replicas {max(args.replicas)} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
+    spec = spec_options(args.spec, REFUSED)
     if spec.get("corpus") and args.copies > 1:
         raise UserError(f"--copies {args.copies}: copies have tokens of their own, which no corpus has")
-    lines = copied(list(inputs.read(args, args.traces, args.limit_groups)), args.copies)
-    lines = list(inputs.with_model(args, lines))
+    lines = copied(list(rollouts.read(args, args.traces, args.limit_groups)), args.copies)
+    lines = list(rollouts.with_model(args, lines))
     times = _times(args, max((len(r) for line in lines for r in line.responses), default=0))
     configs = configurations(spec, args.batch_thresholds, args.num_speculative_tokens, times)
     clusters = _clusters(args, times)
@@ -130,15 +125,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.traces[0]}: no token in any response")
     _check_use(args, spec, lines)
     if spec.get("corpus"):
-        inputs.warn_of_same_texts(lines, spec["corpus"])
+        rollouts.warn_of_same_texts(lines, spec["corpus"])
     for cluster in clusters:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)
     results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
-    if args.json:
-        print(json.dumps({"spec": spec, "results": results}, indent=2, allow_nan=False))
-    else:
-        _print_table(args.traces[0].name, results)
+    found = {"spec": spec, "results": results}
+    show(found, args.json, headline(results), table(args.traces[0].name, results))
     return 0
 
 
@@ -182,7 +175,7 @@ def _times(args: argparse.Namespace, longest: int) -> Any:
         if given:
             raise UserError(f"--{given[0].replace('_', '-')}: belongs to --model-config")
         return StepTimes.parse(args.step_times)
-    return inputs.roofline(
+    return roofline(
         args,
         data_parallel=args.dp or 1,
         expert_parallel=args.expert_parallel,
@@ -205,43 +198,3 @@ def _model(args: argparse.Namespace, lines: Any, times: Any) -> Any:
             f"--dp {args.dp}: engines refuse a draft model on data-parallel ranks of experts; use --tp"
         )
     return model
-
-
-def _headline(results: list[dict[str, Any]]) -> str:
-    """What a reader needs, in one sentence."""
-    speedups = [max(figures["speedup"] for figures in result["runs"]) for result in results]
-    low, high = (f"{of(speedups):.2f}" for of in (min, max))
-    if high == "1.00":
-        return "Drafts would save no time here."
-    best = results[speedups.index(max(speedups))]
-    gain = f"would make these rollouts {low if low == high else f'{low} to {high}'} times as fast"
-    if best["best_drafter"] == "model":
-        return f"The model's drafts alone {gain}."
-    of = {"sam": "Drafts", "sam+model": "The model's drafts and the index's together"}
-    return (
-        f"{of[best['best_drafter']]} {gain}, with batch_threshold={best['best_threshold']} and "
-        f"num_speculative_tokens={best['best_num_speculative_tokens']}."
-    )
-
-
-def _print_table(title: str, results: list[dict[str, Any]]) -> None:
-    from rollout_spec.cli.console import make_console, make_table
-    from rollout_spec.predict.simulate import fastest
-
-    table = make_table(f"{title}: simulated rollouts (* the fastest)", *COLUMNS)
-    for result in results:
-        best = fastest(result["runs"])
-        for figures in result["runs"]:
-            settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
-            row = (
-                *(result["replicas"], result["max_num_seqs"], result["group_size"] or "all"),
-                figures["drafter"] + (" *" if figures is best else ""),
-                *(settings if settings[1] else ("", "")),
-                f"{figures['makespan_s']:,.1f}",
-                *(f"{figures[name]:.2f}" for name in FIGURES),
-            )
-            table.add_row(*map(str, row))
-        table.add_section()
-    console = make_console()
-    console.print(_headline(results), highlight=False)
-    console.print(table)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import UserError
 from rollout_spec.predict.doubts import Repeats, padding, prompts_within
+from rollout_spec.predict.texts import encode, load_tokenizer
 from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, read_objects, token_ids
 
 NAMES = {
@@ -98,7 +99,7 @@ def read_rollouts(
         logger.warning("%s", doubt)
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
-    load = functools.cache(functools.partial(_load, tokenizer, paths[0]))  # when the first text comes
+    load = functools.cache(functools.partial(load_tokenizer, tokenizer, paths[0]))  # for the first text
     return (one if isinstance(one, Rollout) else _encoded(one, load) for one in found[:limit])
 
 
@@ -282,34 +283,6 @@ def _is_ids(value: Any) -> bool:
 def _encoded(group: _Group, load: Callable[[], Any]) -> Rollout:
     """`load`: gives the tokenizer."""
     texts = [group.prompt, *group.responses]
-    tokens = iter(_encode([text for text in texts if isinstance(text, str)], load))
+    tokens = iter(encode([text for text in texts if isinstance(text, str)], load))
     prompt, *responses = (next(tokens) if isinstance(text, str) else text for text in texts)
     return Rollout(group.group, group.step, prompt, responses)
-
-
-def _encode(texts: list[str], load: Callable[[], Any]) -> list[npt.NDArray[np.int32]]:
-    if not any(texts):
-        return [np.empty(0, np.int32) for _ in texts]
-    whole = [text.encode(errors="replace").decode() for text in texts]  # JSON may have lone surrogates
-    encoded = load().encode_batch_fast(whole, add_special_tokens=False)
-    return [np.array(one.ids, np.int32) for one in encoded]
-
-
-def _load(path: Path | None, where: Path) -> Any:
-    if path is None:
-        raise TraceError(
-            f"{where}: it holds texts, and drafts are made of tokens: --tokenizer DIR names the "
-            "policy's Hugging Face folder, as the trainer has it, or the tokenizer.json in it"
-        )
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.exists():
-        raise TraceError(
-            f"--tokenizer {file}: no such file or folder here, and a name at a hub is not looked up. "
-            "transformers writes the folder: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)"
-        )
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers has no class of its own
-        raise TraceError(f"--tokenizer {file}: no tokenizer.json: {error}") from error

@@ -83,36 +83,19 @@ class Model:
             raise RooflineError(f"torch_dtype: {dtype!r} must be one of {', '.join(_BYTES)}")
         hidden_size, states = _whole(fields, "hidden_size"), _states(fields, _BYTES[dtype])
         fields = _with_mixers_and_mlps(fields)
-        experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
-        is_narrow = experts and "moe_intermediate_size" in fields
-        width = "moe_intermediate_size" if is_narrow else "intermediate_size"
         num_heads = _whole(fields, "num_attention_heads")
-        model = cls(
+        return cls(
             hidden_size=hidden_size,
             num_layers=_whole(fields, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=_whole(fields, "num_key_value_heads", num_heads),
             head_dim=_whole(fields, "head_dim", hidden_size // num_heads),
-            intermediate_size=_whole(fields, width),
             vocab_size=_whole(fields, "vocab_size"),
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
             states=states,
             gates_queries=bool(fields.get("linear_num_value_heads")),
-        )
-        if not experts:
-            return model
-        num_dense_layers = _whole(fields, "first_k_dense_replace", 0)
-        num_experts, num_of_token = _whole(fields, experts), _whole(fields, "num_experts_per_tok")
-        if num_of_token > num_experts:
-            raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {num_experts}")
-        return dataclasses.replace(
-            model,
-            num_experts=num_experts,
-            num_experts_per_token=num_of_token,
-            shared_expert_size=_shared_expert_size(fields, width),
-            num_dense_layers=num_dense_layers,
-            dense_size=_whole(fields, "intermediate_size") if num_dense_layers else 0,
+            **_mlps(fields),
         )
 
     @property
@@ -193,6 +176,26 @@ def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
     return kept | {
         "num_hidden_layers": num_mixers,
         "intermediate_size": round(2 * size * num_mlps / (3 * num_mixers)),
+    }
+
+
+def _mlps(fields: dict[str, Any]) -> dict[str, int]:
+    """Fields of a Model: the width of its MLPs, or its experts."""
+    experts = next((name for name in _NUM_EXPERTS if fields.get(name)), None)
+    if experts is None:
+        return {"intermediate_size": _whole(fields, "intermediate_size")}
+    width = "moe_intermediate_size" if "moe_intermediate_size" in fields else "intermediate_size"
+    size, num_dense_layers = _whole(fields, width), _whole(fields, "first_k_dense_replace", 0)
+    num_experts, num_of_token = _whole(fields, experts), _whole(fields, "num_experts_per_tok")
+    if num_of_token > num_experts:
+        raise RooflineError(f"num_experts_per_tok: must be at most {experts}, {num_experts}")
+    return {
+        "intermediate_size": size,
+        "num_experts": num_experts,
+        "num_experts_per_token": num_of_token,
+        "shared_expert_size": _shared_expert_size(fields, width),
+        "num_dense_layers": num_dense_layers,
+        "dense_size": _whole(fields, "intermediate_size") if num_dense_layers else 0,
     }
 
 

@@ -79,7 +79,8 @@ class ReplayResult:
 
 
 class Proposer(Protocol):
-    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`."""
+    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`;
+    `close` at the end of all."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
@@ -101,6 +102,9 @@ class Proposer(Protocol):
         """
 
     def finish(self) -> None:
+        return
+
+    def close(self) -> None:
         return
 
 

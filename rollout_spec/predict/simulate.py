@@ -94,7 +94,7 @@ def compare(
         runs.append({**setting, **figures})
     for figures in runs:
         figures["speedup"] = runs[0]["makespan_s"] / figures["makespan_s"]
-    best = fastest(runs)
+    best = min(runs, key=lambda figures: figures["makespan_s"])
     return {
         "replicas": cluster.num_replicas,
         "max_num_seqs": cluster.max_num_seqs,
@@ -104,11 +104,6 @@ def compare(
         "best_num_speculative_tokens": best["num_speculative_tokens"],
         "runs": runs,
     }
-
-
-def fastest(runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The first run of `compare` that takes the least time."""
-    return min(runs, key=lambda figures: figures["makespan_s"])
 
 
 def simulate(

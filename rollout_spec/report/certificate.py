@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.page import render
+from rollout_spec.report.page import Table, render
 
 # What each column of a table shows, and how.
 _CONFIGURATIONS = {
@@ -45,7 +45,7 @@ def write_certificate(record: Mapping[str, Any], folder: Path) -> None:
     write_files(folder, {"certificate.json": as_json(record), "certificate.html": render_html(record)})
 
 
-def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table that has rows."""
     for title, name, columns in (
         ("By configuration", "configurations", _CONFIGURATIONS),

@@ -1,18 +1,15 @@
-"""A comparison of two runs as sentences, a table, a picture, a page and JSON."""
+"""A comparison of two runs as sentences, a table, a page and JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.measures import Compared, Comparison, Estimate, Measure
-from rollout_spec.report.page import png, render
+from rollout_spec.report.comparison_picture import draw
+from rollout_spec.report.measures import Comparison, Estimate, Measure
+from rollout_spec.report.page import render
 from rollout_spec.report.runs import Run
 
-COLOURS = ("#8a94a3", "#1463d8")
-MAX_MARKERS = 40
-NUM_COLUMNS = 3  # panels side by side in the picture
 FILES = {"json": "summary.json", "png": "report.png", "html": "report.html"}
 MEASURED = {
     "rollout time": "From the first request of a training step to its last token, on the slowest server.",
@@ -38,15 +35,6 @@ def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str])
     contents: dict[str, bytes | str] = {"json": as_json(comparison.to_dict()), "png": picture, "html": page}
     write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
     return {kind: folder / name for kind, name in FILES.items()}
-
-
-def shown(comparison: Comparison) -> list[Compared]:
-    """The measures that at least one of the runs has."""
-    return [
-        compared
-        for compared in comparison.measures.values()
-        if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
-    ]
 
 
 def headline(comparison: Comparison) -> str:
@@ -179,13 +167,13 @@ def table_columns(comparison: Comparison) -> list[str]:
 def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]]:
     """Every measure, with or without the 95 % intervals of the runs' values; then the totals."""
     rows = []
-    for of in shown(comparison):
+    for of in comparison.shown:
         measure = of.measure
         amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
         change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
         sides = (_estimate_text(side, amount, measure, intervals) for side in (of.off, of.on))
         sign = "×" if measure.is_ratio else ""
-        rows.append([_label(measure), *sides, _estimate_text(of.change, change, measure, sign=sign)])
+        rows.append([measure.label, *sides, _estimate_text(of.change, change, measure, sign=sign)])
     return rows + _totals(comparison)
 
 
@@ -198,10 +186,6 @@ def _estimate_text(
     scale = 100.0 if measure.unit == "%" else 1.0
     value, low, high = (shape.format(scale * bound) for bound in (estimate.value, *estimate.ci95))
     return value + sign + (f" [{low}, {high}]" if interval and math.isfinite(estimate.ci95[0]) else "")
-
-
-def _label(measure: Measure) -> str:
-    return measure.title + (f" ({measure.unit})" if measure.unit else "")
 
 
 _DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3, "draft_ms": 2}
@@ -221,42 +205,6 @@ def _totals(comparison: Comparison) -> list[list[str]]:
     if not all(math.isnan(run.looping_share) for run in runs):
         rows.append(["Looping responses", *(_percent(run.looping_share) for run in runs), ""])
     return rows
-
-
-def draw(comparison: Comparison) -> bytes:
-    """Every measure, step by step, both runs; a PNG."""
-    from matplotlib.figure import Figure  # without pyplot, so no display and no global state
-
-    measures = shown(comparison)
-    num_rows = -(-len(measures) // NUM_COLUMNS)
-    figure = Figure(figsize=(3.7 * NUM_COLUMNS, 2.9 * num_rows), layout="constrained")
-    panels = list(figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flat)
-    for axes, compared in zip(panels, measures, strict=False):
-        _panel(axes, comparison, compared.measure)
-    for axes in panels[len(measures) :]:
-        axes.set_visible(False)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=11)
-    return png(figure, dpi=160)
-
-
-def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
-    scale = 100.0 if measure.unit == "%" else 1.0
-    for run, colour in zip((comparison.off, comparison.on), COLOURS, strict=True):
-        steps, values = run.column("step"), [scale * value for value in run.column(measure.name)]
-        marker = "o" if len(steps) <= MAX_MARKERS else None
-        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
-    axes.set_title(_label(measure), loc="left", fontsize=11)
-    axes.set_xlabel("training step", fontsize=9, color="#555b66")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(labelsize=9, colors="#555b66", length=0)
-    axes.grid(axis="y", color="#e4e7ec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#c3c8d0")
-    # A reward may be negative; anything else starts at 0 and leaves room above its highest point.
-    if measure.name != "reward" and axes.dataLim.y1 > 0:
-        axes.set_ylim(0, 1.12 * axes.dataLim.y1)
 
 
 def _times(ratio: float) -> str:

@@ -4,26 +4,20 @@ import dataclasses
 import json
 import logging
 import re
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.config import UserError
+from rollout_spec.report import RunError
+from rollout_spec.report.wandb_file import WANDB_FILE, wandb_files, wandb_messages
 
 METRICS_FILE = "metrics.jsonl"
-_WANDB_FILE = "*.wandb"
 _TENSORBOARD_FILE = "*tfevents*"
 ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 
 logger = logging.getLogger(__name__)
 
 Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it, by verl's names
-
-
-class RunError(UserError):
-    """A run that cannot be found, read or compared; the message names the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +50,7 @@ def read_log(run: str | Path) -> Log:
 
 
 def _kind(file: Path) -> str:
-    if file.match(_WANDB_FILE):
+    if file.match(WANDB_FILE):
         return "wandb"
     return "tensorboard" if file.match(_TENSORBOARD_FILE) else "json"
 
@@ -78,16 +72,9 @@ def _find(folder: Path) -> tuple[str, Path]:
         if files:
             return kind, files[0]
     raise RunError(
-        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {_WANDB_FILE}, "
+        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {WANDB_FILE}, "
         f"{_TENSORBOARD_FILE})"
     )
-
-
-def wandb_files(folder: Path) -> list[Path]:
-    """In a run's own folder, in wandb's, and in the folder that holds wandb's (WANDB_DIR)."""
-    patterns = (_WANDB_FILE, f"*run-*/{_WANDB_FILE}", f"wandb/*run-*/{_WANDB_FILE}")
-    # `latest-run` is a link to one of the others.
-    return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
 
 
 def _merged(source: str, records: Iterable[Record]) -> Log:
@@ -157,43 +144,3 @@ def _read_wandb(file: Path) -> Iterator[Record]:
             items = record.history.item
             data = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
             yield int(data.get("_step", record.history.step.num)), data
-
-
-_WANDB_HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
-_BLOCK = 32768
-_FRAME = struct.Struct("<IHB")  # checksum, length, type
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-
-
-def wandb_messages(file: Path) -> Iterator[bytes]:
-    """The serialised records of a `.wandb` file.
-
-    wandb 0.31 reads them in its Go program only; earlier versions could in Python. The format: LevelDB's log
-    (github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes, with the CRC-32 of
-    type and data for a checksum.
-    """
-    data = file.read_bytes()
-    if not data.startswith(_WANDB_HEADER):
-        raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
-    position = end = len(_WANDB_HEADER)
-    parts = b""
-    # What a run in progress, or a killed one, has not finished writing is left out.
-    while len(data) - position >= _FRAME.size:
-        left_in_block = _BLOCK - position % _BLOCK
-        if left_in_block < _FRAME.size:
-            position += left_in_block
-            continue
-        checksum, length, kind = _FRAME.unpack_from(data, position)
-        position += _FRAME.size
-        part = data[position : position + length]
-        if len(part) < length:
-            break
-        if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
-            raise RunError(f"{file}: damaged at byte {position - _FRAME.size}")
-        position += length
-        parts = part if kind in (_FULL, _FIRST) else parts + part
-        if kind in (_FULL, _LAST):
-            yield parts
-            parts, end = b"", position
-    if end < len(data):
-        logger.warning("%s: the last record is cut off, it is left out", file)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.report.logs import RunError
+from rollout_spec.report import RunError
 from rollout_spec.report.responses import Agreement
 from rollout_spec.report.runs import MAX_DRIFT, Run, plain
 
@@ -29,6 +29,10 @@ class Measure:
     numerator: str
     denominator: str = ""
     is_ratio: bool = True
+
+    @property
+    def label(self) -> str:
+        return self.title + (f" ({self.unit})" if self.unit else "")
 
 
 MEASURES = (
@@ -79,6 +83,15 @@ class Comparison:
     measures: Mapping[str, Compared]
     agreement: Agreement | None = None  # of the first step; None where samples were not named and recorded
     left_out: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # steps of one run only
+
+    @property
+    def shown(self) -> list[Compared]:
+        """The measures that at least one of the runs has."""
+        return [
+            compared
+            for compared in self.measures.values()
+            if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
+        ]
 
     @property
     def speedup(self) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.page import png, render
+from rollout_spec.report.page import COLOURS, Table, png, render
 
 MAX_ROWS = 12  # that a table shows
 MAX_SIBLINGS = 64  # more are hardly of one prompt
@@ -54,7 +54,7 @@ def _doubt(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table."""
     if len(record["by_step"]) > 1:
         rows = [[str(row["step"]), *_cells(row)] for row in _some(record["by_step"])]
@@ -101,8 +101,9 @@ def draw(record: Mapping[str, Any]) -> bytes:
 
 def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
     steps, values = zip(*((row["step"], row["tokens_per_step"]) for row in record["by_step"]), strict=True)
-    axes.plot(steps, values, color="#1463d8", marker=".")
-    axes.axhline(1, color="#8a94a3", linewidth=0.8)
+    without, with_drafts = COLOURS
+    axes.plot(steps, values, color=with_drafts, marker=".")
+    axes.axhline(1, color=without, linewidth=0.8)
     axes.set(
         title="Tokens per step, by training step (1: no drafts)", xlabel="training step",
         ylim=(0, 1.1 * max(1.0, *values)),

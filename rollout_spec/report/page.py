@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
-Tables = Iterable[tuple[str, list[str], list[list[str]]]]  # title, columns and rows of each
+Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows; an empty row is a line
+COLOURS = ("#8a94a3", "#1463d8")  # of lines without drafts and with
 
 
 def render(
     command: str,
     headline: str,
     sentences: Iterable[str],
-    tables: Tables,
+    tables: Iterable[Table],
     facts: Mapping[str, str],
     picture: bytes | None = None,
     alt: str = "",

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.report import RunError
 from rollout_spec.report.comparison import table_columns, table_rows
-from rollout_spec.report.logs import ONLINE, RunError, wandb_files, wandb_messages
+from rollout_spec.report.logs import ONLINE
 from rollout_spec.report.measures import Comparison
+from rollout_spec.report.wandb_file import wandb_files, wandb_messages
 
 
 def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> str:

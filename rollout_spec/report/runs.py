@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.metrics import PREFIX
-from rollout_spec.report.logs import RunError, read_log
+from rollout_spec.report import RunError
+from rollout_spec.report.logs import read_log
 from rollout_spec.report.responses import looping_share
 
 MAX_DRIFT = 0.05  # above it, a ratio of two runs says as much of the machine as of the drafts

@@ -79,7 +79,7 @@ class Off(Proposer):
         return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
 
 
-class Suffix:
+class Suffix(Proposer):
     """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
     That cache is its history: `start` needs no earlier responses."""
 

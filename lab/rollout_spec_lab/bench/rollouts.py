@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.page import png
+from rollout_spec.report.page import Table, png
 from rollout_spec.trace import Proposals, to_line, trace_file
 from rollout_spec_lab.bench.load import Load
-from rollout_spec_lab.bench.tables import Table
 
 _FIGURES = {  # of the table: what is shown of a result, and how
     "seconds": ("makespan_s", "{:.1f}"),

@@ -129,6 +129,9 @@ class _Noting(Proposer):
     def finish(self) -> None:
         self._proposer.finish()
 
+    def close(self) -> None:
+        self._proposer.close()
+
 
 def our_steps(lines: Sequence[Rollout], method: str, survival: float, is_fresh: bool) -> list[Steps]:
     """The steps of each line's response, with drafts of this survival at least.
@@ -142,8 +145,7 @@ def our_steps(lines: Sequence[Rollout], method: str, survival: float, is_fresh: 
             if proposer is None or is_fresh:
                 stack.close()
                 proposer = _Noting(make_proposer(method, config))
-                close = getattr(proposer._proposer, "close", None)
-                stack.callback(close or (lambda: None))
+                stack.callback(proposer.close)
             replay_line(proposer, line, (), config.num_speculative_tokens, ReplayResult())
             done, drafted = np.array(proposer.noted[1:], np.float64).T
             gained = np.diff(np.append(done, len(line.responses[0])))

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from rollout_spec.report.page import Table
 from rollout_spec_lab.bench.drafters import FIGURES
 
-Table = tuple[str, list[str], list[list[str]]]
 SETTING = ("method", "P", "K", "history")
 
 

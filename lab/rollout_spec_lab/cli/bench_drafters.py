@@ -1,21 +1,17 @@
 """`rollout-spec-lab bench drafters`: every drafter on the same steps of recorded rollouts."""
 
 import argparse
-import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import (
-    add_options,
+from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli.rollouts import (
     add_rollouts_arguments,
     add_simulated_model,
-    add_spec_argument,
     check_steps,
-    number,
     read,
-    spec_options,
     warn_of_same_texts,
     with_model,
 )
@@ -69,14 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # The answer is on standard output, so vLLM's messages go elsewhere.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.environment import environment
+    from rollout_spec.environment import environment, quiet_vllm
     from rollout_spec_lab.bench.drafters import SUFFIX
     from rollout_spec_lab.bench.tables import drafters_tables
 
+    quiet_vllm()
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")

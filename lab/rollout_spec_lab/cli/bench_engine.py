@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
+from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.prompts import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 
@@ -52,7 +53,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     count = number(int, 1)
     served = parser.add_argument_group("what is served")
     add_options(
-        served, inputs.MODEL, inputs.DTYPE, ("--prompts", Path, "FILE", None, "verl's parquet (the demo's)")
+        served, inputs.MODEL, inputs.DTYPE, ("--prompts", path, "FILE", None, "verl's parquet (the demo's)")
     )
     served.add_argument(
         "--load", choices=("grpo", "random"), default="grpo",

@@ -7,7 +7,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_device_arguments, add_options, number, roofline
+from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.cli.roofline import add_device_arguments, roofline
 from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, device_arguments, number
+from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.prompts import device_arguments
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_options(
         parser.add_argument_group("the model and the device"),
-        ("--model-config", Path, "FILE", None, "the policy's config.json"),
+        ("--model-config", path, "FILE", None, "the policy's config.json"),
         inputs.GPU,
         inputs.DTYPE,
         inputs.ENGINE,

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, number, path
+from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec_lab.cli.inputs import add_output, shown
 
 HELP = "replay the public SpecDecode-Bench: our drafter beside EAGLE, n-gram and their oracles"

@@ -1,10 +1,9 @@
 """`rollout-spec-lab bench verify`: verification alone, on a device and beside a CPU."""
 
 import argparse
-import os
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, shown, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
@@ -24,8 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # The answer is on standard output.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from rollout_spec.environment import quiet_vllm
+
+    quiet_vllm()
     from rollout_spec_lab.bench.tables import verify_tables
     from rollout_spec_lab.bench.verify import device_of, record_of, sentences
 

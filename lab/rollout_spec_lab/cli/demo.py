@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli.arguments import add_options, folder, number, path
 from rollout_spec.config import UserError
-from rollout_spec.files import as_json
 from rollout_spec_lab.cli.inputs import MODEL
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         trained,
         ("--steps", number(int, 1), "N", None, "training steps (grpo 4, dapo 1)"),
         MODEL,
-        ("--train-file", Path, "FILE", None, "verl's parquet (generated)"),
+        ("--train-file", path, "FILE", None, "verl's parquet (generated)"),
         ("--seed", int, "N", 7, "of the data and its order"),
     )
     trained.add_argument(
@@ -44,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, for both runs")
 
     output = parser.add_argument_group("output")
-    add_options(output, ("--output", Path, "DIR", Path("outputs/demo"), "runs, report and charts"))
+    add_options(output, ("--output", folder, "DIR", Path("outputs/demo"), "runs, report and charts"))
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_example(parser, "rollout-spec-lab demo --trainer separate_async --steps 8")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.cli.progress import told
     from rollout_spec_lab.demo import report
     from rollout_spec_lab.demo.runner import METHODS, run_demo
@@ -59,15 +58,10 @@ def run(args: argparse.Namespace) -> int:
     with told(len(METHODS) * plan.steps) as say:
         comparison, turns = run_demo(plan, say)
     paths = report.write(comparison, turns, plan.output, facts(plan))
-    if args.json:
-        print(as_json(report.to_dict(comparison, turns)), end="")
-        return 0
-    console = make_console()
-    print_tables(console, report.tables(comparison, turns, intervals=False))
-    for sentence in report.text(comparison, turns):
-        console.print(sentence, highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:>6}: {path}", highlight=False, soft_wrap=True)
+    tables = report.tables(comparison, turns, intervals=False)
+    show(report.to_dict(comparison, turns), args.json, *tables, *report.text(comparison, turns))
+    for kind, where in paths.items() if not args.json else ():
+        print(f"{kind:>6}: {where}")
     return 0
 
 
@@ -76,9 +70,9 @@ def make_plan(args: argparse.Namespace) -> DemoPlan:
     from rollout_spec_lab.demo.runner import DemoPlan
 
     default = min(STEPS[args.recipe], QUICK_STEPS) if args.quick else STEPS[args.recipe]
-    for option, path in (("--model", args.model), ("--train-file", args.train_file)):
-        if path is not None and not path.exists():
-            raise UserError(f"{option} {path}: not found")
+    for option, named in (("--model", args.model), ("--train-file", args.train_file)):
+        if named is not None and not named.exists():
+            raise UserError(f"{option} {named}: not found")
     for override in args.overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override!r}: a Hydra override looks like key=value")

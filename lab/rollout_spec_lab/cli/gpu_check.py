@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.inputs import add_model_drafter, add_options, device_arguments, number, tokenized
+from rollout_spec.cli.arguments import add_options, folder, number, path
+from rollout_spec.cli.prompts import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.gpu_check import PARTS, V2
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output = parser.add_argument_group("output")
     help_ = "write gpu-check.json, index.html and the rollouts there"
-    add_options(output, ("--output", Path, "DIR", Path("outputs/gpu-check"), help_))
+    add_options(output, ("--output", folder, "DIR", Path("outputs/gpu-check"), help_))
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
     add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
@@ -47,9 +48,9 @@ def _add_served(served: Any) -> None:
     add_options(
         served,
         inputs.MODEL,
-        ("--model-config", Path, "FILE", None,
+        ("--model-config", path, "FILE", None,
          "a config.json instead of --model: random weights; its rollouts need --recording"),
-        ("--recording", Path, "TRACE", None,
+        ("--recording", path, "TRACE", None,
          "its prompts instead of the demo's; with --model-config its first `step` is served, as "
          "`bench rollout` does it"),
         ("--methods", str, "M,M", None,

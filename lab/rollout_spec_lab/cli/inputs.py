@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.certify.engine_arguments import model_drafter
-from rollout_spec.cli import inputs
-from rollout_spec.cli.inputs import add_options, number
+from rollout_spec.cli import prompts
+from rollout_spec.cli.arguments import add_options, add_spec_argument, folder, number, path, spec_options
+from rollout_spec.cli.roofline import roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
 # Options for `add_options`.
-MODEL = ("--model", Path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
+MODEL = ("--model", path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
 DTYPE = ("--dtype", str, "DTYPE", None, "of the model (bfloat16; float32 on a CPU)")
 GPU = ("--gpu", str, "NAME", None, "predict also with its roofline: h100, h200, a100 or 910b")
 TAIL = ("--tail-threshold", number(int, 0), "N", 8,
         "the tail is what comes after the last step with more running requests")  # fmt: skip
 RECORDING = (
-    ("trace", Path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
+    ("trace", path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
     ("--limit-groups", number(int, 1), "N", None, "only the first N lines"),
 )
 
@@ -57,7 +57,7 @@ def add_compared_arguments(
          "of every method (each method's own default: ngram 8, suffix what vLLM takes, "
          f"sam {SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
-    inputs.add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
+    add_spec_argument(compared, "an option of rollout.spec for sam; as often as needed", refused)
     add_options(compared, ("--repeats", number(int, 1), "N", 3, "turns of each method"))
     return compared
 
@@ -72,7 +72,7 @@ def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
 
 def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, Any]:
     """`--spec` with `--num-speculative-tokens`."""
-    spec = inputs.spec_options(args.spec, refused)
+    spec = spec_options(args.spec, refused)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     return spec
@@ -85,14 +85,15 @@ def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
     if gpu is None:
         return {}
     named = argparse.Namespace(model_config=config, gpu=gpu, tp=None)
-    return {runner.upper(): inputs.roofline(named, host=host) for runner, host in HOSTS.items()}
+    return {runner.upper(): roofline(named, host=host) for runner, host in HOSTS.items()}
 
 
 def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: str = "DIR") -> None:
     """Add `--output`, a folder or a file that gets what is `written`, None: there is none; and `--json`."""
     output = parser.add_argument_group("output")
     if written:
-        add_options(output, ("--output", Path, metavar, None, f"write {written} there"))
+        kind = folder if metavar == "DIR" else path
+        add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -105,15 +106,11 @@ def shown(
     sentences: Iterable[str] = (),
 ) -> int:  # fmt: skip
     """Print what was measured, `sentences` after its tables; returns the exit code."""
-    if wants_json:
-        print(as_json(record), end="")
-        return 0
-    from rollout_spec.cli.console import make_console, print_tables
+    from rollout_spec.cli.console import show
 
-    console = make_console()
-    print_tables(console, tables(record))
-    for sentence in sentences:
-        console.print(sentence, soft_wrap=True, highlight=False)
+    show(record, wants_json, *tables(record))
+    for sentence in sentences if not wants_json else ():
+        print(sentence)
     return 0
 
 
@@ -174,12 +171,11 @@ def installed(command: str, methods: Sequence[str], require: Callable[[str], Non
 
 
 def needed_model_drafter(text: str | None, labels: Sequence[str], most: int) -> dict[str, Any] | None:
-    """`--model-drafter` for `--methods`, as `certify.engine_arguments.model_drafter` reads it; most: draft
-    tokens of a row.
+    """`--model-drafter` for `--methods`, as `model_drafter` reads it; most: draft tokens of a row.
 
     Raises UserError: it is no drafter; a method needs one; nothing uses it.
     """
-    drafter = model_drafter(text, most) if text else None
+    drafter = prompts.model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]
     if using and drafter is None:
         raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
@@ -192,7 +188,7 @@ def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:
         return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
-    return inputs.model_folder(model)
+    return prompts.model_folder(model)
 
 
 def default_dtype() -> str:
@@ -204,7 +200,7 @@ def default_dtype() -> str:
 
 def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
-    return make_rows(num_rows, seed, split) if file is None else inputs.prompt_rows(option, file, num_rows)
+    return make_rows(num_rows, seed, split) if file is None else prompts.prompt_rows(option, file, num_rows)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.comparison import FILES, draw, sentences, table_columns, table_rows
+from rollout_spec.report.comparison import FILES, sentences, table_columns, table_rows
+from rollout_spec.report.comparison_picture import draw
 from rollout_spec.report.measures import Comparison
-from rollout_spec.report.page import render
-from rollout_spec_lab.bench.tables import Table
+from rollout_spec.report.page import Table, render
 from rollout_spec_lab.demo.turns import Turns
 
 

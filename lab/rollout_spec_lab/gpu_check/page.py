@@ -7,7 +7,7 @@ from typing import Any
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.certificate import sentences as of_certificate
 from rollout_spec.report.certificate import where
-from rollout_spec.report.page import render
+from rollout_spec.report.page import Table, render
 from rollout_spec_lab.bench import rollouts, waits
 from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.gpu_check import V2
@@ -17,7 +17,6 @@ NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rol
 RIVALS = {"sam": ("suffix", "ngram"), "sam+model": ("sam", "model")}
 PREDICTIONS = {"step_times": "these step times", "roofline": "the roofline"}
 GROWTH = 1.25  # of a step's time, up to which its tokens are called cheap
-Rows = list[list[str]]
 
 
 def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
@@ -152,7 +151,7 @@ def _thresholds(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
+def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table that has rows."""
     yield "Parts", ["part", "", "seconds", "reason"], [
         [part["part"], part["status"], f"{part['seconds']:.0f}" if part["seconds"] else "", part["reason"]]
@@ -173,7 +172,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         ]  # fmt: skip
 
 
-def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], Rows]:
+def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """A line for each context and number of rows, a column for each number of draft tokens."""
     drafts = sorted({row["num_drafts"] for row in rows})
     cells: dict[tuple[int, int], dict[int, str]] = {}

@@ -1,0 +1,96 @@
+"""Recorded rollouts: which files, how they are read, what speaks against them; a model that drafts there."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollout_spec.cli.arguments import add_options, path
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
+
+if TYPE_CHECKING:
+    from rollout_spec.trace import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
+    """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
+    group.add_argument(
+        "traces", type=path, nargs="+", metavar="FILE_OR_FOLDER",
+        help="rollouts: recordings, verl's dumps, or rows of prompts and responses",
+    )  # fmt: skip
+    add_options(
+        group,
+        ("--tokenizer", path, "DIR", None,
+         "the policy's Hugging Face folder, or its tokenizer.json: needed where rollouts are texts"),
+        ("--columns", str, "ROLE=NAME,...", None,
+         "which fields are the prompt, response, group and step, where their names do not say it "
+         "(step=: there is none)"),
+    )  # fmt: skip
+
+
+def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = None) -> Iterator[Rollout]:
+    """The rollouts of `add_rollouts_arguments`, or of some of its files, or only the first."""
+    from rollout_spec.predict.dumps import NAMES, read_rollouts
+
+    columns = {}
+    for pair in filter(None, (args.columns or "").split(",")):
+        role, sign, columns[role] = pair.partition("=")
+        if not sign or role not in NAMES:
+            raise UserError(f"--columns {pair}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
+    return read_rollouts(paths, args.tokenizer, columns, limit)
+
+
+def warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
+    """Say it where the corpus holds these responses: a training's next responses are new."""
+    from rollout_spec.drafting.corpus import read_corpus
+    from rollout_spec.predict.doubts import LONG
+
+    held = {text.tobytes() for text in read_corpus(corpus)}
+    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
+    num_held = sum(text in held for text in texts)
+    if 10 * num_held > len(texts):  # a few are the same by chance
+        logger.warning(
+            "%s holds %d of %d responses of %d tokens or more word for word, so the figures promise "
+            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
+        )  # fmt: skip
+
+
+def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
+    """Refuse rollouts without a step: the prefill gives the first token of a response."""
+    longest = max((len(response) for line in lines for response in line.responses), default=0)
+    if longest == 0:
+        raise UserError(f"{trace}: no token in any response")
+    if longest == 1:
+        raise UserError(f"{trace}: no second token in any response, so there is no step to draft in")
+
+
+def add_simulated_model(group: argparse._ActionsContainer) -> None:
+    """Add `--model-acceptance`, which `with_model` takes."""
+    help_ = (
+        "simulate a draft model beside the index: how often its first, second, ... draft token is right "
+        "where those before it are; it drafts as many tokens as there are numbers"
+    )
+    add_options(group, ("--model-acceptance", str, "A,A,...", None, help_))
+
+
+def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:
+    """The rollouts with the drafts of the simulated model, or as they are."""
+    if args.model_acceptance is None:
+        return lines
+    from rollout_spec.predict.model_drafts import simulate_model
+
+    try:
+        acceptance = [float(part) for part in args.model_acceptance.split(",")]
+    except ValueError:
+        acceptance = []
+    if not 0 < len(acceptance) <= MAX_SPECULATIVE_TOKENS or not all(0 <= share <= 1 for share in acceptance):
+        raise UserError(
+            f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, separated by commas, "
+            f"at most {MAX_SPECULATIVE_TOKENS}"
+        )
+    return simulate_model(lines, acceptance)
