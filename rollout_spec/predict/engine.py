@@ -19,7 +19,6 @@ from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.replay import drafts_at
-from rollout_spec.predict.rows import Rows
 from rollout_spec.predict.step_times import Times
 
 
@@ -111,13 +110,15 @@ class Engine:
         self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
-        self._rows = Rows(1, 1)
+        self._running: list[Request] = []  # by row, as the arrays below
+        self._admitted: dict[str, None] = {}  # names of running requests, the newest last
+        self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
         self._begin = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._rows or self._at_tools)
+        return bool(self._queue or self._running or self._at_tools)
 
     @property
     def num_waiting(self) -> int:
@@ -132,16 +133,20 @@ class Engine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
         self._queue.extend((request, 0) for request in requests)
+        num_rows = min(self._cluster.max_num_seqs, len(requests))
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
-        self._rows = Rows(min(self._cluster.max_num_seqs, len(requests)), longest)
+        num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
+        self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
+        # How many tokens of each row exist, and with how many it ends.
+        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         self._prefilled.clear()
         self._begin = self.total.seconds
 
     def begin_step(self) -> StepWork:
         self._take_back()
         num_tokens = 0 if self._preempt() else self._admit()
-        num_tokens += self._rows.num_verified
-        return StepWork(num_tokens, self._rows.num_context, len(self._rows), any(self._rows.drafts))
+        num_tokens += self._num_verified
+        return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
 
     def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
@@ -167,29 +172,28 @@ class Engine:
             seconds: that it took, the same for all data-parallel ranks.
             ranks: what `Drafter.draft` is told of them.
         """
-        total, rows = self.total, self._rows
+        total, num_running = self.total, len(self._running)
         total.seconds += seconds
-        total.tail_seconds += seconds if len(rows) <= self._tail_rows else 0.0
+        total.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
         total.num_steps += 1
-        total.num_row_steps += len(rows)
+        total.num_row_steps += num_running
         nums_new = self._verify()
         num_gained = sum(nums_new)
         total.num_tokens += num_gained
-        rows.levels[:] += np.array(nums_new, np.int32)
-        rows.drafts = self._draft(nums_new, ranks)
-        for row in reversed(np.flatnonzero(rows.levels >= rows.ends)):
-            self._end(int(row))
+        self._levels[:num_running] += np.array(nums_new, np.int32)
+        self._drafts = self._draft(nums_new, ranks)
+        for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
+            self._remove(int(row))
         return num_gained
 
     def _verify(self) -> list[int]:
         """The number of tokens that every row gets: the accepted ones of its draft, and one more."""
-        rows, nums_new = self._rows, [1] * len(self._rows)
-        levels, ends = rows.levels.tolist(), rows.ends.tolist()
-        for row, draft in enumerate(rows.drafts):
+        nums_new = [1] * len(self._running)
+        for row, draft in enumerate(self._drafts):
             if not draft:
                 continue
-            level, end = levels[row], ends[row]
-            recorded = rows.token_ids[row, level : min(end, level + len(draft))].tolist()
+            level, end = int(self._levels[row]), int(self._ends[row])
+            recorded = self._token_ids[row, level : min(end, level + len(draft))].tolist()
             agrees = [token == said for token, said in zip(recorded, draft, strict=False)]
             accepted = [*agrees, False].index(False)
             nums_new[row] = min(accepted + 1, end - level)
@@ -199,18 +203,18 @@ class Engine:
 
     def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
         """Drafts for the next step, by row."""
-        rows, model = self._rows, self._drafts_of_model()
+        model = self._drafts_of_model()
         if self.drafter is not None:
-            names = [request.name for request in rows.requests]
+            names = [request.name for request in self._running]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             in_time = self._model is None or model is not None
             return self.drafter.draft(
-                names, nums_new, rows.token_ids, rows.levels,
+                names, nums_new, self._token_ids, self._levels,
                 ranks=ranks, in_time=in_time, model_drafts=model,
             )  # fmt: skip
         if model is None:
-            return [[] for _ in rows.requests]
-        rooms = rows.ends - rows.levels - 1
+            return [[] for _ in self._running]
+        rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
         return [
             [token for token in tokens[: max(0, room)] if token >= 0]
             for tokens, room in zip(model.tokens.tolist(), rooms.tolist(), strict=True)
@@ -219,19 +223,30 @@ class Engine:
     def _drafts_of_model(self) -> ModelDrafts | None:
         if not self._num_passes:
             return None
-        proposals = [request.proposals for request in self._rows.requests]
-        return drafts_at(proposals, self._rows.nums_done, self._num_passes)
+        nums_done = [
+            int(level) - len(request.prompt_token_ids)
+            for level, request in zip(self._levels, self._running, strict=False)
+        ]
+        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
+
+    @property
+    def _num_context(self) -> int:
+        return int(self._levels[: len(self._running)].sum())
+
+    @property
+    def _num_verified(self) -> int:
+        """Tokens that the rows bring to the step: one each, and their drafts."""
+        return len(self._running) + sum(map(len, self._drafts))
 
     @property
     def _num_kept(self) -> float:
         """Tokens of the KV cache that the step fills."""
-        rows = self._rows
-        return rows.num_context + rows.num_verified + len(rows) * self._row_tokens
+        return self._num_context + self._num_verified + len(self._running) * self._row_tokens
 
     @property
     def idle_until(self) -> float:
         """When the first tool answers, if nothing else is to do; 0.0: something is."""
-        if self._rows or self._queue:
+        if self._running or self._queue:
             return 0.0
         return self._at_tools[0][0] if self._at_tools else math.inf
 
@@ -243,20 +258,22 @@ class Engine:
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
-        while len(self._rows) > 1 and self._num_kept > self._cluster.kv_tokens:
-            row = self._rows.newest
-            num_done = self._rows.nums_done[row]
-            self._queue.appendleft((self._remove(row), num_done))
+        while len(self._running) > 1 and self._num_kept > self._cluster.kv_tokens:
+            newest = next(reversed(self._admitted))
+            row = next(i for i, request in enumerate(self._running) if request.name == newest)
+            request = self._running[row]
+            self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
+            self._remove(row, has_ended=False)
             self.total.num_preemptions += 1
         return self.total.num_preemptions > num_before
 
     def _admit(self) -> int:
         """Fill the batch from the queue; returns the number of tokens to prefill."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._rows) < self._cluster.max_num_seqs:
+        while self._queue and len(self._running) < self._cluster.max_num_seqs:
             request, num_done = self._queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
-            if self._rows and needed > self._cluster.kv_tokens:
+            if self._running and needed > self._cluster.kv_tokens:
                 break
             self._queue.popleft()
             self._start(request, num_done)
@@ -269,27 +286,35 @@ class Engine:
 
     def _start(self, request: Request, num_done: int) -> None:
         """Give a request the next row; `num_done` tokens of its response exist."""
-        self._rows.start(request, num_done)
+        row, prompt = len(self._running), request.prompt_token_ids
+        end = len(prompt) + len(request.response)
+        self._token_ids[row, : len(prompt)] = prompt
+        self._token_ids[row, len(prompt) : end] = request.response
+        self._levels[row], self._ends[row] = len(prompt) + num_done, end
+        self._running.append(request)
+        self._admitted[request.name] = None
+        self._drafts.append([])
         if self.drafter is not None:
             self.drafter.add(
-                request.name, request.prompt_token_ids, request.num_tokens, request.group,
-                request.num_group_tokens, request.sample,
-            )  # fmt: skip
+                request.name, prompt, end, request.group, request.num_group_tokens, request.sample
+            )
 
-    def _remove(self, row: int) -> Request:
-        """Take a request out of the batch."""
-        request = self._rows.remove(row)
+    def _remove(self, row: int, *, has_ended: bool = True) -> None:
+        """Take a request out of the batch; the last row takes its place, as in vLLM's."""
+        last = len(self._running) - 1
+        request = self._running[row]
+        del self._admitted[request.name]
         if self.drafter is not None:
             self.drafter.remove(request.name)
-        return request
-
-    def _end(self, row: int) -> None:
-        """Take a request out whose turn has ended; the tool has the next one."""
-        request = self._remove(row)
-        if request.next_turn is not None:
+            if has_ended and request.next_turn is None:
+                self.drafter.end_samples([request.sample])
+        if has_ended and request.next_turn is not None:
             self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
-        elif self.drafter is not None:
-            self.drafter.end_samples([request.sample])
+        for rows in (self._token_ids, self._levels, self._ends):
+            rows[row] = rows[last]
+        self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
+        self._running.pop()
+        self._drafts.pop()
 
 
 def step_together(ranks: Sequence[Engine]) -> int:
