@@ -91,8 +91,7 @@ def _known(name: str, version: str) -> Check:
         if is_vllm and release != tested[0] and package_version("verl"):
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = versions.minor(version) if is_vllm else None
-    if minor is not None and minor < versions.OLDEST:
+    if is_vllm and versions.is_before(versions.OLDEST, release):
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
     if is_vllm and versions.is_untested(release):
         option = "set rollout.spec.untested_vllm=true to try it"

@@ -17,7 +17,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
-from rollout_spec.vllm.versions import minor, version
+from rollout_spec.vllm.versions import is_before
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _TRAINED = "original_max_position_embeddings"
@@ -155,17 +155,17 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
 
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    parallel, number = vllm_config.parallel_config, minor(version())
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
     verified_by = getattr(speculative, "rejection_sample_method", "standard")
     refuse_first(
-        (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
+        (model.is_hybrid and vllm_config.use_v2_model_runner and is_before(29),
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
          "set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model, number),
+        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model),
          f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
          f"different lengths in {model.dtype}"),
         (parallel.pipeline_parallel_size > 1,
@@ -183,11 +183,10 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
     )  # fmt: skip
 
 
-def _loses_drafts(model: Any, number: int | None) -> bool:
+def _loses_drafts(model: Any) -> bool:
     """Whether vLLM's recurrent kernels for CPUs are not told how many draft tokens were accepted."""
     if model.architecture.startswith("Qwen3"):  # which has none in float32: our tests replace the layers
-        is_old = number is not None and number < 33
-        return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_old else []))
+        return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_before(33) else []))
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
     return "num_accepted_tokens" not in inspect.signature(mamba_mixer2.causal_conv1d_update).parameters

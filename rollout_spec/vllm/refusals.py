@@ -95,11 +95,11 @@ def of_our_drafter(
         has_own_runner: whether the platform has, as NPUs have.
         longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
-    k, minor = config.num_speculative_tokens, versions.minor(versions.version())
-    is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
+    k = config.num_speculative_tokens
+    is_short = longest_piece and longest_piece < 1 + k and not versions.is_before(29)
     return {
         "untested_vllm": not config.untested_vllm and versions.untested(),
-        "untested_policy": policy and recurrent.refusal(policy, minor),
+        "untested_policy": policy and recurrent.refusal(policy, versions.minor(versions.version())),
         "recurrent_on_own_runner": has_own_runner and policy,
         "long_drafts": has_own_runner and k > MAX_ON_NPUS and k,
         "short_pieces": is_short and (longest_piece, 1 + k),
