@@ -89,19 +89,10 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
              f"with {', '.join(MODEL_METHODS)}, or with none"),
         )  # fmt: skip
     of_model = f"speculative_config.method={method} with rollout_spec"
-    facts = _of_ours(vllm_config, config) if config.enabled else {}
-    if has_model and (config.enabled or config.coupled):
-        facts |= _of_model(vllm_config, config)
-    if facts:  # there are drafts
-        loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
-        facts["last_loop"] = loops == "last_loop" and loops
-        policy = vllm_config.model_config.architecture
-        cache = vllm_config.cache_config.cache_dtype
-        facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
-        facts["m3_cache"] = policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache
-        facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
-        facts["growing_rope"] = _growing_rope(vllm_config.model_config)
-    refuse(facts, of_model)
+    ours = _of_ours(vllm_config, config) if config.enabled else {}
+    model = _of_model(vllm_config, config) if has_model and (config.enabled or config.coupled) else {}
+    drafts = _of_drafts(vllm_config, method) if ours or model else {}
+    refuse(ours | model | drafts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
     if config.enabled:
@@ -135,6 +126,18 @@ def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
         "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
         "few_positions": num_positions < most and (num_positions, most),
         "ahead": not is_mrv2 and vllm_config.scheduler_config.async_scheduling and "vLLM's MRV1",
+    }
+
+
+def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
+    return {
+        "last_loop": loops == "last_loop" and loops,
+        "packed_cache": cache.startswith(("turboquant", "ultraquant")) and cache,
+        "m3_cache": policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache,
+        "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
+        "growing_rope": _growing_rope(model),
     }
 
 
