@@ -196,8 +196,9 @@ def _loses_drafts(model: Any) -> bool:
 
 
 def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
-    make_index(config).close()  # is there room for it?
-    largest = max(int(text.max()) for text in read_corpus(corpus))
+    texts = read_corpus(corpus)
+    make_index(config, texts).close()  # is there room for them?
+    largest = max(int(text.max()) for text in texts)
     if largest >= vocab_size:
         raise ConfigError(
             f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "
