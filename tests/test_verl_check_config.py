@@ -19,7 +19,9 @@ from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, launch
-from rollout_spec.verl.check_config import check_config, check_overrides, check_whole, one_line_errors
+from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
+from rollout_spec.verl.overrides import check_overrides
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -371,7 +373,7 @@ def without_engine(name):
 importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
-from rollout_spec.verl.check_config import check_whole
+from rollout_spec.verl.hydra_plugin import check_whole
 with initialize_config_module("verl.trainer.config", version_base=None):
     overrides = ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam", *sys.argv[1:]]
     config = compose("ppo_trainer", overrides)
