@@ -37,7 +37,7 @@ def _register_replica(module: Any) -> None:
 def _load_replica() -> Any:
     """Called where replicas are made: in the trainer's process."""
     from rollout_spec.verl import hooks
-    from rollout_spec.verl.server import SpecReplica
+    from rollout_spec.verl.replica import SpecReplica
 
     hooks.install()
     return SpecReplica
