@@ -178,11 +178,11 @@ def _hydra_group() -> Iterator[Check]:
     from omegaconf import OmegaConf
 
     from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import launch
+    from rollout_spec.verl import plugin_state
     from rollout_spec.verl.model_drafter import drafter_options
 
-    if launch.failure is not None:
-        yield Check("rollout.spec", FAIL, launch.failure, REINSTALL)
+    if plugin_state.failure is not None:
+        yield Check("rollout.spec", FAIL, plugin_state.failure, REINSTALL)
         return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
@@ -206,10 +206,11 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import client, hooks, launch, router
+        from rollout_spec.verl import client, hooks, router
+        from rollout_spec.verl.private_methods import PRIVATE_METHODS
 
         hooks.install()
-        for patch in (launch.PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
+        for patch in (PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
             yield _patch(patch, "in agent loops and servers: ")
     yield from map(_patch, applied())
 

@@ -1,14 +1,16 @@
 """Checks a verl configuration that asks for `rollout.spec`, on the driver, before Ray starts."""
 
+import importlib.util
 import os
 
 from omegaconf import DictConfig
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
-from rollout_spec.verl import launch, model_drafter
+from rollout_spec.verl import model_drafter
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, number, require, value
+from rollout_spec.verl.configs import group_router_file
+from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, V1_TRAINER_ONLY, number, require, value
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.versions import refuse_old_version
 
@@ -35,7 +37,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     model_drafter.check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(model_drafter.drafter_options(options, mtp))
     refuse_old_version()
-    launch.refuse_old_verl()
+    _refuse_old_verl()
     _check_trainer(config, spec)
     _check_replay_buffer(config)
     _check_routing(config, spec)
@@ -46,14 +48,20 @@ def check_config(config: DictConfig) -> SpecConfig:
     return spec
 
 
+def _refuse_old_verl() -> None:
+    """Raise a ConfigError for verl's main branch before 0.9.1: its requests do not wait for a weight sync."""
+    if importlib.util.find_spec("verl.workers.rollout.router") is None:
+        raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")
+
+
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     """The reference run needs such a trainer too: it is measured in the same way."""
     require(config, f"{ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
     require(config, f"{ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     for section in ("async_training", "rollout.nnodes"):  # fully_async has the one, one_step_off the other
         if value(config, section) is not None:
-            raise ConfigError(f"{section}: {launch.V1_TRAINER_ONLY}")
-    require(config, "trainer.use_v1", (True,), launch.V1_TRAINER_ONLY)
+            raise ConfigError(f"{section}: {V1_TRAINER_ONLY}")
+    require(config, "trainer.use_v1", (True,), V1_TRAINER_ONLY)
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
@@ -106,7 +114,7 @@ def _check_drafting(config: DictConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or num_places(config) == 1:
         return
-    if value(config, _ROUTER) != launch.group_router_file():
+    if value(config, _ROUTER) != group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "

@@ -13,12 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl import launch
+from rollout_spec.verl import plugin_state
 from rollout_spec.verl.check_config import check_config, num_places
+from rollout_spec.verl.configs import CONFIGS, group_router_file
 from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
-from rollout_spec.verl.settings import say
+from rollout_spec.verl.settings import V1_TRAINER_ONLY, say
 
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
@@ -50,7 +51,7 @@ class RolloutSpecSearchPath(SearchPathPlugin):
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
         with one_line_errors():
             check_overrides(sys.argv[1:])
-        search_path.append("rollout-spec", f"pkg://{launch.CONFIGS}")
+        search_path.append("rollout-spec", f"pkg://{CONFIGS}")
 
 
 def check_job() -> str:
@@ -62,10 +63,10 @@ def check_job() -> str:
 
 def check_whole(*, _root_: DictConfig) -> bool:
     """`check_config` as a resolver: whoever resolves the configuration has it checked."""
-    if launch.failure is not None:
-        raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
+    if plugin_state.failure is not None:
+        raise ConfigError(f"{plugin_state.failure}; run `rollout-spec doctor`")
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
-        raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
+        raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
     spec = check_config(_root_)
     if said := said_of_memory(_root_, spec):
         say(said)
@@ -74,7 +75,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
 
 def group_router(*, _root_: DictConfig) -> str | None:
     """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
-    return None if num_places(_root_) == 1 else launch.group_router_file()
+    return None if num_places(_root_) == 1 else group_router_file()
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
+from rollout_spec.verl.configs import group_router_file
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
+from rollout_spec.verl.private_methods import PRIVATE_METHODS
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import GROUPED, RankRouter
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
