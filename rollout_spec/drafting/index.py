@@ -91,9 +91,7 @@ class IndexStats(NamedTuple):
 
 
 def make_index(config: SpecConfig, corpus: Iterable[Int32Array] | None = None) -> SuffixIndex:
-    """The index that the options of `rollout.spec` describe.
-
-    corpus: its texts, if they have been read.
+    """The index that the options of `rollout.spec` describe; `corpus` are its texts, if they have been read.
 
     Raises:
         ConfigError: the corpus cannot be read, or has no room.

@@ -1,8 +1,7 @@
 """What is refused, and why: one table, by which verl's driver and each engine judge what is asked for.
 
-The driver sees verl's configuration and each model's config.json, an engine vLLM's configuration. Both state
-the facts of the table that they can see. What only one of them can see, it refuses itself, by `refuse_first`
-beside what it reads. Imports no vLLM.
+The driver sees verl's configuration and each model's config.json, an engine vLLM's. Both state the facts that
+they can see. What only one of them can see, it refuses itself, by `refuse_first`. Imports no vLLM.
 """
 
 from collections.abc import Mapping
