@@ -145,7 +145,7 @@ def test_the_driver_names_what_spares_the_states_for_drafts(tmp_path, monkeypatc
     """Only where vLLM has it beside drafts."""
     for release, fields, named in (("0.32.0", NEMOTRON_H, True), ("0.29.0", NEMOTRON_H, False),
                                    ("0.32.0", QWEN3_NEXT, False)):  # fmt: skip
-        monkeypatch.setattr("rollout_spec.verl.recurrent_policy.version", lambda release=release: release)
+        monkeypatch.setattr("rollout_spec.vllm.versions.version", lambda release=release: release)
         said = said_of_memory(run_of(fields, tmp_path, SAM, 3), SpecConfig(num_speculative_tokens=3))
         assert ("use_replayssm" in str(said)) == named
 

@@ -27,7 +27,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import hooks
+from rollout_spec.verl import hooks, replica
 from rollout_spec.verl import metrics as verl_metrics
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
@@ -337,13 +337,13 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     def init(self, replica_rank, config):
         self.is_reward_model = self.is_teacher_model = False
 
-    monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
+    monkeypatch.setattr(replica.vLLMReplica, "__init__", init)
     with pytest.raises(
         ConfigError, match=r"^this is verl's legacy trainer: .*use_v1=True\. .*V1 trainer only"
     ):
-        verl_server.SpecReplica(0, config)
+        replica.SpecReplica(0, config)
     monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of the V1 trainer")
-    serves: Any = verl_server.SpecReplica(0, config).server_class
+    serves: Any = replica.SpecReplica(0, config).server_class
     assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
 
 

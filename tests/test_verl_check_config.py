@@ -18,8 +18,11 @@ from omegaconf.errors import InterpolationResolutionError
 from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl import entry_point, launch
-from rollout_spec.verl.check_config import check_config, check_overrides, check_whole, one_line_errors
+from rollout_spec.verl import entry_point, plugin_state
+from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
+from rollout_spec.verl.overrides import check_overrides
+from rollout_spec.verl.settings import V1_TRAINER_ONLY
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
@@ -159,7 +162,7 @@ def test_verls_asynchronous_modes_pass(method, mode):
 
 
 def test_a_verl_before_0_9_1_is_refused(monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(
         ConfigError, match=r"^this verl has no verl\.workers\.rollout\.router: take verl 0\.9\.1"
     ):
@@ -257,7 +260,7 @@ def test_each_job_of_a_sweep_is_fitted(started, tmp_path):
     for config, num_tokens in ((plain, 15), (recurrent, 3)):
         assert config.actor_rollout_ref.rollout.router_config_path is None
         assert OmegaConf.select(config, ENGINE).speculative_config.num_speculative_tokens == num_tokens
-        assert config.ray_kwargs.ray_init.runtime_env.env_vars == {launch.ASKED_VARIABLE: "1"}
+        assert config.ray_kwargs.ray_init.runtime_env.env_vars == {entry_point.ASKED_VARIABLE: "1"}
 
 
 def test_unknown_options_are_refused_among_other_overrides():
@@ -323,8 +326,8 @@ def broken(monkeypatch):
         raise RuntimeError("no such group")
 
     monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)
-    monkeypatch.setattr(launch, "failure", None)
-    monkeypatch.delenv(launch.ASKED_VARIABLE, raising=False)
+    monkeypatch.setattr(plugin_state, "failure", None)
+    monkeypatch.delenv(entry_point.ASKED_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
     return monkeypatch
 
@@ -334,7 +337,7 @@ def test_a_broken_plugin_exits_where_it_was_asked_for(where, broken):
     if where == "argument":
         broken.setattr(sys, "argv", ["main_ppo", "+rollout.spec=sam"])
     else:
-        broken.setenv(launch.ASKED_VARIABLE, "sam")
+        broken.setenv(entry_point.ASKED_VARIABLE, "sam")
     with pytest.raises(SystemExit, match="the verl plugin failed: no such group"):
         entry_point.activate()
 
@@ -351,9 +354,9 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(broken, 
 
 def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch):
     """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
-    monkeypatch.setattr(launch, "failure", None)
+    monkeypatch.setattr(plugin_state, "failure", None)
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)
-    with pytest.raises(ConfigError, match=rf"^this command runs \S+main_ppo_v0: {launch.V1_TRAINER_ONLY}"):
+    with pytest.raises(ConfigError, match=rf"^this command runs \S+main_ppo_v0: {V1_TRAINER_ONLY}"):
         check_whole(_root_=OmegaConf.create({}))
 
 
@@ -371,7 +374,7 @@ def without_engine(name):
 importlib.metadata.version = without_engine
 import verl
 from hydra import compose, initialize_config_dir, initialize_config_module
-from rollout_spec.verl.check_config import check_whole
+from rollout_spec.verl.hydra_plugin import check_whole
 with initialize_config_module("verl.trainer.config", version_base=None):
     overrides = ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam", *sys.argv[1:]]
     config = compose("ppo_trainer", overrides)

@@ -3,7 +3,7 @@
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
-from rollout_spec.verl.launch import group_router_file
+from rollout_spec.verl.configs import group_router_file
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
 from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one

@@ -91,8 +91,7 @@ def _known(name: str, version: str) -> Check:
         if is_vllm and release != tested[0] and package_version("verl"):
             return Check(name, WARN, f"{version} (tested without verl)", f"tested with verl: {tested[0]}")
         return Check(name, OK, f"{version} (tested)")
-    minor = versions.minor(version) if is_vllm else None
-    if minor is not None and minor < versions.OLDEST:
+    if is_vllm and versions.is_before(versions.OLDEST, release):
         return Check(name, FAIL, f"{version} (refused: too old)", fix)
     if is_vllm and versions.is_untested(release):
         option = "set rollout.spec.untested_vllm=true to try it"
@@ -179,11 +178,11 @@ def _hydra_group() -> Iterator[Check]:
     from omegaconf import OmegaConf
 
     from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import launch
+    from rollout_spec.verl import plugin_state
     from rollout_spec.verl.model_drafter import drafter_options
 
-    if launch.failure is not None:
-        yield Check("rollout.spec", FAIL, launch.failure, REINSTALL)
+    if plugin_state.failure is not None:
+        yield Check("rollout.spec", FAIL, plugin_state.failure, REINSTALL)
         return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])
@@ -207,10 +206,11 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import client, hooks, launch, router
+        from rollout_spec.verl import client, hooks, router
+        from rollout_spec.verl.private_methods import PRIVATE_METHODS
 
         hooks.install()
-        for patch in (launch.PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
+        for patch in (PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
             yield _patch(patch, "in agent loops and servers: ")
     yield from map(_patch, applied())
 

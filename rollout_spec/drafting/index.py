@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,8 +90,8 @@ class IndexStats(NamedTuple):
     num_bytes: int
 
 
-def make_index(config: SpecConfig) -> SuffixIndex:
-    """The index that the options of `rollout.spec` describe.
+def make_index(config: SpecConfig, corpus: Iterable[Int32Array] | None = None) -> SuffixIndex:
+    """The index that the options of `rollout.spec` describe; `corpus` are its texts, if they have been read.
 
     Raises:
         ConfigError: the corpus cannot be read, or has no room.
@@ -99,8 +100,10 @@ def make_index(config: SpecConfig) -> SuffixIndex:
     index = SuffixIndex(
         num_speculative_tokens=config.num_speculative_tokens, max_bytes=config.max_index_bytes
     )
+    if corpus is None:
+        corpus = read_corpus(config.corpus) if config.corpus else ()
     try:
-        for text in read_corpus(config.corpus) if config.corpus else ():
+        for text in corpus:
             index.add_to_corpus(text)
     except (BudgetExceeded, OutOfMemory) as error:
         index.close()

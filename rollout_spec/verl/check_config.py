@@ -1,115 +1,24 @@
 """Checks a verl configuration that asks for `rollout.spec`, on the driver, before Ray starts."""
 
-import contextlib
-import dataclasses
-import itertools
+import importlib.util
 import os
-import re
-import sys
-from collections.abc import Iterator, Sequence
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from rollout_spec.config import METHODS, ConfigError, SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
-from rollout_spec.verl import launch, model_drafter
+from rollout_spec.verl import model_drafter
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.recurrent_policy import said_of_memory
-from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, number, require, say, value
+from rollout_spec.verl.configs import group_router_file
+from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, V1_TRAINER_ONLY, number, require, value
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
 REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
-_LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
-
-
-def check_job() -> str:
-    """Check the job that Hydra is about to run; a fault ends the command with one line."""
-    with one_line_errors():
-        check_whole(_root_=HydraConfig.get()._get_root())  # Hydra's node hangs in the job's configuration
-    return "1"
-
-
-def check_whole(*, _root_: DictConfig) -> bool:
-    """`check_config` as a resolver: whoever resolves the configuration has it checked."""
-    if launch.failure is not None:
-        raise ConfigError(f"{launch.failure}; run `rollout-spec doctor`")
-    if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
-        raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {launch.V1_TRAINER_ONLY}")
-    spec = check_config(_root_)
-    if said := said_of_memory(_root_, spec):
-        say(said)
-    return True
-
-
-def group_router(*, _root_: DictConfig) -> str | None:
-    """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
-    return None if _num_places(_root_) == 1 else launch.group_router_file()
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """An error ends the command: one line on stderr, exit code 2."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OmegaConfBaseException) and error.full_key:  # as of ${oc.env:NAME} without NAME
-            kind, text = f"{error.full_key}: ", str(error).partition("\n")[0]
-        else:
-            kind = "" if isinstance(error, ConfigError) else f"the check failed with {type(error).__name__}: "
-            text = " ".join(str(error).split())
-        print(f"rollout_spec: {kind}{text}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
-_MISSPELT = (
-    r"\+\+rollout\.spec=",
-    r"\+*rollout/spec=",
-    r"\+*rollout=.*\bspec\b",
-    r"\+*rollout\.spec\.method=",
-    r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
-    rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
-)
-
-
-def check_overrides(arguments: Sequence[str]) -> None:
-    """Raise a ConfigError for overrides that Hydra would refuse in many lines, before any check of ours, or
-    take for something else."""
-    asked = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
-    chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
-    _refuse_misspelt(arguments, has_method=bool(chosen))
-    for method in itertools.chain(*chosen):
-        if method not in METHODS:
-            raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
-    _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
-
-
-def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
-    """What looks like `+rollout.spec=METHOD` and is none: Hydra would do nothing for it."""
-    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
-    patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
-    for argument in arguments:
-        if any(re.match(pattern, argument) for pattern in patterns):
-            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
-
-
-def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
-    """`rollout.spec.NAME=VALUE` where NAME is no option, or where a sweep has no such key yet."""
-    known = {field.name for field in dataclasses.fields(SpecConfig)} | {model_drafter.OPTION}
-    for argument in arguments:
-        if is_sweep and argument.startswith("rollout.spec."):
-            raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
-        override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
-        if override and override[1] == "model_tokens":
-            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
-        if override and override[1] not in known:
-            SpecConfig.from_mapping({override[1]: override[2]})
 
 
 def check_config(config: DictConfig) -> SpecConfig:
@@ -128,7 +37,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     model_drafter.check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(model_drafter.drafter_options(options, mtp))
     refuse_old_version()
-    launch.refuse_old_verl()
+    _refuse_old_verl()
     _check_trainer(config, spec)
     _check_replay_buffer(config)
     _check_routing(config, spec)
@@ -139,14 +48,20 @@ def check_config(config: DictConfig) -> SpecConfig:
     return spec
 
 
+def _refuse_old_verl() -> None:
+    """Raise a ConfigError for verl's main branch before 0.9.1: its requests do not wait for a weight sync."""
+    if importlib.util.find_spec("verl.workers.rollout.router") is None:
+        raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")
+
+
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     """The reference run needs such a trainer too: it is measured in the same way."""
     require(config, f"{ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
     require(config, f"{ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     for section in ("async_training", "rollout.nnodes"):  # fully_async has the one, one_step_off the other
         if value(config, section) is not None:
-            raise ConfigError(f"{section}: {launch.V1_TRAINER_ONLY}")
-    require(config, "trainer.use_v1", (True,), launch.V1_TRAINER_ONLY)
+            raise ConfigError(f"{section}: {V1_TRAINER_ONLY}")
+    require(config, "trainer.use_v1", (True,), V1_TRAINER_ONLY)
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
@@ -197,9 +112,9 @@ def _check_drafting(config: DictConfig) -> None:
 
 
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
-    if spec.routing == "verl" or _num_places(config) == 1:
+    if spec.routing == "verl" or num_places(config) == 1:
         return
-    if value(config, _ROUTER) != launch.group_router_file():
+    if value(config, _ROUTER) != group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
@@ -212,7 +127,7 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _num_places(config: DictConfig) -> int:
+def num_places(config: DictConfig) -> int:
     """Where a request can go: the data-parallel ranks of all engines."""
     nodes = ["trainer"]
     if value(config, "trainer.v1.trainer_mode") == "separate_async":

@@ -6,7 +6,9 @@ import traceback
 from typing import Any
 
 from rollout_spec.patches import when_imported
-from rollout_spec.verl import launch
+from rollout_spec.verl import plugin_state
+
+ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 
 
 def activate() -> None:
@@ -16,11 +18,11 @@ def activate() -> None:
     except Exception as error:
         # verl logs an exception of a plugin at DEBUG level and carries on without it.
         traceback.print_exc()
-        launch.failure = f"the verl plugin failed: {error}"
+        failure = plugin_state.failure = f"the verl plugin failed: {error}"
         # This process, or the driver that started it, was given `rollout.spec`.
-        if launch.ASKED_VARIABLE in os.environ or any("rollout.spec" in each for each in sys.argv):
-            raise SystemExit(f"rollout_spec: {launch.failure}") from error
-        print(f"rollout_spec: {launch.failure}; runs without rollout.spec go on as they are", file=sys.stderr)
+        if ASKED_VARIABLE in os.environ or any("rollout.spec" in each for each in sys.argv):
+            raise SystemExit(f"rollout_spec: {failure}") from error
+        print(f"rollout_spec: {failure}; runs without rollout.spec go on as they are", file=sys.stderr)
 
 
 def _load() -> None:
@@ -37,7 +39,7 @@ def _register_replica(module: Any) -> None:
 def _load_replica() -> Any:
     """Called where replicas are made: in the trainer's process."""
     from rollout_spec.verl import hooks
-    from rollout_spec.verl.server import SpecReplica
+    from rollout_spec.verl.replica import SpecReplica
 
     hooks.install()
     return SpecReplica

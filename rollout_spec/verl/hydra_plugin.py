@@ -1,18 +1,27 @@
 """Gives Hydra this package's configuration groups, the defaults of the options, and `${rollout_spec.*}`."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rollout_spec.config import SpecConfig
-from rollout_spec.verl import check_config
-from rollout_spec.verl.launch import CONFIGS
+from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.verl import plugin_state
+from rollout_spec.verl.check_config import check_config, num_places
+from rollout_spec.verl.configs import CONFIGS, group_router_file
 from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
-from rollout_spec.verl.recurrent_policy import default_tokens
+from rollout_spec.verl.overrides import check_overrides
+from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
+from rollout_spec.verl.settings import V1_TRAINER_ONLY, say
+
+_LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
 
 def install() -> None:
@@ -30,9 +39,9 @@ def install() -> None:
         ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
-        ("group_router", check_config.group_router),
-        ("checked", check_config.check_whole),
-        ("job_checked", check_config.check_job),
+        ("group_router", group_router),
+        ("checked", check_whole),
+        ("job_checked", check_job),
     ):
         OmegaConf.register_new_resolver(f"rollout_spec.{name}", resolve, replace=True)
 
@@ -40,6 +49,45 @@ def install() -> None:
 class RolloutSpecSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
-        with check_config.one_line_errors():
-            check_config.check_overrides(sys.argv[1:])
+        with one_line_errors():
+            check_overrides(sys.argv[1:])
         search_path.append("rollout-spec", f"pkg://{CONFIGS}")
+
+
+def check_job() -> str:
+    """Check the job that Hydra is about to run; a fault ends the command with one line."""
+    with one_line_errors():
+        check_whole(_root_=HydraConfig.get()._get_root())  # Hydra's node hangs in the job's configuration
+    return "1"
+
+
+def check_whole(*, _root_: DictConfig) -> bool:
+    """`check_config` as a resolver: whoever resolves the configuration has it checked."""
+    if plugin_state.failure is not None:
+        raise ConfigError(f"{plugin_state.failure}; run `rollout-spec doctor`")
+    if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
+        raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
+    spec = check_config(_root_)
+    if said := said_of_memory(_root_, spec):
+        say(said)
+    return True
+
+
+def group_router(*, _root_: DictConfig) -> str | None:
+    """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
+    return None if num_places(_root_) == 1 else group_router_file()
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """An error ends the command: one line on stderr, exit code 2."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OmegaConfBaseException) and error.full_key:  # as of ${oc.env:NAME} without NAME
+            kind, text = f"{error.full_key}: ", str(error).partition("\n")[0]
+        else:
+            kind = "" if isinstance(error, ConfigError) else f"the check failed with {type(error).__name__}: "
+            text = " ".join(str(error).split())
+        print(f"rollout_spec: {kind}{text}", file=sys.stderr)
+        raise SystemExit(2) from error

@@ -67,16 +67,19 @@ def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | Non
     own = options.get(OPTION)
     if own is not None:
         _check_own(own, mtp)
-    elif options["method"] == "off" or mtp is None or not _mtp_drafts(mtp):
+        where, asked = _OWN, own
+    elif options["method"] != "off" and mtp and _mtp_drafts(mtp):
+        if mtp["method"] != "mtp":
+            raise ConfigError(f"{MTP}.method={mtp['method']}: must be mtp with rollout.spec")
+        where, asked = MTP, mtp
+    else:
         return
-    elif mtp["method"] != "mtp":
-        raise ConfigError(f"{MTP}.method={mtp['method']}: must be mtp with rollout.spec")
-    num = (own or mtp or {}).get("num_speculative_tokens", SpecConfig.model_tokens)
+    num = asked.get("num_speculative_tokens", SpecConfig.model_tokens)
     most = options["num_speculative_tokens"]
     if type(num) is not int or not 1 <= num <= most:
         raise ConfigError(
-            f"{MTP if own is None else _OWN}.num_speculative_tokens={num}: must be between 1 and {most}, the "
-            "value of rollout.spec.num_speculative_tokens"
+            f"{where}.num_speculative_tokens={num}: must be between 1 and {most}, the value of "
+            "rollout.spec.num_speculative_tokens"
         )
 
 

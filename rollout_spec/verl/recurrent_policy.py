@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig
 from rollout_spec.verl.settings import ENGINE, ROLLOUT, has_recurrent_state, of_text, policy_fields, value
-from rollout_spec.vllm.versions import minor, version
+from rollout_spec.vllm.versions import is_before
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
 _REPLAY = (
@@ -37,7 +37,7 @@ def said_of_memory(config: DictConfig, spec: SpecConfig) -> str | None:
     where = f"the {num_bytes / 2**30:.0f} GiB" if num_bytes else "each 10 GiB"
     num_bytes = num_bytes or _SHARE
     is_nemotron = policy_fields(config).get("architectures") == ["NemotronHForCausalLM"]
-    can_replay = is_nemotron and (minor(version()) or 99) >= 32
+    can_replay = is_nemotron and not is_before(32)
     return (
         f"{_NUM_TOKENS}={k}: the recurrent states of a request take {recurrent.mib(drafted)} MiB "
         f"({recurrent.mib(plain)} without drafts), so {where} of vLLM's cache hold at most "

@@ -14,7 +14,7 @@ from typing import Any
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from rollout_spec.patches import guard_parameters
-from rollout_spec.verl.launch import PRIVATE_METHODS
+from rollout_spec.verl.private_methods import PRIVATE_METHODS
 
 logger = logging.getLogger(__name__)
 _EVICTION = ("self", "global_steps", "partition_id")

@@ -1,31 +1,28 @@
-"""verl's vLLM rollout server and replica, measuring and recording their rollouts."""
+"""verl's vLLM rollout server, measuring and recording its rollouts."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
+from rollout_spec.verl.configs import group_router_file
 from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.launch import PRIVATE_METHODS, group_router_file
 from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
+from rollout_spec.verl.private_methods import PRIVATE_METHODS
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import GROUPED, RankRouter
-from rollout_spec.verl.trainer import require_v1_trainer
-from rollout_spec.vllm.control import ProposerControl
+from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
-from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
@@ -44,41 +41,6 @@ def requested_spec(rollout_config: Any) -> SpecConfig | None:
 
 def _engine_kwargs(rollout_config: Any) -> Any:
     return (rollout_config.get("engine_kwargs") or {}).get("vllm") or {}
-
-
-class SpecReplica(vLLMReplica):
-    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s (`is_watched`)."""
-
-    is_watched = False
-
-    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(replica_rank, config, *args, **kwargs)
-        if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
-            require_v1_trainer()  # before the engines start, which takes minutes
-            self.server_class = ray.remote(SpecHttpServer)
-            self.is_watched = True
-
-
-class SpecWorkerExtension(vLLMColocateWorkerExtension):
-    """How the server reaches the drafter of a worker."""
-
-    def rollout_spec_call(self, method: str, *args: Any) -> Any:
-        """What this method of `ProposerControl` returns; None where there is no drafter that is used."""
-        proposer = proposer_of(getattr(self, "model_runner", None))
-        if proposer is None or not proposer.is_used:
-            return None
-        return getattr(ProposerControl(proposer), method)(*args)
-
-    def _get_drafter_model(self) -> Any:
-        """The MTP head that a weight sync loads into; verl and its helpers look for it where MRV1 has it."""
-        runner = self.model_runner
-        config, speculator = runner.vllm_config, getattr(runner, "speculator", None)
-        if config.speculative_config.model != config.model_config.model:
-            return None  # a head of the user's own: no sync has its weights
-        if speculator is not None:
-            runner.drafter = getattr(runner, "drafter", speculator)
-            runner.drafter.model = speculator.model
-        return super()._get_drafter_model()
 
 
 class SpecHttpServer(vLLMHttpServer):
@@ -225,7 +187,7 @@ class SpecHttpServer(vLLMHttpServer):
         return 1 if drafter.get("method") in MODEL_METHODS else super()._resolve_sleep_level()
 
     def _get_worker_extension_cls(self) -> str:
-        return f"{__name__}.{SpecWorkerExtension.__name__}"
+        return f"{SpecWorkerExtension.__module__}.{SpecWorkerExtension.__name__}"
 
 
 def spread_groups(engine: Any, spec: SpecConfig) -> None:

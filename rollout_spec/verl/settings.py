@@ -16,6 +16,10 @@ from rollout_spec.config import ConfigError
 MTP = "actor_rollout_ref.model.mtp"
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+V1_TRAINER_ONLY = (
+    "rollout.spec supports verl's V1 trainer only; to roll out beside the training take "
+    "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
+)
 
 _STATES = (  # entries of a config.json
     "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid

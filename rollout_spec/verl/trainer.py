@@ -6,7 +6,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError
-from rollout_spec.verl.launch import V1_TRAINER_ONLY
+from rollout_spec.verl.settings import V1_TRAINER_ONLY
 
 
 def require_v1_trainer() -> None:

@@ -17,7 +17,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
-from rollout_spec.vllm.versions import minor, version
+from rollout_spec.vllm.versions import is_before
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _TRAINED = "original_max_position_embeddings"
@@ -89,19 +89,10 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
              f"with {', '.join(MODEL_METHODS)}, or with none"),
         )  # fmt: skip
     of_model = f"speculative_config.method={method} with rollout_spec"
-    facts = _of_ours(vllm_config, config) if config.enabled else {}
-    if has_model and (config.enabled or config.coupled):
-        facts |= _of_model(vllm_config, config)
-    if facts:  # there are drafts
-        loops = getattr(vllm_config.model_config.hf_text_config, "recurrent_kv_cache_mode", None)
-        facts["last_loop"] = loops == "last_loop" and loops
-        policy = vllm_config.model_config.architecture
-        cache = vllm_config.cache_config.cache_dtype
-        facts["packed_cache"] = cache.startswith(("turboquant", "ultraquant")) and cache
-        facts["m3_cache"] = policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache
-        facts["open_regions"] = policy.startswith("Step5") and method != "mtp" and policy
-        facts["growing_rope"] = _growing_rope(vllm_config.model_config)
-    refuse(facts, of_model)
+    ours = _of_ours(vllm_config, config) if config.enabled else {}
+    model = _of_model(vllm_config, config) if has_model and (config.enabled or config.coupled) else {}
+    drafts = _of_drafts(vllm_config, method) if ours or model else {}
+    refuse(ours | model | drafts, of_model)
     if has_model and config.coupled:
         _refuse_beside_model(vllm_config, of_model)
     if config.enabled:
@@ -138,6 +129,18 @@ def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     }
 
 
+def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
+    return {
+        "last_loop": loops == "last_loop" and loops,
+        "packed_cache": cache.startswith(("turboquant", "ultraquant")) and cache,
+        "m3_cache": policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache,
+        "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
+        "growing_rope": _growing_rope(model),
+    }
+
+
 def _growing_rope(model: Any) -> tuple[int, int] | None:
     """The positions that a row may have, and those up to which no other row changes it; None: none does.
 
@@ -155,17 +158,17 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
 
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    parallel, number = vllm_config.parallel_config, minor(version())
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
     verified_by = getattr(speculative, "rejection_sample_method", "standard")
     refuse_first(
-        (model.is_hybrid and vllm_config.use_v2_model_runner and number is not None and number < 29,
+        (model.is_hybrid and vllm_config.use_v2_model_runner and is_before(29),
          f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
          "set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model, number),
+        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model),
          f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
          f"different lengths in {model.dtype}"),
         (parallel.pipeline_parallel_size > 1,
@@ -183,19 +186,19 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
     )  # fmt: skip
 
 
-def _loses_drafts(model: Any, number: int | None) -> bool:
+def _loses_drafts(model: Any) -> bool:
     """Whether vLLM's recurrent kernels for CPUs are not told how many draft tokens were accepted."""
     if model.architecture.startswith("Qwen3"):  # which has none in float32: our tests replace the layers
-        is_old = number is not None and number < 33
-        return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_old else []))
+        return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_before(33) else []))
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
     return "num_accepted_tokens" not in inspect.signature(mamba_mixer2.causal_conv1d_update).parameters
 
 
 def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
-    make_index(config).close()  # is there room for it?
-    largest = max(int(text.max()) for text in read_corpus(corpus))
+    texts = read_corpus(corpus)
+    make_index(config, texts).close()  # is there room for them?
+    largest = max(int(text.max()) for text in texts)
     if largest >= vocab_size:
         raise ConfigError(
             f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "

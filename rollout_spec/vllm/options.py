@@ -28,18 +28,23 @@ def speculative_config(num_speculative_tokens: int) -> dict[str, Any]:
 def asked_options(additional_config: Any) -> Mapping[str, Any] | None:
     """What stands under our key in vLLM's option of this name; None where nothing does.
 
-    Raises ConfigError: it is not a dictionary, or a key is nearly ours.
+    Raises ConfigError: it is not a dictionary.
     """
     if not isinstance(additional_config, Mapping):
         return None
-    for key in difflib.get_close_matches(OPTIONS_KEY, map(str, additional_config), cutoff=0.8):
-        if key != OPTIONS_KEY:
-            raise ConfigError(f"additional_config has the key {key!r}: write {OPTIONS_KEY!r}")
     options: Any = additional_config.get(OPTIONS_KEY)
     if options is not None and not isinstance(options, Mapping):
         asked = f"additional_config[{OPTIONS_KEY!r}]={options!r}"
         raise ConfigError(f"{asked}: must be a dictionary of options, such as {{'history': 0}}")
     return options
+
+
+def check_spelling(additional_config: Any) -> None:
+    """Raise a ConfigError for a key in vLLM's option of this name that is nearly ours."""
+    keys = map(str, additional_config) if isinstance(additional_config, Mapping) else ()
+    for key in difflib.get_close_matches(OPTIONS_KEY, keys, cutoff=0.8):
+        if key != OPTIONS_KEY:
+            raise ConfigError(f"additional_config has the key {key!r}: write {OPTIONS_KEY!r}")
 
 
 def names_our_drafter(vllm_config: VllmConfig) -> bool:

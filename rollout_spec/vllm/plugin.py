@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
-from rollout_spec.vllm.options import PROPOSER, asked_options, engine_options, has_our_drafter
+from rollout_spec.vllm.options import PROPOSER, asked_options, check_spelling, engine_options, has_our_drafter
 
 _CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
@@ -180,6 +180,7 @@ def _check_configurations() -> None:
     def create_checked_engine_config(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         from rollout_spec.vllm.checks import check_options
 
+        check_spelling(self.additional_config)
         options, speculative = asked_options(self.additional_config), self.speculative_config or {}
         if failure and (speculative.get("model") == PROPOSER or options is not None):
             raise ConfigError(failure)

@@ -1,7 +1,7 @@
 """What is refused, and why: one table, by which verl's driver and each engine judge what is asked for.
 
-The driver sees verl's configuration and each model's config.json, an engine vLLM's configuration. Both state
-the facts of the table that they can see. What only one of them can see, it refuses itself. Imports no vLLM.
+The driver sees verl's configuration and each model's config.json, an engine vLLM's. Both state the facts that
+they can see. What only one of them can see, it refuses itself, by `refuse_first`. Imports no vLLM.
 """
 
 from collections.abc import Mapping
@@ -95,11 +95,11 @@ def of_our_drafter(
         has_own_runner: whether the platform has, as NPUs have.
         longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
-    k, minor = config.num_speculative_tokens, versions.minor(versions.version())
-    is_short = longest_piece and longest_piece < 1 + k and (minor is None or minor >= 29)
+    k = config.num_speculative_tokens
+    is_short = longest_piece and longest_piece < 1 + k and not versions.is_before(29)
     return {
         "untested_vllm": not config.untested_vllm and versions.untested(),
-        "untested_policy": policy and recurrent.refusal(policy, minor),
+        "untested_policy": policy and recurrent.refusal(policy, versions.minor(versions.version())),
         "recurrent_on_own_runner": has_own_runner and policy,
         "long_drafts": has_own_runner and k > MAX_ON_NPUS and k,
         "short_pieces": is_short and (longest_piece, 1 + k),

@@ -29,6 +29,12 @@ def minor(release: str | None) -> int | None:
     return rest[0] if major == 0 else None
 
 
+def is_before(number: int, release: str | None = None) -> bool:
+    """Whether a release (None: the installed vLLM) is older than 0.N; a build from source is not."""
+    found = minor(release or version())
+    return found is not None and found < number
+
+
 def is_untested(release: str | None) -> bool:
     """Whether a release is newer than all that were tested; a build from source is none."""
     return _numbers(release) > max(map(_numbers, TESTED))
@@ -41,11 +47,9 @@ def untested() -> str | None:
 
 def refuse_old_version() -> None:
     """Raise a ConfigError if vLLM is older than what was tested: nothing says what its hooks would do."""
-    found = version()
-    number = minor(found)
-    if number is not None and number < OLDEST:
+    if is_before(OLDEST):
         raise ConfigError(
-            f"vllm {found} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
+            f"vllm {version()} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
         )
 
 
@@ -58,8 +62,7 @@ def v2_architectures() -> frozenset[str] | None:
 
 def mrv2_has_draft_models() -> bool:
     """Whether MRV2 runs a small model that drafts: that of 0.32 does, that of 0.29 does not."""
-    number = minor(version())
-    return number is None or number >= 32
+    return not is_before(32)
 
 
 def drafts_by_modules() -> bool:

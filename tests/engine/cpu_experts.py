@@ -4,7 +4,7 @@ Workers import this module, and with it what experts need that vLLM's CPU engine
 """
 
 import tests.engine.cpu_collectives  # noqa: F401
-from rollout_spec.verl.server import SpecWorkerExtension
+from rollout_spec.verl.worker_extension import SpecWorkerExtension
 
 
 class Extension(SpecWorkerExtension):

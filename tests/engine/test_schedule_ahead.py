@@ -18,7 +18,7 @@ def decided(tiny_model):
     from vllm.config import ModelConfig, VllmConfig
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm.mrv2 import ahead
+    from rollout_spec.vllm import versions
     from rollout_spec.vllm.mrv2.ahead import schedules_ahead
     from rollout_spec.vllm.options import scheduler_of
 
@@ -36,7 +36,7 @@ def decided(tiny_model):
             patch.setattr(config.parallel_config, "enable_dbo", overlaps)
             if policy is not None:
                 patch.setattr(ModelConfig, "architecture", policy)
-                patch.setattr(ahead, "version", lambda: "0.29.0")
+                patch.setattr(versions, "version", lambda: "0.29.0")
             config.scheduler_config.async_scheduling = schedules_ahead(config, asked)
         config.scheduler_config.scheduler_cls = scheduler_of(config)
         return config.scheduler_config

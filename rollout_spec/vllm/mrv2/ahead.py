@@ -29,7 +29,7 @@ from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
-from rollout_spec.vllm.versions import minor, version
+from rollout_spec.vllm.versions import is_before
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -175,7 +175,7 @@ def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
     if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
         by = "its scheduler's numbers of tokens"
         return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
-    number, policy = minor(version()), vllm_config.model_config.architecture
-    if policy == "DeepseekV4ForCausalLM" and number is not None and number < 32:
+    policy = vllm_config.model_config.architecture
+    if policy == "DeepseekV4ForCausalLM" and is_before(32):
         return f"vLLM before 0.32 compresses the KV cache of {policy} by its scheduler's numbers of tokens"
     return None

@@ -32,7 +32,7 @@ def check_sampler() -> None:
     """Raise a PatchError if the installed MRV2 samples in another way."""
     guard_class(COUPLED, KeyedSampler, Sampler)
     guard_class(COUPLED, CoupledVerifier, RejectionSampler)
-    guard_all(COUPLED, (versions.ADD_REQUEST, versions.SAMPLE, *versions.VERIFY))
+    guard_all(COUPLED, versions.OF_SAMPLER)
 
 
 def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKeys) -> None:

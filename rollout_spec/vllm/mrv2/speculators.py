@@ -32,7 +32,7 @@ SHARED_NOISE = Patch(
 def check_speculator() -> None:
     """Raise a PatchError if the installed vLLM's speculators draft in another way."""
     guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
-    guard_all(SHARED_NOISE, versions.SAMPLE_DRAFT)
+    guard_all(SHARED_NOISE, versions.OF_SPECULATOR)
 
 
 def for_the_model(vllm_config: VllmConfig) -> VllmConfig:

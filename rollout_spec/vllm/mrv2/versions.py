@@ -27,31 +27,15 @@ PASS_BY_PASS = Patch(
 # Methods of a speculator (vLLM 0.29, 0.32) that choose such a graph.
 _FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
 
-# For `guard_all`.
-ADD_REQUEST = (
-    Sampler,
-    "add_request",
-    ("self", "req_idx", "prompt_len", "sampling_params"),
-    ("self", "req_idx", "sampling_params"),
-)
-_SAMPLE = (
-    ("logits", "expanded_idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos"),
-    ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
-     "expanded_local_pos"),
-    ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids",
-     "expanded_local_pos", "seq_lens_upper_bound_np"),
-)  # fmt: skip
-# The third list begins as the second does; only the second goes on with `return_logprobs`.
-SAMPLE = (Sampler, "sample", *(("self", *names, "return_logprobs") for names in _SAMPLE))
-_SAMPLE_NAMES = [name for name in inspect.signature(Sampler.sample).parameters if name in _SAMPLE[-1]]
-
 HAS_VERIFY = hasattr(RejectionSampler, "_verify")
 _VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
+_SAMPLE_NAMES = frozenset(inspect.signature(Sampler.sample).parameters)
+
+# What we call and replace, for `guard_all`: owner, name, and the parameters in each version.
 _VERIFY = (
-    RejectionSampler,
-    "_verify",
-    ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
-     "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"),
+    (RejectionSampler, "_verify",
+     ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
+      "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos")),
 )  # fmt: skip
 _CALL = (
     (RejectionSampler, "_get_logprobs_tensors", ("self", "input_batch", "sampled", "num_sampled", "logits")),
@@ -60,12 +44,23 @@ _CALL = (
     (SamplerOutput, "__init__",
      ("self", "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected")),
 )  # fmt: skip
-VERIFY: tuple[tuple[Any, ...], ...] = (_VERIFY,) if HAS_VERIFY else _CALL
-
+_ROWS = ("self", "logits", "expanded_idx_mapping")
+_INPUTS = ("idx_mapping_np", "pos", "input_ids", "expanded_local_pos")
+OF_SAMPLER: tuple[tuple[Any, ...], ...] = (
+    (Sampler, "add_request",
+     ("self", "req_idx", "prompt_len", "sampling_params"),
+     ("self", "req_idx", "sampling_params")),
+    (Sampler, "sample",
+     (*_ROWS, *_INPUTS, "return_logprobs"),
+     (*_ROWS, "idx_mapping", *_INPUTS, "return_logprobs"),
+     (*_ROWS, "idx_mapping", *_INPUTS, "seq_lens_upper_bound_np", "return_logprobs")),
+    *(_VERIFY if HAS_VERIFY else _CALL),
+)  # fmt: skip
 _DRAW = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
-SAMPLE_DRAFT: tuple[tuple[Any, ...], ...] = (
+OF_SPECULATOR: tuple[tuple[Any, ...], ...] = (
     (DraftModelSpeculator, "sample_draft",
-     *(("self", "hidden_states", name, *_DRAW) for name in ("positions", "sample_src_positions"))),
+     ("self", "hidden_states", "positions", *_DRAW),
+     ("self", "hidden_states", "sample_src_positions", *_DRAW)),
     (gumbel, "gumbel_sample",
      ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
 )  # fmt: skip
@@ -75,7 +70,7 @@ _HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """`Sampler.sample` at every position: tokens and processed logits. given: of `verify_arguments`."""
     inputs = {**given, "input_ids": given["draft_sampled"]}
-    return sampler.sample(**{name: inputs[name] for name in _SAMPLE_NAMES})
+    return sampler.sample(**{name: inputs[name] for name in inputs if name in _SAMPLE_NAMES})
 
 
 def draw_as_target(

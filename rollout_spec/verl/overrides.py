@@ -1,0 +1,52 @@
+"""What is asked for on the command line, checked before Hydra reads it."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+
+from rollout_spec.config import METHODS, ConfigError, SpecConfig
+from rollout_spec.verl import model_drafter
+
+_MISSPELT = (
+    r"\+\+rollout\.spec=",
+    r"\+*rollout/spec=",
+    r"\+*rollout=.*\bspec\b",
+    r"\+*rollout\.spec\.method=",
+    r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
+    rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
+)
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Raise a ConfigError for overrides that Hydra would refuse in many lines, before any check of ours, or
+    take for something else."""
+    asked = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
+    chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
+    _refuse_misspelt(arguments, has_method=bool(chosen))
+    for method in itertools.chain(*chosen):
+        if method not in METHODS:
+            raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
+    _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
+
+
+def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
+    """What looks like `+rollout.spec=METHOD` and is none: Hydra would do nothing for it."""
+    has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
+    patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
+    for argument in arguments:
+        if any(re.match(pattern, argument) for pattern in patterns):
+            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+
+
+def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
+    """`rollout.spec.NAME=VALUE` where NAME is no option, or where a sweep has no such key yet."""
+    known = {field.name for field in dataclasses.fields(SpecConfig)} | {model_drafter.OPTION}
+    for argument in arguments:
+        if is_sweep and argument.startswith("rollout.spec."):
+            raise ConfigError(f"{argument}: in a sweep over rollout.spec Hydra takes it as ++{argument} only")
+        override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
+        if override and override[1] == "model_tokens":
+            raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
+        if override and override[1] not in known:
+            SpecConfig.from_mapping({override[1]: override[2]})
