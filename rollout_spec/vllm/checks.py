@@ -17,7 +17,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
-from rollout_spec.vllm.versions import is_before
+from rollout_spec.vllm.versions import has_window, is_before
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _TRAINED = "original_max_position_embeddings"
@@ -112,7 +112,7 @@ def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
 
 def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
+    model = vllm_config.model_config
     num_positions = speculative.draft_model_config.max_model_len
     # What was asked for: on MRV2 vLLM 0.33 lowers it to the drafter's, so that responses would end earlier.
     most = model.get_and_verify_max_len(model.original_max_model_len)
@@ -125,7 +125,7 @@ def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
         "adapters": vllm_config.lora_config is not None and "enable_lora",
         "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
         "few_positions": num_positions < most and (num_positions, most),
-        "ahead": not is_mrv2 and vllm_config.scheduler_config.async_scheduling and "vLLM's MRV1",
+        "ahead": vllm_config.scheduler_config.async_scheduling and _loses_ahead(vllm_config),
     }
 
 
@@ -139,6 +139,14 @@ def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
         "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
         "growing_rope": _growing_rope(model),
     }
+
+
+def _loses_ahead(vllm_config: VllmConfig) -> str | None:
+    """What a model cannot draft beside, if steps are scheduled ahead; None: anything."""
+    if not vllm_config.use_v2_model_runner:
+        return "vLLM's MRV1"
+    loses = has_window(vllm_config.model_config) and is_before(29)
+    return "a sliding window before vLLM 0.29" if loses else None
 
 
 def _growing_rope(model: Any) -> tuple[int, int] | None:

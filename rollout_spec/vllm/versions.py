@@ -1,6 +1,7 @@
 """What differs between the versions of vLLM, asked of vLLM itself where it can tell; imports it only then."""
 
 import re
+from typing import Any
 
 from rollout_spec.config import ConfigError
 from rollout_spec.environment import package_version
@@ -51,6 +52,12 @@ def refuse_old_version() -> None:
         raise ConfigError(
             f"vllm {version()} is not supported: take 0.{OLDEST} or later; {', '.join(TESTED)} are tested"
         )
+
+
+def has_window(model_config: Any) -> bool:
+    """Whether layers attend to a window, or a chunk, behind which vLLM frees the keys."""
+    chunk = getattr(model_config.hf_text_config, "attention_chunk_size", None)
+    return bool(model_config.get_sliding_window() or chunk)
 
 
 def v2_architectures() -> frozenset[str] | None:

@@ -23,7 +23,14 @@ def decided(tiny_model):
     from rollout_spec.vllm.options import scheduler_of
 
     def decide(
-        asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, policy=None, **arguments
+        asked,
+        is_cpu=False,
+        has_v2=True,
+        returns_experts=False,
+        overlaps=False,
+        policy=None,
+        old=None,
+        **arguments,
     ):
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
@@ -36,7 +43,8 @@ def decided(tiny_model):
             patch.setattr(config.parallel_config, "enable_dbo", overlaps)
             if policy is not None:
                 patch.setattr(ModelConfig, "architecture", policy)
-                patch.setattr(versions, "version", lambda: "0.29.0")
+            if old is not None:
+                patch.setattr(versions, "version", lambda: old)
             config.scheduler_config.async_scheduling = schedules_ahead(config, asked)
         config.scheduler_config.scheduler_cls = scheduler_of(config)
         return config.scheduler_config
@@ -62,7 +70,8 @@ def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_c
         ({"distributed_executor_backend": WITHOUT_IT}, "distributed_executor_backend=.* does not support it"),
         ({"overlaps": True, "all2all_backend": "deepep_high_throughput"}, "with enable_dbo and all2all_back"),
         ({"returns_experts": True}, "with enable_return_routed_experts, vLLM finds"),
-        ({"policy": "DeepseekV4ForCausalLM"}, "vLLM before 0.32 compresses the KV cache"),
+        ({"policy": "DeepseekV4ForCausalLM", "old": "0.29.0"}, "vLLM before 0.32 compresses the KV cache"),
+        ({"hf_overrides": {"sliding_window": 32}, "old": "0.24.0"}, "vLLM before 0.29 frees keys behind a"),
     ],
 )
 def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monkeypatch):
@@ -74,3 +83,25 @@ def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monk
     assert not decided(None, **arguments).async_scheduling
     [message] = {message for message in caplog.messages if "one by one" in message}
     assert re.search(f"the device waits for the host between them; async_scheduling: {reason}", message)
+
+
+@pytest.mark.parametrize(
+    ("release", "window", "refusal"),
+    [
+        ("0.24.0", None, None),
+        ("0.24.0", "sliding_window", "a sliding window before vLLM 0.29"),
+        ("0.24.0", "attention_chunk_size", "a sliding window before vLLM 0.29"),
+        ("0.29.0", "sliding_window", None),
+    ],
+)
+def test_a_model_that_drafts_alone_is_refused_where_keys_are_freed_early(
+    tiny_model, monkeypatch, release, window, refusal
+):
+    from vllm.config import VllmConfig
+
+    from rollout_spec.vllm import checks, versions
+
+    config = configured(tiny_model, hf_overrides={window: 32} if window else {})
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    monkeypatch.setattr(versions, "version", lambda: release)
+    assert checks._loses_ahead(config) == refusal

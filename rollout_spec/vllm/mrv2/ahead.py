@@ -29,7 +29,7 @@ from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
-from rollout_spec.vllm.versions import is_before
+from rollout_spec.vllm.versions import has_window, is_before
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -176,6 +176,8 @@ def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
         by = "its scheduler's numbers of tokens"
         return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
     policy = vllm_config.model_config.architecture
+    if has_window(vllm_config.model_config) and is_before(29):
+        return "vLLM before 0.29 frees keys behind a window by its scheduler's numbers of tokens"
     if policy == "DeepseekV4ForCausalLM" and is_before(32):
         return f"vLLM before 0.32 compresses the KV cache of {policy} by its scheduler's numbers of tokens"
     return None
