@@ -208,4 +208,4 @@ when_imported("vllm.v1.attention.backends.cpu_attn", plan_attention)
 when_imported("vllm.v1.worker.cpu_worker", start_as_on_gpus)
 when_imported("vllm.v1.worker.cpu.shm", arrive_late)  # which has events of its own
 when_imported("vllm.v1.worker.gpu.async_utils", arrive_late)
-when_imported("rollout_spec.vllm.mrv2.host_drafts", arrive_late)
+when_imported("rollout_spec.vllm.mrv2.arrivals", arrive_late)

@@ -10,7 +10,7 @@ import pytest
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate import passes
 from rollout_spec.vllm import proposer
-from rollout_spec.vllm.mrv2 import host_drafts
+from rollout_spec.vllm.mrv2 import arrivals
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.versions import mrv2_has_draft_models
 from tests.engine import interpreted_runner
@@ -53,7 +53,7 @@ def virtual_time():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
-        patch.setattr(host_drafts, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
+        patch.setattr(arrivals, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
         patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of MRV1
         for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("RETRY_EVERY", 8)):
             patch.setattr(passes, name, steps)
