@@ -10,7 +10,7 @@ from typing import Any
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec.vllm.versions import v2_architectures, version
+from rollout_spec.vllm.versions import is_before, v2_architectures, version
 from tests.engine.conftest import OFF, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
@@ -44,6 +44,12 @@ FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
 # For two requests of at most 64 tokens, drafts included, and one block more; the first block is vLLM's.
 FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 6, "max_model_len": 80, "max_num_seqs": 4}
+# Keys behind a window are freed, and others take their blocks at once.
+WINDOW = {
+    "hf_overrides": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 32}, "block_size": 16,
+    "num_gpu_blocks_override": 9, "max_model_len": 112, "max_num_seqs": 3, "enable_prefix_caching": False,
+}  # fmt: skip
+WINDOWED = ("greedy", "sampled", "looping", "unnamed", "penalties", "top_k")
 DRAW = random.Random(5)
 DRAWN = {f"mixed {number}": random_request(DRAW) for number in range(24)}
 # Without what 0.24 does not take on MRV2.
@@ -63,6 +69,8 @@ def main(model):
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
         "open": run(model, {}, stop, (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
+        "window": run(model, {}, names=WINDOWED, async_scheduling=not is_before(29), **WINDOW),
+        "plain window": run(model, None, names=WINDOWED, **WINDOW),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
         "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }

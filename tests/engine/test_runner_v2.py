@@ -16,7 +16,7 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import RequestKeys
-from rollout_spec.vllm.versions import v2_architectures, version
+from rollout_spec.vllm.versions import is_before, v2_architectures, version
 from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
@@ -191,6 +191,14 @@ def test_drafts_are_accepted(results, engine):
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
     assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
+
+
+def test_keys_behind_a_window_are_freed_no_earlier_than_without_drafts(results):
+    asked = [results[name]["requests"] for name in ("window", "plain window")]
+    tokens = [[one["tokens"] for one in found.values()] for found in asked]
+    assert tokens[0] == tokens[1]
+    assert results["window"]["counters"]["num_accepted_tokens"] > 50
+    assert any(step["in_flight"] for step in results["window"]["steps"]) == (not is_before(29))
 
 
 @pytest.mark.parametrize("engine", AHEAD)
