@@ -147,14 +147,6 @@ def test_refused_before_an_engine_process_is_launched(tiny_model, arguments, opt
         configured(tiny_model, options, **arguments)
 
 
-def test_step_5_is_refused_with_drafts_that_its_own_head_does_not_make(tiny_model, monkeypatch):
-    from vllm.config import ModelConfig
-
-    monkeypatch.setattr(ModelConfig, "architecture", "Step5ForCausalLM")  # of vLLM 0.33
-    with pytest.raises(ValueError, match=r"^Step5ForCausalLM: vLLM checks [^\n]*policy without them\Z"):
-        configured(tiny_model, {})
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model, kind):
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -169,23 +161,24 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
 
 
 @pytest.mark.parametrize(
-    ("policy", "packed"),
+    ("policy", "cache", "found"),
     [
-        ("LlamaForCausalLM", "turboquant_4bit_nc"),
-        ("LlamaForCausalLM", "ultraquant_4bit"),
-        ("MiniMaxM3SparseForCausalLM", "nvfp4"),  # of vLLM 0.32
+        ("LlamaForCausalLM", "turboquant_4bit_nc", "kv_cache_dtype=turboquant_4bit_nc"),
+        ("LlamaForCausalLM", "ultraquant_4bit", "kv_cache_dtype=ultraquant_4bit"),
+        ("MiniMaxM3SparseForCausalLM", "nvfp4", "kv_cache_dtype=nvfp4"),  # of vLLM 0.32
+        ("Step5ForCausalLM", "auto", "Step5ForCausalLM"),  # of vLLM 0.33
     ],
 )
-def test_drafts_are_refused_with_a_cache_whose_attention_fails(tiny_model, policy, packed, monkeypatch):
+def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, cache, found, monkeypatch):
     from vllm.config import ModelConfig
 
     from rollout_spec.vllm.checks import check_options
 
-    monkeypatch.setattr(ModelConfig, "architecture", policy)
     drafting, without = configured(tiny_model, {}), configured(tiny_model, **OFF)
+    monkeypatch.setattr(ModelConfig, "architecture", policy)
     for config in drafting, without:
-        config.cache_config.cache_dtype = packed  # CPUs have no such attention
-    with pytest.raises(ConfigError, match=rf"^kv_cache_dtype={packed}: [^\n]*policy without them\Z"):
+        config.cache_config.cache_dtype = cache  # CPUs have no such attention
+    with pytest.raises(ConfigError, match=rf"^{found}: [^\n]*policy without them\Z"):
         check_options(drafting)
     check_options(without)
 
