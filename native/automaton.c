@@ -60,14 +60,10 @@ static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, 
     if (from->token < 0) {
         from->token = token;
         from->target = target;
-    } else {
-        rs_transition transition = {.token = token, .target = target};
-        rs_status status = rs_block_append(&a->pool, a->memory, &from->block, transition);
-        if (status != RS_OK) {
-            return status;
-        }
+        return RS_OK;
     }
-    return RS_OK;
+    rs_transition transition = {.token = token, .target = target};
+    return rs_block_append(&a->pool, a->memory, &from->block, transition);
 }
 
 static void remove_last_transition(rs_automaton *a, uint32_t state) {

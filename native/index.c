@@ -79,10 +79,6 @@ int32_t rs_group_given_up(rs_index *index) {
     return -1;
 }
 
-static void set_idle(rs_index *index, rs_group *group) {
-    group->idle_since = ++index->num_idle_ever;
-}
-
 void rs_group_enter(rs_group *group) {
     group->idle_since = 0;
     group->num_running++;
@@ -90,7 +86,7 @@ void rs_group_enter(rs_group *group) {
 
 void rs_group_leave(rs_index *index, rs_group *group) {
     if (--group->num_running == 0) {
-        set_idle(index, group);
+        group->idle_since = ++index->num_idle_ever;
         if (index->sequences[group->prompt].is_left_out) {
             give_up(index, group); /* nothing can be drafted in it */
         }

@@ -20,6 +20,9 @@ from rollout_spec.homes import Homes
 from rollout_spec.trace import Proposals, Rollout
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
+_MAX_TOKEN = np.iinfo(np.int32).max
+LEAST_REQUESTS = 32
+"""That `one_rollout` has at least: with fewer, one long response decides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,6 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
     """Whether any group has lines in more than one rollout."""
     groups = [group for rollout in rollouts_of(lines) for group in {line.group for line in rollout}]
     return len(set(groups)) < len(groups)
-
-
-_MAX_TOKEN = np.iinfo(np.int32).max
-LEAST_REQUESTS = 32
-"""That `one_rollout` has at least: with fewer, one long response decides."""
 
 
 def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:

@@ -17,7 +17,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import refuse_uncoupled
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
-from rollout_spec.vllm.versions import has_window, is_before
+from rollout_spec.vllm.versions import frees_keys_early, is_before
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _TRAINED = "original_max_position_embeddings"
@@ -145,8 +145,7 @@ def _loses_ahead(vllm_config: VllmConfig) -> str | None:
     """What a model cannot draft beside, if steps are scheduled ahead; None: anything."""
     if not vllm_config.use_v2_model_runner:
         return "vLLM's MRV1"
-    loses = has_window(vllm_config.model_config) and is_before(29)
-    return "a sliding window before vLLM 0.29" if loses else None
+    return "a sliding window before vLLM 0.29" if frees_keys_early(vllm_config.model_config) else None
 
 
 def _growing_rope(model: Any) -> tuple[int, int] | None:

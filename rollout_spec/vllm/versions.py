@@ -54,10 +54,10 @@ def refuse_old_version() -> None:
         )
 
 
-def has_window(model_config: Any) -> bool:
-    """Whether layers attend to a window, or a chunk, behind which vLLM frees the keys."""
+def frees_keys_early(model_config: Any) -> bool:
+    """Whether vLLM frees keys behind a window, or a chunk, by its scheduler's count, with all room in it."""
     chunk = getattr(model_config.hf_text_config, "attention_chunk_size", None)
-    return bool(model_config.get_sliding_window() or chunk)
+    return is_before(29) and bool(model_config.get_sliding_window() or chunk)
 
 
 def v2_architectures() -> frozenset[str] | None:

@@ -40,7 +40,7 @@ class Ours(Stopwatch):
         if v2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
-            time.perf_counter = clock.now  # by which `HostDrafts` says when a step ended
+            time.perf_counter = clock.now  # by which `Arrival` says when a step ended
             self.time(HostDrafts, "begin_step", "give_drafts", "take_sampled")
             self.time(RequestKeys, "of")
 

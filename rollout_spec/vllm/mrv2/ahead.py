@@ -29,7 +29,7 @@ from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
-from rollout_spec.vllm.versions import has_window, is_before
+from rollout_spec.vllm.versions import frees_keys_early, is_before
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -74,9 +74,8 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
             takes_drafts = not (request.is_prefill_chunk or request.use_structured_output)
-            request.spec_token_ids = (
-                [-1] * self._given_room if takes_drafts else []
-            )  # as vLLM's own placeholders
+            # As vLLM's own placeholders.
+            request.spec_token_ids = [-1] * self._given_room if takes_drafts else []
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
             self._num_in_flight += 1
@@ -176,7 +175,7 @@ def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
         by = "its scheduler's numbers of tokens"
         return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
     policy = vllm_config.model_config.architecture
-    if has_window(vllm_config.model_config) and is_before(29):
+    if frees_keys_early(vllm_config.model_config):
         return "vLLM before 0.29 frees keys behind a window by its scheduler's numbers of tokens"
     if policy == "DeepseekV4ForCausalLM" and is_before(32):
         return f"vLLM before 0.32 compresses the KV cache of {policy} by its scheduler's numbers of tokens"
