@@ -98,14 +98,3 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
         [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
         for name, value in figures.items()
     ]  # fmt: skip
-
-
-def specdecode_tables(found: dict[str, list[dict[str, Any]]]) -> Iterator[Table]:
-    """What `bench specdecode` measured: a table for each dataset, a row for each method."""
-    for name, results in found.items():
-        title = f"{name}: tokens per step, and times the speed without drafts"
-        rows = [
-            [one["method"], *(f"{figure:.2f}" for figure in (one["tokens_per_step"], *one["speed"].values()))]
-            for one in results
-        ]
-        yield title, ["", "tokens", *(f"{n} rows" for n in results[0]["speed"])], rows

@@ -5,10 +5,10 @@ import importlib
 
 from rollout_spec.cli import add_example, sentence
 
-HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core, SpecDecode-Bench"
+HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core"
 KINDS = {
     name: importlib.import_module(f"rollout_spec_lab.cli.bench_{name}")
-    for name in ("drafters", "engine", "rollout", "host", "verify", "native", "specdecode")
+    for name in ("drafters", "engine", "rollout", "host", "verify", "native")
 }
 
 
