@@ -16,7 +16,7 @@ from rollout_spec.cli.rollouts import (
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import add_output, installed, shown, write
+from rollout_spec_lab.cli.inputs import add_output, installed, write
 
 HELP = "compare drafters on the same steps of recorded rollouts"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam")
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.environment import environment, quiet_vllm
     from rollout_spec_lab.bench.drafters import SUFFIX
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     record = {"environment": environment(), "results": results}
     if args.output:
         write(record, args.output / "drafters.json")
-    return shown(record, args.json, drafters_tables)
+    show(record, args.json, *drafters_tables(record))
+    return 0
 
 
 def _methods(named: str | None, has_model: bool) -> list[str]:

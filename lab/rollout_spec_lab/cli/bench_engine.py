@@ -80,6 +80,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.engine import record_proposals
     from rollout_spec_lab.bench.rollouts import tables, write_proposals
 
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         record = serve(args, plan, folder, {}, kind)
         if args.record_proposals:
             write_proposals(record_proposals(plan, folder), plan.load.prompts, plan.load.group_size, folder)
-    return inputs.shown(record, args.json, tables)
+    show(record, args.json, *tables(record))
+    return 0
 
 
 def serve(

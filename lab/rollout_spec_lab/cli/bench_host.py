@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import tracked
+    from rollout_spec.cli.console import show, tracked
     from rollout_spec_lab.bench.host import make_record, measure
     from rollout_spec_lab.bench.tables import host_tables
 
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
             record = make_record(plan, found)
             if args.output:
                 inputs.write(record, folder / "host.json")
-    return inputs.shown(record, args.json, host_tables)
+    show(record, args.json, *host_tables(record))
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> HostPlan:

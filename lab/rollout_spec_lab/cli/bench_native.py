@@ -4,7 +4,7 @@ import argparse
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, shown, write
+from rollout_spec_lab.cli.inputs import add_output, write
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
@@ -17,10 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.index_costs import measure
     from rollout_spec_lab.bench.tables import native_tables
 
     record = measure(args.repeats)
     if args.output:
         write(record, args.output)
-    return shown(record, args.json, native_tables)
+    show(record, args.json, *native_tables(record))
+    return 0

@@ -50,19 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.rollouts import tables
 
     predicted = inputs.rooflines(args.model_config, args.gpu)
     with inputs.output_folder(args.output) as folder:
         model = inputs.dummy_model(args.model_config, folder)
         if not args.rows:
-            return inputs.shown(serve(args, _plan(args, model), folder, predicted), args.json, tables)
+            record = serve(args, _plan(args, model), folder, predicted)
+            show(record, args.json, *tables(record))
+            return 0
         plans = {rows: _plan(args, model, rows) for rows in args.rows}
         found = {}
         for rows, plan in plans.items():
             (of_rows := folder / f"rows-{rows}").mkdir(exist_ok=True)
             found[str(rows)] = serve(args, plan, of_rows, predicted)
-    return inputs.shown(found, args.json, lambda found: chain.from_iterable(map(tables, found.values())))
+    show(found, args.json, *chain.from_iterable(map(tables, found.values())))
+    return 0
 
 
 def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:

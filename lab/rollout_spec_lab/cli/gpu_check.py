@@ -63,6 +63,7 @@ def _add_served(served: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
     from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import tables, verdict, write_check
@@ -72,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
-    with timed("gpu-check", plan.seconds) as show:
+    with timed("gpu-check", plan.seconds) as say:
         # What there is so far is kept, if the command is stopped early.
-        for record in Check(plan, args.output, show).run():
+        for record in Check(plan, args.output, say).run():
             record["plan"] = {
                 "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
                 "dtype": inputs.default_dtype(),
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
             record["verdict"] = verdict(record)
             paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
-    return inputs.shown(record, args.json, tables, [*record["verdict"], files])
+    show(record, args.json, *tables(record), *record["verdict"], files)
+    return 0
 
 
 def _methods(args: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,19 +99,6 @@ def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: st
 
 def write(record: Mapping[str, Any], file: Path) -> None:
     write_files(file.parent, {file.name: as_json(record)})
-
-
-def shown(
-    record: dict[str, Any], wants_json: bool, tables: Callable[[dict[str, Any]], Iterable[Any]],
-    sentences: Iterable[str] = (),
-) -> int:  # fmt: skip
-    """Print what was measured, `sentences` after its tables; returns the exit code."""
-    from rollout_spec.cli.console import show
-
-    show(record, wants_json, *tables(record))
-    for sentence in sentences if not wants_json else ():
-        print(sentence)
-    return 0
 
 
 def json_object(text: str) -> dict[str, Any]:
