@@ -1,10 +1,9 @@
-"""The recipes: every size and device against verl's configuration and checks, the data and the sampler."""
+"""The recipes: every size and device against verl's configuration and checks, the data."""
 
 import dataclasses
 import itertools
 import json
 import os
-import random
 import runpy
 import subprocess
 import sys
@@ -15,20 +14,16 @@ import pyarrow.parquet
 import pytest
 import verl  # noqa: F401 - loads the plugin, which puts our groups on Hydra's search path
 from hydra import compose, initialize_config_dir
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import default_compute_score
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict import roofline
 from rollout_spec.predict.model import Model
 from rollout_spec.verl.check_config import MODES, check_config
-from rollout_spec.verl.replay_buffer import BoundedReplayBuffer
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("grpo", "dapo")
@@ -48,9 +43,6 @@ def check(config):
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
         omega_conf_to_dataclass(OmegaConf.select(config, section))
     OmegaConf.to_container(config, resolve=True)
-    sampler = config.trainer.v1.sampler.custom_sampler
-    if sampler.path:
-        assert issubclass(load_extern_type(sampler.path, sampler.name), replay_buffer.ReplayBuffer)
 
 
 def check_memory(rollout, size, device):
@@ -94,7 +86,7 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     assert check_config(config) == SpecConfig()
     trainer = get_trainer_cls(mode)(config)
     assert isinstance(trainer.replay_buffer, replay_buffer.ReplayBufferAsync) == (mode != "sync")
-    assert isinstance(trainer.replay_buffer, BoundedReplayBuffer) == (recipe == "dapo")
+    assert (trainer.replay_buffer.filter_groups_metric == "acc") == (recipe == "dapo")
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
     assert rollout.enforce_eager == (device == "npu")
@@ -233,97 +225,3 @@ def test_data_that_cannot_be_had_is_one_line(recipe, copy, message, tmp_path, pr
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("prepare.py: ") and message in last
     assert not output.is_dir()
-
-
-class Queue:
-    """TransferQueue in memory, and the rollout that fills it: a group finishes at some later look."""
-
-    def __init__(self, signal, batch_size, seed):
-        self.random = random.Random(seed)
-        self.signal = signal
-        self.items: dict[str, dict] = {}
-        self.scores: dict[str, list[float]] = {}
-        self.num_prompts = 0
-        self.submit(batch_size)
-
-    def submit(self, num_prompts):
-        for _ in range(num_prompts):
-            uid = f"p{self.num_prompts:05d}"
-            self.num_prompts += 1
-            self.items[uid] = {"is_prompt": True, "status": "running", "global_steps": 1}
-            different = self.random.random() < self.signal
-            self.scores[uid] = [0.0, 1.0 if different else 0.0]
-
-    def kv_list(self):
-        for uid, tag in list(self.items.items()):
-            if tag.get("status") == "running" and self.random.random() < 0.5:
-                tag["status"] = "finished"
-                for sample in range(2):
-                    self.items[f"{uid}_{sample}_0"] = {}
-        return {"train": {key: dict(tag) for key, tag in self.items.items()}}
-
-    def kv_clear(self, partition_id, keys):
-        for key in keys:
-            self.items.pop(key, None)
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        def score(key):
-            uid, sample, _ = key.split("_")
-            return self.scores[uid][int(sample)]
-
-        return {"extra_fields": [{"reward_extra_info": {"acc": score(key)}} for key in keys]}
-
-    def check_kept(self, groups, most, num_generated):
-        """A group without signal is in a batch only where no other could be made for it."""
-        assert num_generated <= most
-        if any(len(set(self.scores[uid])) == 1 for uid in groups):
-            assert num_generated == most
-
-
-def sample(buffer, queue, step, batch_size):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_buffer, "tq", queue)
-        batch, metrics = buffer.sample(step, "train", batch_size)
-    queue.kv_clear("train", batch.keys)
-    return sorted({key.split("_")[0] for key in batch.keys}), metrics
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    mode=st.sampled_from(["sync", "separate_async"]),
-    signal=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-    mini_batch=st.integers(1, 4),
-    num_mini_batches=st.integers(1, 3),
-    max_inflight=st.integers(1, 3),
-    max_batches=st.integers(1, 6),
-    seed=st.integers(0, 1000),
-)
-def test_dynamic_sampling_ends(mode, signal, mini_batch, num_mini_batches, max_inflight, max_batches, seed):
-    """An asynchronous trainer as verl drives it: a batch is under way when the first step begins, and each
-    step adds another, and takes them in parts."""
-    is_async, batch_size = mode != "sync", mini_batch * num_mini_batches
-    queue = Queue(signal, batch_size * is_async, seed)
-    groups = {"enable": True, "metric": "acc", "max_num_gen_batches": max_batches}
-    groups["max_inflight_gen_batches"] = 1 if is_async else max_inflight
-    buffer = BoundedReplayBuffer(
-        trainer_mode=mode,
-        trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=100,  # nothing here is stale
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({"filter_groups": groups, "train_batch_size": batch_size}),
-        refill_fn=queue.submit,
-    )
-    buffer.poll_interval = 0.0
-    for step in range(1, 4 if is_async else 2):
-        before = queue.num_prompts
-        queue.submit(batch_size)
-        for size in [mini_batch] * num_mini_batches if is_async else [batch_size]:
-            sampled, metrics = sample(buffer, queue, step, size)
-            assert len(sampled) == size
-        num_generated = queue.num_prompts - before
-        assert metrics["training/filter_groups/num_gen_batches"] == num_generated / batch_size
-        queue.check_kept(sampled, max_batches * batch_size, num_generated)
-        if is_async:
-            assert sum("_" not in key for key in queue.items) == batch_size, "as many are under way as before"
-        elif signal == 1.0:
-            assert num_generated == batch_size

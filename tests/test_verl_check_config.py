@@ -104,10 +104,6 @@ def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(
         launched(f"{DEVICES}=2", override)
 
 
-BOUNDED = (
-    "+rollout_spec_replay_buffer=bounded & algorithm.filter_groups.max_num_gen_batches=2 & "
-    "trainer.v1.sampler.sync_refill_failed_groups=true"
-)
 CONFLICTS = {
     "rollout.spec.num_speculative_tokens=0": r"rollout\.spec\.num_speculative_tokens=0: must be between 1",
     "+rollout.spec.model_tokens=2": r"set num_speculative_tokens of rollout\.spec\.model_drafter or of .*mtp",
@@ -117,8 +113,6 @@ CONFLICTS = {
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "rollout.spec sets it",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
     "actor_rollout_ref.rollout.name=sglang": "needs vllm",
-    "+rollout_spec_replay_buffer=bounded": "max_num_gen_batches=0: must be at least 1",
-    BOUNDED: "sync_refill_failed_groups=True: must be False with",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -299,7 +293,7 @@ def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
 
 def test_a_configuration_of_ones_own_may_have_our_options():
     check_overrides(["--config-name=mine", "rollout.spec.history=0", "++rollout.spec.corpus=x"])
-    check_overrides(["+rollout.nnodes=2", "+rollout_spec_replay_buffer=bounded"])
+    check_overrides(["+rollout.nnodes=2", "+rollout_spec_device=npu"])
 
 
 def run(command):

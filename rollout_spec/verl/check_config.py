@@ -15,7 +15,6 @@ from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
-REPLAY_BUFFER = "pkg://rollout_spec.verl.replay_buffer"
 MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
@@ -39,7 +38,6 @@ def check_config(config: DictConfig) -> SpecConfig:
     refuse_old_version()
     _refuse_old_verl()
     _check_trainer(config, spec)
-    _check_replay_buffer(config)
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
@@ -70,18 +68,6 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     if spec.coupled or mode != "sync":
         way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
         require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
-
-
-def _check_replay_buffer(config: DictConfig) -> None:
-    if value(config, "trainer.v1.sampler.custom_sampler.path") != REPLAY_BUFFER:
-        return
-    bounded = "with +rollout_spec_replay_buffer=bounded"
-    batches = "algorithm.filter_groups.max_num_gen_batches"
-    most = value(config, batches)
-    if type(most) is not int or most < 1:
-        raise ConfigError(f"{batches}={most}: must be at least 1 {bounded}")
-    refill = "trainer.v1.sampler.sync_refill_failed_groups"
-    require(config, refill, (None, False), f"must be False {bounded}, which replaces no failed group")
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
