@@ -163,7 +163,7 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
     alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
     assert alone["speculative_config"] == given
-    assert alone["additional_config"]["rollout_spec"] == {"method": "off", "verify": "coupled"}
+    assert alone["additional_config"]["rollout_spec"] == {"method": "keyed"}
     assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}
     options = {"untested_vllm": True, "history": 2, "batch_threshold": 4, "model_tokens": 3}
     assert both["additional_config"]["rollout_spec"] == options

@@ -184,7 +184,7 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
     if method.drafting == "off":
         return {}
-    coupled = {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
+    coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
     if method.name == "off":
         return coupled
     if method.name == "model":
