@@ -57,7 +57,7 @@ def couple_rejection_sample(module: Any) -> None:
     def rejection_sample(reject: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
         generators, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(generators, RowGenerators):  # a warm-up
+        if not isinstance(generators, RowGenerators):  # another engine's
             return reject(*args, **kwargs)
         if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.PARTIAL_LOGITS` sees to
             logits, _ = logits

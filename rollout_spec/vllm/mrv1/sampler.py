@@ -70,7 +70,7 @@ class RowSampling:
         for module in rejection_samplers():
             couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
-        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
+        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,17 +85,15 @@ class RowSampling:
         return keys, positions + nums_sampled
 
     def with_generators(self, metadata: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
-        """It gets a `RowGenerators`, but not in a warm-up. The batch's own are cleared."""
-        batch = self._runner.input_batch
-        if not batch.num_reqs:
-            return metadata
-        if batch.num_reqs != len(num_draft_tokens):
+        """It gets a `RowGenerators`. The batch's own are cleared."""
+        batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
+        if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
-                f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
+                f"rollout_spec: {num_rows} rows are sampled, the batch has {batch.num_reqs}; "
                 "take rollout.spec=off, and run `rollout-spec doctor`"
             )
-        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
-        positions = batch.num_tokens_no_spec[: batch.num_reqs]
+        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
+        positions = batch.num_tokens_no_spec[:num_rows]
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
@@ -137,23 +135,20 @@ class RowVerifier(RejectionSampler):
 
 
 class CoupledTopKTopPSampler(torch.nn.Module):
-    """vLLM's top-k-top-p sampler, drawing with keyed noise where the rows have keys."""
+    """In place of vLLM's top-k-top-p sampler; it draws with keyed noise."""
 
-    def __init__(self, plain: torch.nn.Module, logprobs_mode: str) -> None:
+    def __init__(self, logprobs_mode: str) -> None:
         super().__init__()
-        self.plain = plain
         self.logprobs_mode = logprobs_mode
 
     def forward(
         self,
         logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
+        generators: RowGenerators,
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
-        if not isinstance(generators, RowGenerators):  # a warm-up
-            return self.plain(logits, generators, k, p)
         # That of the platform's verification, so that both keep the same tokens.
         logits = rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
         processed = None
