@@ -15,13 +15,13 @@ from pathlib import Path
 
 from docs import request_options
 from rollout_spec.cli import COMMANDS, build_parser
-from rollout_spec.config import AUTO, METHODS, ROUTINGS, VERIFY, SpecConfig
+from rollout_spec.config import AUTO, METHODS, ROUTINGS, SpecConfig
 from rollout_spec.metrics import METRICS
 from rollout_spec_lab import cli as lab
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
-CHOICES = {"method": METHODS, "verify": VERIFY, "routing": ROUTINGS}
+CHOICES = {"method": METHODS, "routing": ROUTINGS}
 
 
 def options() -> str:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-METHODS = ("sam", "off")
-VERIFY = ("coupled", "standard")
+METHODS = ("sam", "off", "keyed")
 ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_ON_NPUS = 15  # vllm-ascend's attention takes 16 tokens of a request in a step with drafts
@@ -53,14 +52,10 @@ class SpecConfig:
 
     method: str = _option(
         "sam",
-        "sam: draft with the suffix automaton; off: plain verl and vLLM",
-        "you need a baseline that is measured in the same way. With verl, start it with `+rollout.spec=off`; "
-        "`rollout.spec.method=off` on top of `sam` is refused",
-    )
-    verify: str = _option(
-        "coupled",
-        "coupled: the same tokens with drafts as without; standard: the same distribution",
-        "you need vLLM's own random generators",
+        "sam: draft with the suffix automaton; off: plain verl and vLLM; keyed: no drafts, and the tokens "
+        "that a run with drafts samples",
+        "you need a baseline that is measured in the same way. With verl, start it with `+rollout.spec=off`, "
+        "or with `+rollout.spec=off rollout.spec.method=keyed`",
     )
     num_speculative_tokens: int = _option(
         DEFAULT_SPECULATIVE_TOKENS,
@@ -131,12 +126,18 @@ class SpecConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        for name, choices in (("method", METHODS), ("verify", VERIFY), ("routing", ROUTINGS)):
+        for name, choices in (("method", METHODS), ("routing", ROUTINGS)):
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"rollout.spec.{name}={value!r}: must be one of {', '.join(choices)}")
 
     @property
     def enabled(self) -> bool:
+        """Whether our drafter drafts."""
+        return self.method == "sam"
+
+    @property
+    def coupled(self) -> bool:
+        """Whether tokens are drawn with our noise, drafts or not."""
         return self.method != "off"
 
     @property
@@ -147,10 +148,6 @@ class SpecConfig:
     def most_model_tokens(self) -> int:
         """Of a row's draft tokens, those of a model that drafts beside the text."""
         return min(self.model_tokens, self.num_speculative_tokens)
-
-    @property
-    def coupled(self) -> bool:
-        return self.verify == "coupled"
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:

@@ -2,14 +2,14 @@ import dataclasses
 
 import pytest
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import METHODS, ConfigError, SpecConfig
 
 
 def test_defaults_are_valid_and_survive_a_round_trip():
     config = SpecConfig()
-    assert config.enabled
     assert SpecConfig.from_mapping(config.to_dict()) == config
-    assert not SpecConfig(method="off").enabled
+    configs = [SpecConfig(method=method) for method in METHODS]
+    assert [(each.enabled, each.coupled) for each in configs] == [(True, True), (False, False), (False, True)]
 
 
 NUMBERS = [field for field in dataclasses.fields(SpecConfig) if field.metadata["low"] is not None]
@@ -34,7 +34,7 @@ def test_both_ends_of_a_range(field, end):
         ({"num_speculative_tokens": True}, "must be of type int"),
         ({"num_speculative_tokens": 2.0}, "must be of type int"),
         ({"min_survival": float("nan")}, "must be between 0 and 1"),
-        ({"method": "ngram"}, "must be one of sam, off"),
+        ({"method": "ngram"}, "must be one of sam, off, keyed"),
         ({"batch_threshold": "8"}, "batch_threshold is the text '8': write 8 without quotes, or auto"),
         ({"batch_threshold": "fast"}, "rollout.spec.batch_threshold='fast': must be a number or auto"),
         ({"min_survival": "auto"}, "rollout.spec.min_survival='auto': must be of type float"),

@@ -120,7 +120,7 @@ class Engine:
             model_config=SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
-        self.row_sampling = RowSampling(self.runner, is_coupled=True)
+        self.row_sampling = RowSampling(self.runner)
         with self.accelerator:
             self.row_sampling.install()
 
@@ -345,7 +345,7 @@ def test_an_engine_without_drafts_has_no_patch_for_them(vllm):
     runner.sampler, runner.rejection_sampler = Sampler("processed_logprobs"), None
     patches._applied.clear()
     with Accelerator():
-        RowSampling(runner, is_coupled=True).install()
+        RowSampling(runner).install()
     names = {patch.name for patch in patches.applied()}
     assert "vllm-keyed-sampler" in names and "vllm-min-tokens-bonus" not in names
 

@@ -91,8 +91,8 @@ def test_the_first_step_is_what_an_engine_without_drafts_samples(run):
     with own_environment():
         from vllm import SamplingParams
 
-        off = {"rollout_spec": {"method": "off"}}
-        llm = new_engine(str(smollm2()), additional_config=off, kv_cache_memory_bytes=1 << 28)
+        keyed = {"rollout_spec": {"method": "keyed"}}
+        llm = new_engine(str(smollm2()), additional_config=keyed, kv_cache_memory_bytes=1 << 28)
         settings = {"temperature": 0.3, "max_tokens": LENGTH, "detokenize": False}
         names = [{"rollout_spec_key": each.name} for each in run.responses]
         params = [SamplingParams(**settings, extra_args=name) for name in names]

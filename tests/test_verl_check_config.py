@@ -49,16 +49,21 @@ def composed(*overrides):
 
 def test_the_groups_hold_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
-    plain = SpecConfig(method="off", verify="standard", routing="verl")
+    plain = SpecConfig(method="off", routing="verl")
     for method, expected in (("sam", SpecConfig()), ("off", plain)):
         options = OmegaConf.to_container(composed(f"+rollout.spec={method}").rollout.spec, resolve=True)
         assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 
 
-def test_off_takes_the_same_overrides():
-    options = {"num_speculative_tokens": 4, "routing": "group", "verify": "coupled"}
-    config = composed("+rollout.spec=off", *(f"rollout.spec.{name}={options[name]}" for name in options))
-    assert check_config(config) == SpecConfig(method="off", **options)
+@pytest.mark.parametrize("group", ["off", "sam"])
+def test_keyed_goes_with_either_group_and_the_same_overrides(group):
+    options = {"num_speculative_tokens": 4, "routing": "group", "method": "keyed"}
+    overrides = [f"+rollout.spec={group}", *(f"rollout.spec.{name}={options[name]}" for name in options)]
+    check_overrides(overrides)
+    config = composed(*overrides)
+    assert check_config(config) == SpecConfig(**options)
+    engine = OmegaConf.select(config, ENGINE)
+    assert engine.speculative_config is engine.scheduler_cls is None
 
 
 DEVICES = "trainer.n_gpus_per_node"
@@ -119,10 +124,9 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": "must be .*verify=standard$",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": r"\(remove your override\)$",
     "rollout.spec.corpus=/nowhere.jsonl": r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file",
     "rollout.spec.corpus=corpus.jsonl": r"rollout\.spec\.corpus='corpus\.jsonl': must be an absolute path",
-    "rollout.spec.verify=exact": "must be one of coupled, standard",
 }
 
 
@@ -140,12 +144,13 @@ def test_what_does_not_go_together_is_refused(method, override):
         OmegaConf.resolve(config)
 
 
-def test_a_manager_of_ones_own_goes_with_standard_verification():
+def test_a_manager_of_ones_own_goes_with_the_noise_of_vllm():
     own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    options = ["+rollout.spec=sam", "rollout.spec.verify=standard", own]
+    options = ["+rollout.spec=off", own]
     assert not check_config(composed(*options)).coupled
-    with pytest.raises(ConfigError, match=r"must be .*KeyedAgentLoopManager \(remove your override\)$"):
-        check_config(composed(*options, "trainer.v1.trainer_mode=colocate_async"))
+    for more in ("rollout.spec.method=keyed", "trainer.v1.trainer_mode=colocate_async"):
+        with pytest.raises(ConfigError, match=r"must be .*KeyedAgentLoopManager \(remove your override\)$"):
+            check_config(composed(*options, more))
 
 
 @pytest.mark.parametrize("method", ["off", "sam"])

@@ -17,7 +17,7 @@ MTP = {f"{OWN}.enable": True, f"{OWN}.enable_rollout": True, f"{OWN}.num_specula
 TRAINED = {**MTP, f"{OWN}.enable_train": True}
 LOADED = {"actor_rollout_ref.rollout.load_format": "auto"}
 DUMMY = {"actor_rollout_ref.rollout.load_format": "dummy"}
-COUPLED = {"rollout.spec.verify": "coupled"}
+KEYED = {"rollout.spec.method": "keyed"}
 
 SAM, OFF = ("+rollout.spec=sam",), ("+rollout.spec=off", "model_engine=megatron")
 SAM_MEGATRON = (*SAM, "model_engine=megatron")
@@ -69,6 +69,7 @@ def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
         (changed(SAM, LOADED, drafter=asked), ({**head, "num_speculative_tokens": 15}, 4, SCHEDULER)),
         (changed(SAM, LOADED, drafter=head), ({**head, "num_speculative_tokens": 15}, 3, SCHEDULER)),
         (changed(OFF, LOADED, drafter=asked), (asked, default, SCHEDULER)),
+        (changed(OFF, LOADED, KEYED, drafter=asked), (asked, default, SCHEDULER)),
     ):
         assert told_to_vllm(config) == expected
     own = {f"{ENGINE}.scheduler_cls": "my.Scheduler"}
@@ -114,9 +115,7 @@ def test_a_drafter_that_vllm_could_not_load_is_refused(asked, refusal, head):
 
 
 def test_what_does_not_go_with_a_model_that_drafts_is_refused(head):
-    standard = {"rollout.spec.verify": "standard"}
     for values, refusal in (
-        (standard, "model_drafter: a draft model needs rollout.spec.verify=coupled"),
         (MTP, "use one of the two"),
         (DUMMY, r"load_format=dummy: .* random weights.* set auto"),
     ):
@@ -131,10 +130,10 @@ def test_an_mtp_head_whose_weights_no_sync_brings_is_refused(tmp_path):
     fsdp = {"actor_rollout_ref.actor.strategy": "fsdp2"}
     refused("load_format=dummy", SAM, MTP, DUMMY)
     check_config(changed(SAM, MTP, {"actor_rollout_ref.rollout.load_format": None}))
-    refused("load_format=dummy", OFF, MTP, DUMMY, COUPLED, fsdp)
+    refused("load_format=dummy", OFF, MTP, DUMMY, KEYED, fsdp)
     check_config(changed(OFF, MTP, DUMMY, fsdp))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     path = {"actor_rollout_ref.model.path": str(tmp_path)}
-    for groups in (SAM_MEGATRON, OFF):
-        refused("the MTP head of this model as a whole", groups, MTP, path, COUPLED)
+    for groups, method in ((SAM_MEGATRON, {}), (OFF, KEYED)):
+        refused("the MTP head of this model as a whole", groups, MTP, path, method)
     check_config(changed(OFF, MTP, path))

@@ -11,7 +11,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.settings import say
 from tests.test_verl_check_config import ENGINE
-from tests.test_verl_check_drafter import COUPLED, LOADED, MTP, OFF, OWN, SAM, SAM_MEGATRON, changed
+from tests.test_verl_check_drafter import KEYED, LOADED, MTP, OFF, OWN, SAM, SAM_MEGATRON, changed
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NPU = {"trainer.device": "npu"}
@@ -32,7 +32,7 @@ SIZES = {"max_position_embeddings": 4096, "vocab_size": 20}
 LLAMA3, YARN = ({"rope_scaling": {"rope_type": kind, "factor": 8.0}} for kind in ("llama3", "yarn"))
 SMALL: tuple[str, dict[str, Any]] = ("draft_model", {})
 SHORT = {"max_position_embeddings": 2048}
-ALONE = {**MTP, **COUPLED, **SYNCHRONOUS}  # the policy's head, verified with our noise
+ALONE = {**MTP, **KEYED, **SYNCHRONOUS}  # the policy's head, verified with our noise
 
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
@@ -97,18 +97,18 @@ CASES = [
     case(None, SAM, AHEAD, ADAPTERS, MERGED, policy=BY_V2),
     case(None, SAM, AHEAD, RANKS, policy=BY_V2 | EXPERTS),
     # A head is scheduled ahead by default, a small model not; MRV2 runs small models from 0.32 on.
-    case(NOT_AHEAD, OFF, MTP, COUPLED, policy=BY_V1),
+    case(NOT_AHEAD, OFF, MTP, KEYED, policy=BY_V1),
     case(None, OFF, ALONE, policy=BY_V1),
-    case(WHOLE, OFF, MTP, COUPLED, policy=BY_V1 | {"model_type": "deepseek_v3"}),
+    case(WHOLE, OFF, MTP, KEYED, policy=BY_V1 | {"model_type": "deepseek_v3"}),
     case(None, OFF, MTP, policy=BY_V1),
     case(None, SAM_MEGATRON, MTP, policy=BY_V1),
     *(
-        case(refusal, groups, LOADED, AHEAD, COUPLED, policy=BY_V2, own=SMALL, vllm=vllm)
+        case(refusal, groups, LOADED, AHEAD, method, policy=BY_V2, own=SMALL, vllm=vllm)
         for vllm, refusal in (("0.24.0", NOT_AHEAD), ("0.29.0", NOT_AHEAD), ("0.32.0", None))
-        for groups in (SAM, OFF)
+        for groups, method in ((SAM, {}), (OFF, KEYED))
     ),
     case(None, SAM, LOADED, AHEAD, policy=BY_V2, own=("eagle3", {})),
-    case(None, OFF, LOADED, COUPLED, policy=BY_V1, own=SMALL),
+    case(None, OFF, LOADED, KEYED, policy=BY_V1, own=SMALL),
     # Beside a model that drafts.
     case("this platform has a model runner of its own", SAM, LOADED, NPU, own=("eagle3", {})),
     case(NO_ADAPTER, SAM, LOADED, ADAPTERS, own=("eagle3", {})),

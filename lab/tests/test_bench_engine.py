@@ -4,17 +4,19 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from vllm import EngineArgs
+from vllm.platforms import current_platform
 
 from rollout_spec.cli.prompts import device_arguments, model_drafter
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
+from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method, Plan, make_record, predict
 from rollout_spec_lab.bench.engine_worker import _method_arguments
 from rollout_spec_lab.bench.jobs import answers, last
@@ -163,7 +165,7 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
     job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
     alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
     assert alone["speculative_config"] == given
-    assert alone["additional_config"]["rollout_spec"] == {"method": "off", "verify": "coupled"}
+    assert alone["additional_config"]["rollout_spec"] == {"method": "keyed"}
     assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}
     options = {"untested_vllm": True, "history": 2, "batch_threshold": 4, "model_tokens": 3}
     assert both["additional_config"]["rollout_spec"] == options
@@ -229,3 +231,21 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     assert "predicted_tokens_per_s" not in suffix
     shown = [*tables(record)][-1][-1]
     assert shown == [["off", "1", "1", "0"]]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="only vLLM's CPU engine has this defect")
+def test_only_a_rejection_kernel_that_is_wrong_is_mended(monkeypatch):
+    from vllm.utils import cpu_triton_utils
+
+    def right(output, ends, draft, draft_probs, probs, inv_q, *_, **__):
+        output.copy_((probs * inv_q).scatter(1, draft.unsqueeze(1), 0).argmax(dim=1))
+
+    def of_fewer_arguments(output, ends, draft, draft_probs, probs, inv_q, *_, NO_DRAFT_PROBS):  # noqa: N803
+        right(output, ends, draft, draft_probs, probs, inv_q)
+
+    for kernel in (right, of_fewer_arguments):
+        launched = SimpleNamespace(func=kernel)
+        monkeypatch.setattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", kernel)
+        monkeypatch.setattr(cpu_triton_utils, "sample_recovered_tokens_kernel", launched)
+        mend_cpu_rejection()
+        assert (launched.func is kernel) == (kernel is right)

@@ -15,18 +15,16 @@ from vllm.envs import maybe_convert_bool
 from vllm.platforms import current_platform
 
 from rollout_spec.certify import counts
-from rollout_spec.certify.counts import CertifyError, Configuration, Pair, Response, Sample
+from rollout_spec.certify.counts import Configuration, Pair, Response, Sample
 from rollout_spec.certify.engine_arguments import drafting_arguments
-from rollout_spec.certify.numerics import DISTRIBUTION_TOKENS, FALSE_ALARM_RATE, explain, p_values, rounding
+from rollout_spec.certify.numerics import explain, rounding
 from rollout_spec.environment import environment
-from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
 
 TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-ALWAYS_OPEN = 1 << 20  # a batch_threshold that no batch exceeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Plan:
     seed: int
     dtype: str
     tolerance: float | None  # None: by the dtype
-    distribution_samples: int
     engine: dict[str, Any]  # further arguments of vLLM's
-    model_drafter: Mapping[str, Any] | None = None  # a `speculative_config`; for verify=coupled
+    model_drafter: Mapping[str, Any] | None = None  # a `speculative_config`
 
     @property
     def fixed_tolerance(self) -> float | None:
@@ -65,13 +62,9 @@ class Plan:
         return list(itertools.product(self.nums_speculative_tokens, self.batch_thresholds, self.group_sizes))
 
     @property
-    def tests_distribution(self) -> bool:
-        return bool(self.distribution_samples and max(self.temperatures))
-
-    @property
     def num_engines(self) -> int:
         """Without the one that explains differences."""
-        return 1 + len(self.drafting) + (2 if self.tests_distribution else 0)
+        return 1 + len(self.drafting)
 
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
@@ -83,17 +76,13 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     Returns:
         What `rollout-spec certify --json` prints, but for the names of model and prompts.
 
-    Raises CertifyError: no configuration has rejected a draft token, or the distribution test has none.
+    Raises CertifyError: no configuration has rejected a draft token.
     """
-    distribution = None
-    if plan.tests_distribution:
-        distribution = _distribution(plan)
-        advance(2)
     runs: dict[Configuration, list[Pair]] = {}
     for where, pair in _pairs(plan, advance):
         runs.setdefault(where, []).append(pair)
     found = counts.of_runs(runs, _differences(plan, runs))
-    found |= {"tolerance": plan.fixed_tolerance, "distribution": distribution}
+    found["tolerance"] = plan.fixed_tolerance
     return {
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
@@ -129,7 +118,7 @@ def _model_runner() -> str:
 
 
 @contextlib.contextmanager
-def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", **more: Any) -> Iterator[Any]:
+def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
     is_chosen = _RUNNER in os.environ
     # Differences are explained with MRV1's noise. MRV2's is a kernel's of vLLM: not to be had for one token.
@@ -137,12 +126,11 @@ def engine(plan: Plan, options: dict[str, Any] | None, verify: str = "coupled", 
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
-        "additional_config": {OPTIONS_KEY: {"verify": verify, "method": "off"}},
+        "additional_config": {OPTIONS_KEY: {"method": "keyed"}},
         "scheduler_cls": SCHEDULER,
     }  # fmt: skip
     if options is not None:
-        drafter = plan.model_drafter if verify == "coupled" else None
-        settings |= drafting_arguments({"verify": verify, **options}, drafter)
+        settings |= drafting_arguments(options, plan.model_drafter)
     try:
         llm = LLM(**settings | plan.engine | more)
     finally:
@@ -218,43 +206,3 @@ def _explained(plan: Plan, where: Configuration, pair: Pair, logits: torch.Tenso
         "tolerance": allowed,
         "explained": gap < allowed,
     }
-
-
-def _distribution(plan: Plan) -> dict[str, Any]:
-    """Whether `verify=standard` samples as plain vLLM does: chi-square tests by position."""
-    with engine(plan, None, "standard") as llm:
-        off, _ = _draw(llm, plan)
-    options = {"num_speculative_tokens": plan.nums_speculative_tokens[0], "batch_threshold": ALWAYS_OPEN}
-    with engine(plan, options, "standard", seed=plan.seed + 1) as llm:  # independent of the others
-        on, counters = _draw(llm, plan)
-    asked, skip = f"distribution_samples={plan.distribution_samples}", "set it to 0 to skip this test"
-    if counters.num_accepted_tokens == counters.num_draft_tokens:
-        raise CertifyError(f"{asked}: no draft token was rejected, so there is nothing to test; {skip}")
-    values = p_values(off, on)
-    if not values:
-        raise CertifyError(f"{asked}: too few, or hardly random, so there is nothing to test; {skip}")
-    return {
-        "temperature": max(plan.temperatures),
-        "num_samples": len(off),
-        "num_draft_tokens": counters.num_draft_tokens,
-        "num_accepted_tokens": counters.num_accepted_tokens,
-        "num_tests": len(values),
-        "smallest_p_value": min(values),
-        "false_alarm_rate": FALSE_ALARM_RATE,
-        "passed": min(values) > FALSE_ALARM_RATE / len(values),
-    }
-
-
-def _draw(llm: Any, plan: Plan) -> tuple[list[list[int]], RequestCounters]:
-    """Samples of the first prompt for the distribution test, each with noise of its own."""
-    params = SamplingParams(
-        temperature=max(plan.temperatures), top_k=plan.top_k, top_p=plan.top_p,
-        max_tokens=DISTRIBUTION_TOKENS, ignore_eos=True, detokenize=False,
-    )  # fmt: skip
-    # One token after whole blocks, which the samples share: all but one of them computes one token only.
-    prompt, block_size = list(plan.prompts[0]), llm.llm_engine.vllm_config.cache_config.block_size
-    shared = (len(prompt) - 1) // block_size * block_size
-    inputs = [{"prompt_token_ids": prompt[: shared + 1] if shared else prompt}] * plan.distribution_samples
-    outputs = llm.generate(inputs, params, use_tqdm=False)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return tokens, RequestCounters.sum(map(counters_of, outputs))

@@ -1,19 +1,14 @@
-"""What a certificate judges by: how wrong logits must have been, and whether two samplers are alike."""
+"""What a certificate judges by: how wrong logits must have been."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations, islice
-from typing import Any
+from itertools import combinations
 
-import numpy as np
 import torch
 
 from rollout_spec.verification import coupled
 
 NUM_MOVABLE = 6  # in float32 hardly two tokens are that near to a boundary; in bfloat16 there may be more
-DISTRIBUTION_TOKENS = 4  # that each sample has; the first, which comes from the prefill, is not tested
-FALSE_ALARM_RATE = 1e-6  # that all tests of two samplers have together
 
 
 def rounding(dtype: str, logits: torch.Tensor, temperature: float) -> float:
@@ -94,29 +89,3 @@ def _boundaries(logits: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.T
     found = torch.empty_like(kept), torch.empty_like(distances)
     found[0][order], found[1][order] = kept, distances
     return found
-
-
-def p_values(one: list[list[int]], other: list[list[int]]) -> list[float]:
-    """A chi-square test of homogeneity for each position but the first; rare tokens are one class.
-
-    Args:
-        one, other: samples of as many tokens each, from two samplers.
-    """
-    values = []
-    for columns in islice(zip(zip(*one, strict=True), zip(*other, strict=True), strict=True), 1, None):
-        counts = [Counter(column) for column in columns]
-        common = [token for token, count in (counts[0] + counts[1]).items() if count >= 20]
-        rows = [[*(count[token] for token in common)] for count in counts]
-        table = np.array([[*row, len(one) - sum(row)] for row in rows])
-        table = table[:, table.sum(axis=0) > 0]
-        if table.shape[1] > 1:
-            values.append(_chi_square(table))
-    return values
-
-
-def _chi_square(table: np.ndarray[Any, Any]) -> float:
-    """The p-value of homogeneity: two rows of counts, no column empty."""
-    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0) / table.sum()
-    statistic = ((table - expected) ** 2 / expected).sum()
-    degrees = torch.tensor(table.shape[1] - 1, dtype=torch.float64)
-    return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic / 2)))

@@ -63,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--group-sizes", count, "N", [4], "responses to each prompt"),
     )
     prompts.add_model_drafter(drafting)
-    _add_judging(parser.add_argument_group("when a difference counts"), share)
+    add_options(
+        parser.add_argument_group("when a difference counts"),
+        ("--tolerance", share, "X", None,
+         "rounding explains a difference where the scores of the two tokens are closer than X (by the "
+         "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     add_options(
         output, ("--output", folder, "DIR", None, "write certificate.json and certificate.html there")
@@ -71,19 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
     add_example(parser, f"{command} --output outputs/certificate")
-
-
-def _add_judging(group: argparse._ArgumentGroup, share: Any) -> None:
-    add_options(
-        group,
-        ("--tolerance", share, "X", None,
-         "rounding explains a difference where the scores of the two tokens are closer than X (by the "
-         "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
-        ("--distribution-samples", number(int, 0), "N", 1000,
-         "draw N samples with verify=standard and N with plain vLLM, and compare them at the highest "
-         "temperature, by chi-square tests: 1,000 find a temperature that is 30 %% off, 4,000 one that is "
-         "10 %% off; 0: no test"),
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> Plan:
     from rollout_spec.certify.certify import Plan
 
-    same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance", "distribution_samples")
+    same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance")
     length = MAX_PROMPT_TOKENS + args.max_tokens
     positions = json.loads((Path(model) / "config.json").read_text()).get("max_position_embeddings") or length
     if length > positions:

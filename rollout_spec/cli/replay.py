@@ -18,7 +18,7 @@ from rollout_spec.config import SpecConfig, UserError
 HELP = "replay recorded rollouts through the drafter, without a model"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold"), "replay drafts in every step"),
-    **dict.fromkeys(("verify", "routing"), "it makes no difference in replay"),
+    "routing": "it makes no difference in replay",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "model_tokens": "--model-acceptance sets it, a number for each",
 }

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
-    "verify": "tokens are recorded ones",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "model_tokens": "--model-acceptance sets it, a number for each",
     "batch_threshold": "--batch-thresholds sets it",

@@ -86,7 +86,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     text.append(_RUNNERS[record["model_runner"]])
     if record["untested"]:
         text.append(f"Not tested, and not in these counts: {'; '.join(record['untested'])}.")
-    return [*text, _distribution(record["distribution"], record["plan"])]
+    return text
 
 
 def _tolerance(record: Mapping[str, Any]) -> str:
@@ -95,19 +95,6 @@ def _tolerance(record: Mapping[str, Any]) -> str:
     return (
         "the two tokens' scores are within 2 x the epsilon of "
         f"{record['plan']['dtype']} x the largest |logit| / T at that place"
-    )
-
-
-def _distribution(distribution: dict[str, Any] | None, plan: dict[str, Any]) -> str:
-    if distribution is None:
-        why = "nothing is random at temperature 0" if plan["distribution_samples"] else "no samples asked for"
-        return f"The distribution of verify=standard was not tested: {why}."
-    return (
-        f"The distribution test of verify=standard {'passed' if distribution['passed'] else 'failed'}: of "
-        f"{distribution['num_samples']:,} samples with drafts and as many without, at temperature "
-        f"{distribution['temperature']:g}, the smallest of {distribution['num_tests']} p-values is "
-        f"{distribution['smallest_p_value']:.2g}. False-positive rate: "
-        f"{distribution['false_alarm_rate']:.0e} per run."
     )
 
 

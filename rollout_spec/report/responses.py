@@ -48,7 +48,7 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
     """Compare the tokens of two runs before their first weight sync, sample by sample; None unless both
     recorded samples of the same names.
 
-    Until then nothing but the drafts tells the runs apart: with verify=coupled in both, the tokens are the
+    Until then nothing but the drafts tells the runs apart: with our noise in both, the tokens are the
     same up to rounding. What an asynchronous trainer interrupted and finished later does not count.
     """
     ours, theirs = (_first_step_responses(run) for run in (off, on))

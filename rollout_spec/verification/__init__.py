@@ -4,7 +4,7 @@ In: the target's logits, the draft tokens, a noise key per request. Out: the tok
 May import: numpy, torch. It never loops over positions or requests, and never
 holds a temporary of the logits' size: it works in chunks of 16 MiB (`blocks`).
 MRV1 draws with this. On MRV2 vLLM's own sampler draws: only a request's key and a model's `log_odds` are
-taken from here. With `verify=standard` it is vLLM's own rejection sampling that verifies.
+taken from here.
 
 Read in this order: `coupled`, how drafts are verified; `prefixes`, what is made of draft tokens that hold;
 `noise`, random numbers by request and position; `blocks`, long rows in parts; `transfers`, what goes between

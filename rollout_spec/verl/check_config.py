@@ -66,8 +66,7 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
     # An asynchronous mode needs the samples' names too: they tell validation from training.
     if spec.coupled or mode != "sync":
-        way_out = ", or set rollout.spec.verify=standard" if mode == "sync" else ""
-        require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override){way_out}")
+        require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override)")
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:

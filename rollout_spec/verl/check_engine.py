@@ -87,7 +87,7 @@ def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
         named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
         longest_piece = value(config, f"{ENGINE}.long_prefill_token_threshold")
         facts |= of_our_drafter(spec, named, is_for_npus(config), longest_piece)
-    if drafter is not None and (spec.enabled or spec.coupled):
+    if drafter is not None and spec.coupled:
         facts |= _of_model(config, spec, drafter, policy)
     return facts
 
@@ -97,7 +97,7 @@ def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
     is_small = drafter is not None and drafter.method == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
     allowed = (None, False) if spec.enabled or is_small else (False,)
-    is_ahead = (spec.enabled or spec.coupled) and value(config, f"{ENGINE}.async_scheduling") not in allowed
+    is_ahead = spec.coupled and value(config, f"{ENGINE}.async_scheduling") not in allowed
     is_so = is_ahead and _has_mrv1(config, policy, is_small)
     return f"vLLM's MRV1, which vLLM {version()} has for this model" if is_so else None
 
@@ -110,7 +110,6 @@ def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _
     num_tokens = (spec if spec.enabled else drafter).num_speculative_tokens
     is_mtp, kind = drafter.method == "mtp", model.get("model_type")
     return {
-        "uncoupled_model": not spec.coupled,
         "model_on_own_runner": is_for_npus(config),
         "gemma4_head": is_mtp and kind in _GEMMA4,
         "step3p5_head": is_mtp and kind in _STEP3P5,

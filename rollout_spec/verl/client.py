@@ -1,7 +1,7 @@
 """verl's client of the rollout servers, which names every call that an agent loop makes.
 
 An agent loop may call `generate` many times for one sample: once a turn, several times with one prompt (best
-of n, a retry), along the branches of a tree. With `verify=coupled` the tokens follow from the request's name
+of n, a retry), along the branches of a tree. The tokens follow from the request's name
 and the weights, so every call has its own: the sample's name, a digest of the prompt, and the number of
 earlier calls with it. After an abort, verl's client sends a further request of the same call and name.
 Every request also says which sample it is of, and which of the sample's calls; servers are told of its end.

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def keeps_history(trainer: Any) -> bool:
-    return option(trainer, "method") not in (None, "off") and bool(option(trainer, "history"))
+    return option(trainer, "method") == "sam" and bool(option(trainer, "history"))
 
 
 def share_history(trainer: Any) -> None:

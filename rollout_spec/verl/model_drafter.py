@@ -37,14 +37,14 @@ def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None
 def drafter_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
     """The options of an engine's drafter, for `SpecConfig`."""
     options = {name: value for name, value in spec.items() if name != OPTION}
-    drafter = asked_drafter(spec, mtp) if spec["method"] != "off" else None
+    drafter = asked_drafter(spec, mtp) if spec["method"] == "sam" else None
     return options | ({"model_tokens": drafter["num_speculative_tokens"]} if drafter else {})
 
 
 def engine_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None leaves it to verl."""
     drafter = asked_drafter(spec, mtp)
-    if spec["method"] == "off":
+    if spec["method"] != "sam":
         return drafter if spec.get(OPTION) else None
     num_speculative_tokens = spec["num_speculative_tokens"]
     if drafter is None:
@@ -54,7 +54,7 @@ def engine_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | Non
 
 def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
     """vLLM's `scheduler_cls`, which counts drafts; None leaves it to vLLM where nothing drafts."""
-    return SCHEDULER if spec["method"] != "off" or asked_drafter(spec, mtp) else None
+    return SCHEDULER if spec["method"] == "sam" or asked_drafter(spec, mtp) else None
 
 
 def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
@@ -68,7 +68,7 @@ def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | Non
     if own is not None:
         _check_own(own, mtp)
         where, asked = _OWN, own
-    elif options["method"] != "off" and mtp and _mtp_drafts(mtp):
+    elif options["method"] == "sam" and mtp and _mtp_drafts(mtp):
         if mtp["method"] != "mtp":
             raise ConfigError(f"{MTP}.method={mtp['method']}: must be mtp with rollout.spec")
         where, asked = MTP, mtp

@@ -12,7 +12,7 @@ _MISSPELT = (
     r"\+\+rollout\.spec=",
     r"\+*rollout/spec=",
     r"\+*rollout=.*\bspec\b",
-    r"\+*rollout\.spec\.method=",
+    r"\+*rollout\.spec\.method=(?!keyed$)",
     r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
     rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
 )
@@ -25,8 +25,9 @@ def check_overrides(arguments: Sequence[str]) -> None:
     chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
     _refuse_misspelt(arguments, has_method=bool(chosen))
     for method in itertools.chain(*chosen):
-        if method not in METHODS:
-            raise ConfigError(f"rollout.spec={method}: must be one of {', '.join(METHODS)}")
+        if method not in ("sam", "off"):
+            of_keyed = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
+            raise ConfigError(f"rollout.spec={method}: must be one of sam, off; {of_keyed}")
     _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
 
 

@@ -1,7 +1,6 @@
 """Ascend NPUs: our drafter in vllm-ascend's model runner, and what it cannot have there."""
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ RUNNER = "vllm_ascend.worker.model_runner_v1"
 # The releases of vllm-ascend whose model runner is given our drafter, each with the vLLM that it is for.
 PAIRS = {"0.23.0": "0.23.0", "0.23.0.post1": "0.23.0", "0.24.0rc1": "0.24.0"}
 # Options of vllm-ascend with which a token is not drawn from the whole of its logits, or not when we draw it.
-_NOT_COUPLED = ("enable_async_exponential", "enable_reduce_sample")
+PARTIAL_LOGITS = ("enable_async_exponential", "enable_reduce_sample")
 
 _DRAFTER = Patch(
     name="vllm-ascend-custom-class",
@@ -54,16 +53,6 @@ def has_custom_class() -> bool:
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     files = [f / name for f in folders for name in ("spec_decode/__init__.py", "worker/model_runner_v1.py")]
     return any("custom_class" in file.read_text() for file in files if file.is_file())
-
-
-def refuse_uncoupled(additional_config: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for options in vLLM's `additional_config` that `verify=coupled` cannot have."""
-    for name in _NOT_COUPLED:
-        if additional_config.get(name):
-            raise ConfigError(
-                f"additional_config.{name}: not with rollout.spec.verify=coupled; switch it off or set "
-                "rollout.spec.verify=standard"
-            )
 
 
 def give_runner_drafter(module: Any) -> None:

@@ -14,7 +14,7 @@ from rollout_spec.config import ConfigError, SpecConfig, refuse_first
 from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm.ascend import refuse_uncoupled
+from rollout_spec.vllm.ascend import PARTIAL_LOGITS
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
@@ -37,7 +37,7 @@ def check_options(vllm_config: VllmConfig) -> None:
     refuse_unsupported(vllm_config, config)
     if config.enabled and config.corpus:
         _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
-    if not vllm_config.use_v2_model_runner:
+    if config.coupled and not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
         check_engine_patches()
@@ -76,24 +76,23 @@ def unsupported_on_mrv2(vllm_config: VllmConfig) -> list[str]:
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all."""
+    if not config.coupled:
+        return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method, of_ours = getattr(speculative, "method", None), f"rollout.spec.method={config.method}"
     misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
-    if config.coupled:
-        refuse_uncoupled(vllm_config.additional_config or {})
-        refuse_first(
-            (misfit is not None and not has_model,
-             f"rollout.spec.verify=coupled: {_NOT_MRV2.format(misfit)}"),
-            (speculative is not None and not config.enabled and not has_model,
-             f"speculative_config.method={method}: rollout.spec.verify=coupled goes with our drafter, "
-             f"with {', '.join(MODEL_METHODS)}, or with none"),
-        )  # fmt: skip
+    refuse_first(
+        (misfit is not None and not has_model, f"{of_ours}: {_NOT_MRV2.format(misfit)}"),
+        (speculative is not None and not config.enabled and not has_model,
+         f"speculative_config.method={method}: {of_ours} goes with {', '.join(MODEL_METHODS)}, or with none"),
+    )  # fmt: skip
     of_model = f"speculative_config.method={method} with rollout_spec"
+    partial_logits = next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None)
     ours = _of_ours(vllm_config, config) if config.enabled else {}
-    model = _of_model(vllm_config, config) if has_model and (config.enabled or config.coupled) else {}
+    model = _of_model(vllm_config) if has_model else {}
     drafts = _of_drafts(vllm_config, method) if ours or model else {}
-    refuse(ours | model | drafts, of_model)
-    if has_model and config.coupled:
+    refuse({"partial_logits": partial_logits} | ours | model | drafts, of_model)
+    if has_model:
         _refuse_beside_model(vllm_config, of_model)
     if config.enabled:
         _refuse_beside_ours(vllm_config, config, of_ours)
@@ -110,14 +109,13 @@ def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     }
 
 
-def _of_model(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+def _of_model(vllm_config: VllmConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = vllm_config.model_config
     num_positions = speculative.draft_model_config.max_model_len
     # What was asked for: on MRV2 vLLM 0.33 lowers it to the drafter's, so that responses would end earlier.
     most = model.get_and_verify_max_len(model.original_max_model_len)
     return {
-        "uncoupled_model": not config.coupled,
         "model_on_own_runner": current_platform.is_out_of_tree(),
         "gemma4_head": _uses(speculative, "use_gemma4_mtp"),
         "step3p5_head": _uses(speculative, "use_step3p5_mtp"),
@@ -214,21 +212,21 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
 
 
 def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
-    """Raise for what a model drafter of vLLM's cannot be combined with under coupled verification."""
+    """Raise for what a model drafter of vLLM's cannot be combined with."""
     speculative, is_mrv2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
     misfit = mrv2_misfit() if is_mrv2 else None
     refusals = (
         (speculative.parallel_drafting,
-         "verify=coupled draws draft tokens one after the other; parallel drafting draws them at once"),
+         "we draw draft tokens one after the other; parallel drafting draws them at once"),
         (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
          "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
         (speculative.use_local_argmax_reduction,
          "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
         (speculative.rejection_sample_method != "standard",
-         "rejection_sample_method must be standard: verify=coupled has a way of its own"),
+         "rejection_sample_method must be standard: our verification has a way of its own"),
         (getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
-         "watermark_config: a watermark follows from the tokens before it, and verify=coupled draws all of a "
-         "draft's at once"),
+         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
+         "a draft's at once"),
         (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
          "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
         (vllm_config.parallel_config.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),

@@ -1,6 +1,6 @@
 """What a request says of itself in `SamplingParams.extra_args`, and the noise key that follows.
 
-The noise key decides which tokens `verify=coupled` gives a request, in any engine and any batch.
+The noise key decides which tokens coupled verification gives a request, in any engine and any batch.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 # Why either model runner is patched for it.
 WHY_COUPLED = (
     "rejection sampling needs noise that a plain step does not, so the same seed gives other tokens with "
-    "drafts than without; used by engines with rollout.spec.verify=coupled only"
+    "drafts than without; used by engines that draft, or with method=keyed"
 )
 WHY_SHARED_NOISE = (
     "vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted than "
-    "tokens drawn with the target's noise, which coupled verification allows; used by engines with "
-    "rollout.spec.verify=coupled and a model drafter only"
+    "tokens drawn with the target's noise, which coupled verification allows; used by engines that draft, or "
+    "with method=keyed, beside a model that drafts"
 )
 
 

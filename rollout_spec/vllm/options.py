@@ -60,7 +60,7 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
 def drafts_with_model(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own model drafter and ours draft together."""
     options = asked_options(vllm_config.additional_config)
-    return has_model_drafter(vllm_config) and options is not None and options.get("method") != "off"
+    return has_model_drafter(vllm_config) and options is not None and options.get("method", "sam") == "sam"
 
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
@@ -119,5 +119,6 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
         )
     config = SpecConfig.from_mapping(options)
     if not config.enabled:
-        raise ConfigError("rollout.spec.method=off together with a speculative_config that names the drafter")
+        asked = f"rollout.spec.method={config.method}"
+        raise ConfigError(f"{asked} together with a speculative_config that names the drafter")
     return config

@@ -163,7 +163,9 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     if failure:
         raise ConfigError(failure)
     recurrent_policies.keep_states_right(worker.vllm_config)
-    if config.coupled and not current_platform.is_out_of_tree():
+    if not config.coupled:
+        return
+    if not current_platform.is_out_of_tree():
         cut_rows_alike()
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv2.runner import bind

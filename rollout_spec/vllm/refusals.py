@@ -18,6 +18,10 @@ WITHOUT_GRAPHS = (
 )
 # What is asked for; which setting asks for it; why it is refused. {} is what was found.
 REFUSALS = {
+    # Our noise.
+    "partial_logits":
+        ("additional_config.{}",
+         "not with rollout_spec, which draws each token from the whole of its logits; switch it off"),
     # Our drafter.
     "untested_vllm":
         ("vllm {}", f"is newer than what our tests have run ({', '.join(versions.TESTED)}): set "
@@ -30,8 +34,6 @@ REFUSALS = {
         ("{engine}long_prefill_token_threshold={0[0]}",
          "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.29 and later"),
     # A model whose drafts we verify.
-    "uncoupled_model":
-        ("{model}", "a draft model needs rollout.spec.verify=coupled (the default); you set standard"),
     "model_on_own_runner": ("{model}", OWN_RUNNER),
     "gemma4_head": ("{model}", "Gemma 4's drafter shares the target's KV cache"),
     "step3p5_head": ("{model}", "Step 3.5's drafter has a layer for each token"),

@@ -14,7 +14,7 @@ PATCH = Patch(
     name="vllm-top-k-top-p-by-rows",
     reason="on a GPU which tokens top-k and top-p keep depends on the number of rows, and so on drafts: "
     "before 0.32 fewer than 8 rows are sorted by torch, which keeps all that tie at the k-th place; from "
-    "0.32 on up to 64 rows are split. Used by engines with rollout.spec.verify=coupled only",
+    "0.32 on up to 64 rows are split. Used by engines that draft, or with method=keyed",
     upstream="vllm/v1/sample/ops/topk_topp_sampler.py, apply_top_k_top_p; "
     "vllm/v1/sample/ops/topk_topp_triton.py, apply_top_k_top_p_triton",
     until="which tokens vLLM keeps follows from the row alone",

@@ -30,18 +30,18 @@ from tests.ascend.conftest import K, engine, noted_lengths, runner_alone, siblin
 from tests.engine.conftest import configured, runner_of  # noqa: E402
 from tests.engine.serving import assert_same, num_accepted, serve  # noqa: E402
 
-OFF: dict[str, Any] = {"method": "off"}
+KEYED: dict[str, Any] = {"method": "keyed"}
 
 
 def config_of(model, spec, **others):
-    without = {"speculative_config": None} if spec.get("method") == "off" else {}
+    without = {"speculative_config": None} if "method" in spec else {}
     options = {"rollout_spec": {"history": 0, "batch_threshold": 64} | spec}
     return configured(model, spec, **without, additional_config=options | others)
 
 
 @pytest.fixture(scope="module")
 def plain(coarse_model):
-    with engine(coarse_model, None, additional_config={"rollout_spec": OFF}) as llm:
+    with engine(coarse_model, None, additional_config={"rollout_spec": KEYED}) as llm:
         yield llm
 
 
@@ -113,11 +113,6 @@ def test_what_relaxes_their_verification_does_not_reach_ours(plain, coarse_model
         assert_drafts_change_nothing(plain, llm, {"temperature": 2.0}, more_than=0)
 
 
-def test_their_own_verification_gives_greedy_requests_the_same(plain, coarse_model):
-    with engine(coarse_model, {"verify": "standard"}) as llm:
-        assert_drafts_change_nothing(plain, llm, {"temperature": 0.0})
-
-
 def test_a_dummy_run_has_nothing_to_run(drafting):
     """Which every start, and data-parallel ranks without work, take."""
     with torch.inference_mode():
@@ -125,11 +120,11 @@ def test_a_dummy_run_has_nothing_to_run(drafting):
 
 
 @pytest.mark.parametrize("name", ["enable_async_exponential", "enable_reduce_sample"])
-def test_what_coupled_cannot_have_is_one_line(name, coarse_model):
-    for spec in ({}, OFF):
+def test_what_our_noise_cannot_have_is_one_line(name, coarse_model):
+    for spec in ({}, KEYED):
         with pytest.raises(ConfigError, match=rf"^additional_config\.{name}: not with rollout[^\n]*$"):
             config_of(coarse_model, spec, **{name: True})
-    config_of(coarse_model, {"verify": "standard"}, **{name: True})
+    config_of(coarse_model, {"method": "off"}, **{name: True})
 
 
 def test_longer_drafts_than_their_attention_takes_are_one_line(coarse_model):
@@ -145,8 +140,8 @@ def test_their_model_runner_v2_is_one_line(coarse_model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # vllm-ascend brings its own
     refusal = r"V2 does not yet support: rollout_spec's drafter \([^\n]*of its own; set [^\n]*=0;"
-    with pytest.raises(ConfigError, match=r"^rollout\.spec\.verify=coupled: [^\n]*its own\. Set [^\n]*=0$"):
-        config_of(coarse_model, OFF)
+    with pytest.raises(ConfigError, match=r"^rollout\.spec\.method=keyed: [^\n]*its own\. Set [^\n]*=0$"):
+        config_of(coarse_model, KEYED)
     with pytest.raises(ValueError, match=refusal):
         config_of(coarse_model, {})
 
@@ -156,7 +151,7 @@ def test_another_release_is_one_line(coarse_model, monkeypatch):
     monkeypatch.setattr(plugin, "failure", None)
     plugin.register()
     message = r"^vllm-ascend 0\.2\d\.\S+ with vllm 0\.2\d\.0 is not supported[^\n]*$"
-    for spec in ({}, OFF):
+    for spec in ({}, KEYED):
         with pytest.raises(ConfigError, match=message):
             config_of(coarse_model, spec)
     configured(coarse_model)

@@ -29,7 +29,7 @@ VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
 # An engine without drafts whose samples are those of engines with drafts.
 UNTESTED = {"untested_vllm": True} if untested() else {}
-OFF: dict[str, Any] = {"additional_config": {"rollout_spec": {"method": "off"}}}
+KEYED: dict[str, Any] = {"additional_config": {"rollout_spec": {"method": "keyed"}}}
 
 
 @contextlib.contextmanager

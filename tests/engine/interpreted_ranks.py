@@ -3,7 +3,7 @@
 import asyncio
 
 from rollout_spec.patches import when_imported
-from tests.engine.conftest import OFF, close, engine_settings
+from tests.engine.conftest import KEYED, close, engine_settings
 from tests.engine.interpreted_runner import LATE, PROMPT, serve_named
 from tests.engine.serving import Request, sampling, serve
 
@@ -74,7 +74,7 @@ def params(i):
 def plain(model):
     from vllm import LLM
 
-    llm = LLM(**engine_settings(model) | OFF)
+    llm = LLM(**engine_settings(model) | KEYED)
     found = serve(llm, [Request(PROMPT, params(i)) for i in range(len(REQUESTS))])
     close([llm])
     return [one["tokens"] for one in found]
@@ -121,7 +121,7 @@ async def ranks(model, **more):
 def tensor_parallel(model, spec, **more):
     from vllm import LLM
 
-    settings = engine_settings(model, spec) | ({} if spec is not None else OFF)
+    settings = engine_settings(model, spec) | ({} if spec is not None else KEYED)
     settings |= {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "async_scheduling": True}
     llm = LLM(**settings | ranks | more, worker_extension_cls=EXTENSION)

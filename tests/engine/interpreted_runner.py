@@ -11,7 +11,7 @@ from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import is_before, v2_architectures, version
-from tests.engine.conftest import OFF, close, core_of, engine_settings, runner_of
+from tests.engine.conftest import KEYED, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_requests import random_request
@@ -72,7 +72,6 @@ def main(model):
         "window": run(model, {}, names=WINDOWED, async_scheduling=not is_before(29), **WINDOW),
         "plain window": run(model, None, names=WINDOWED, **WINDOW),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
-        "standard": run(model, {"verify": "standard"}, names=("greedy",), async_scheduling=True),
     }
     if v2_architectures() is None:  # else MRV1 is taken for it
         result["images"] = images()
@@ -115,7 +114,7 @@ def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
     settings = engine_settings(model, None if spec is None else {"history": 64} | spec)
     sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     sizes |= {"scheduling_policy": "priority"}  # of MIXED
-    llm = LLM(**settings | sizes | ({} if spec is not None else OFF) | arguments)
+    llm = LLM(**settings | sizes | ({} if spec is not None else KEYED) | arguments)
     core, runner = core_of(llm), runner_of(llm)
     found: dict[str, Any] = {
         "model_runner": type(runner).__module__,

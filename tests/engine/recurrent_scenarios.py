@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from tests.engine.conftest import OFF, close, core_of, engine_settings, proposer_of, runner_of
+from tests.engine.conftest import KEYED, close, core_of, engine_settings, proposer_of, runner_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import NAME_KEY, sampling
 from tests.engine.tiny_recurrent import SEEN, make_mtp, make_recurrent
@@ -179,7 +179,7 @@ def new_recurrent_engine(model, spec, **arguments):
     sizes = {"kv_cache_memory_bytes": 256 << 20, "enable_prefix_caching": False}
     # vLLM 0.24 takes chunks from linear attention where its own kernels would use AMX.
     with mock.patch("torch.cpu._is_amx_tile_supported", return_value=False):
-        return LLM(**settings | sizes | (OFF if spec is None else {}) | arguments)
+        return LLM(**settings | sizes | (KEYED if spec is None else {}) | arguments)
 
 
 FAST = ("fresh_single_tokens", "batch", "crowded", "gate", "long_prompts", "single_tokens")

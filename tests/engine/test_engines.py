@@ -8,7 +8,7 @@ import pytest
 
 from rollout_spec import patches
 from rollout_spec.vllm import top_k_top_p, upstream
-from tests.engine.conftest import OFF, close, core_of, new_engine, proposer_of
+from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
@@ -44,7 +44,7 @@ def test_what_is_mended_was_read_in_this_vllm(monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    llm = new_engine(tiny_model, **OFF)
+    llm = new_engine(tiny_model, **KEYED)
     found = serve(llm, requests())
     close([llm])
     return found
@@ -62,7 +62,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]
     "prompts in chunks": ({}, {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}, {}),
     "waiting": ({}, {"max_num_seqs": 5}, {}),
     "the model's length": ({}, {"max_model_len": 48}, {}),
-    "no drafts, scheduled ahead": (None, OFF | {"async_scheduling": True}, {}),
+    "no drafts, scheduled ahead": (None, KEYED | {"async_scheduling": True}, {}),
 }  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_a_key_names_its_tokens(make_engine):
 def same_with_drafts(model, asked, num_times=2, **arguments):
     """What the requests get; the second time drafts come from what the first gave."""
     found, accepted = [], 0
-    for spec, off in ((None, OFF), ({"history": 8}, {})):
+    for spec, off in ((None, KEYED), ({"history": 8}, {})):
         llm = new_engine(model, spec, model=model, **off, **arguments)
         found += [serve(llm, asked) for _ in range(num_times)]
         accepted = num_accepted(llm) if spec is not None else 0

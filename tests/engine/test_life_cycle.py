@@ -98,20 +98,15 @@ def processed(raw, setting, prompt, before):
 
 
 MODES = [f"{of}_{what}" for what in ("logprobs", "logits") for of in ("raw", "processed")]
-BOTH = [(verify, mode) for mode in MODES for verify in ("standard", "coupled")]
 
 
-@pytest.mark.parametrize(
-    ("verify", "mode"),
-    # Each value once in `make test`; both with processed log-probabilities, which tell what else was allowed.
-    [pytest.param(*each, marks=[pytest.mark.long] * (i in (1, 4, 7))) for i, each in enumerate(BOTH)],
-)
-def test_constraints_and_logprobs(make_engine, tiny_model, verify, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_constraints_and_logprobs(make_engine, tiny_model, mode):
     """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
     import torch
     from transformers import LlamaForCausalLM
 
-    llm = make_engine({"verify": verify}, logprobs_mode=mode)
+    llm = make_engine({}, logprobs_mode=mode)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
     settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
     asked = [{"max_tokens": LENGTH} | setting for setting in settings]
@@ -169,7 +164,7 @@ def test_a_step_without_drafts_is_a_plain_step(make_engine):
     """vLLM 0.32 verifies it too, and fails with top_k."""
     from vllm import SamplingParams
 
-    llm = make_engine({"batch_threshold": 0, "verify": "standard"}, fresh=True)
+    llm = make_engine({"batch_threshold": 0}, fresh=True)
     verifier = proposer_of(llm)._runner.rejection_sampler
     verifier.register_forward_pre_hook(lambda *_: pytest.fail("a step without drafts was verified"))
     top_k = SamplingParams(top_k=5, max_tokens=20, ignore_eos=True, detokenize=False)

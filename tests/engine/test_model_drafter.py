@@ -215,7 +215,7 @@ def test_requests_are_guarded_where_a_model_drafts_alone(heads, monkeypatch):
 
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    config = with_eagle(heads, {"method": "off"}, skip_tokenizer_init=False)
+    config = with_eagle(heads, {"method": "keyed"}, skip_tokenizer_init=False)
     config.structured_outputs_config.reasoning_parser = "deepseek_r1"
     config.scheduler_config.async_scheduling = True
     processor = InputProcessor(config)
@@ -281,14 +281,9 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
         with pytest.raises(ConfigError, match=r"the drafter takes 9 positions, max_model_len is [1-9]\d\d"):
             check_options(config)
     check_options(config)
-    needs_coupled = r"a draft model needs rollout\.spec\.verify=coupled [^\n]*standard"
-    for arguments, refusal in (
-        ({"spec": {"verify": "standard"}}, needs_coupled),
-        ({"enable_lora": True}, "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"),
-    ):
-        named = "^speculative_config.method=eagle( with rollout_spec)?: "
-        with pytest.raises(ConfigError, match=f"{named}{refusal}$"):
-            with_eagle(heads, **{"spec": {}} | arguments)
+    adapters = "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"
+    with pytest.raises(ConfigError, match=rf"^speculative_config\.method=eagle [^\n]*: {adapters}$"):
+        with_eagle(heads, {}, enable_lora=True)
     if with_runner == "V1":
         with monkeypatch.context() as patch:
             patch.setattr(config.scheduler_config, "async_scheduling", True)

@@ -10,7 +10,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.versions import version
-from tests.engine.conftest import OFF, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
+from tests.engine.conftest import KEYED, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
 from tests.engine.serving import Request, sampling
 from tests.engine.serving import serve as serve_requests
@@ -205,7 +205,7 @@ def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model, make_engi
     """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
     kinds = [{"temperature": t, "max_tokens": num} for t, num in ((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80))]
     asked = [Request(PROMPTS[i], sampling(kind, key=i)) for i, kind in enumerate(kinds)]
-    plain = [one["tokens"] for one in serve_requests(make_engine(**OFF), asked)]
+    plain = [one["tokens"] for one in serve_requests(make_engine(**KEYED), asked)]
     drafter = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 8}
     llm = make_engine({"batch_threshold": 2}, speculative_config=drafter, **TWO_RANKS)
     llm.collective_rpc(note_drawn)

@@ -19,7 +19,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
-from tests.engine.conftest import OFF, UNTESTED, configured, proposer_of
+from tests.engine.conftest import KEYED, UNTESTED, configured, proposer_of
 from tests.text import save_corpus
 
 # The gate of the examples measures time: on some machines a short text is over before it opens.
@@ -120,7 +120,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         ({}, {"batch_treshold": 4}, r"rollout\.spec\.batch_treshold: unknown field"),
         ({}, {"corpus": "/nowhere.jsonl"}, r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file"),
         ({}, {"method": "off"}, r"rollout\.spec\.method=off together with"),
-        ({"speculative_config": NGRAM}, {"method": "off", "verify": "coupled"}, r"goes with our drafter"),
+        ({"speculative_config": NGRAM}, {"method": "keyed"}, r"method=keyed goes with mtp, [^\n]*none\Z"),
         ({"speculative_config": None}, {}, r"rollout\.spec\.method=sam without"),
         ({"speculative_config": SPECULATIVE}, {"num_speculative_tokens": 4}, r"tokens=4 differs from"),
         ({"override_generation_config": {"min_p": 0.1}}, {}, r"generation_config\.min_p"),
@@ -128,11 +128,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         (LOOPED, {}, r"^recurrent_kv_cache_mode=last_loop: [^\n]*run this policy without drafts\Z"),
         (LAUNCHED, {"batch_threshold": "auto"}, r"batch_threshold=auto: must be a number with"),
         ({"pipeline_parallel_size": 2}, {}, r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.met"),
-        (
-            LOSSY,
-            {"verify": "standard"},
-            r"synthetic: must be standard with [^\n]*changes what the policy says",
-        ),
+        (LOSSY, {}, r"synthetic: must be standard with [^\n]*changes what the policy says"),
         ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's MRV2[^\n]*\Z"),
         pytest.param(
             {"speculative_config": SPECULATIVE | {BY_BATCH: [[1, 64, 8]]}},
@@ -157,7 +153,7 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
         configured(tiny_model, {}, **of_transformers)
     configured(tiny_model, {}, **of_transformers, max_model_len=64)
     configured(tiny_model, {}, hf_overrides=of_transformers["hf_overrides"])
-    configured(tiny_model, **OFF, **of_transformers)
+    configured(tiny_model, **KEYED, **of_transformers)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +170,7 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
 
     from rollout_spec.vllm.checks import check_options
 
-    drafting, without = configured(tiny_model, {}), configured(tiny_model, **OFF)
+    drafting, without = configured(tiny_model, {}), configured(tiny_model, **KEYED)
     monkeypatch.setattr(ModelConfig, "architecture", policy)
     for config in drafting, without:
         config.cache_config.cache_dtype = cache  # CPUs have no such attention
@@ -200,9 +196,9 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tin
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
     monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
-    message = r"verify=coupled: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
+    message = r"method=keyed: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
     with pytest.raises(ValueError, match=message):
-        configured(tiny_model, **OFF)
+        configured(tiny_model, **KEYED)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +229,7 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
 @pytest.mark.parametrize(
     ("where", "patch"),
     [
-        ("sampler.Sampler.forward", "vllm-min-tokens-bonus"),
+        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
         ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
         ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
         ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
@@ -275,4 +271,4 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
     runner.rejection_sampler = Another(runner.sampler)
     message = "'vllm-min-tokens-bonus' does not fit .*: Another.forward takes self, metadata, "
     with pytest.raises(PatchError, match=message):
-        RowSampling(runner, is_coupled=True).install()
+        RowSampling(runner).install()

@@ -16,7 +16,7 @@ from rollout_spec.vllm import plugin
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
 from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
-from tests.engine.conftest import OFF, close, configured, core_of
+from tests.engine.conftest import KEYED, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import (
@@ -354,7 +354,7 @@ def test_refused_before_an_engine_process_is_launched(tmp_path, monkeypatch):
     from rollout_spec.vllm.checks import check_options
 
     transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
-    configured(str(tmp_path), **OFF)
+    configured(str(tmp_path), **KEYED)
     config = configured(str(tmp_path), {"num_speculative_tokens": 3})
     config.cache_config.mamba_cache_mode = "all"
     with pytest.raises(ValueError, match=r"^mamba_cache_mode=all: must be none or align [^\n]*\Z"):

@@ -11,7 +11,7 @@ import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
-from tests.engine.conftest import EOS_TOKEN_ID, OFF, VOCAB_SIZE, close, new_engine
+from tests.engine.conftest import EOS_TOKEN_ID, KEYED, VOCAB_SIZE, close, new_engine
 from tests.engine.serving import (
     REASONING,
     SERVED,
@@ -34,7 +34,7 @@ Engines = tuple[Any, Any]  # without drafts and with
 
 def both_engines(model, spec=None, **arguments):
     spec = {"num_speculative_tokens": 8, "history": 8} | (spec or {})
-    plain = new_engine(model, None, model=model, **OFF, **arguments)
+    plain = new_engine(model, None, model=model, **KEYED, **arguments)
     drafted = new_engine(model, spec, model=model, **arguments)
     yield plain, drafted
     close([plain, drafted])

@@ -178,12 +178,6 @@ def test_neither_where_prompts_have_images(results):
     assert drafted["requests"] == plain["requests"]
 
 
-def test_greedy_tokens_are_those_without_drafts_in_standard_verification(results):
-    standard = results["standard"]
-    assert standard["requests"]["greedy"] == results["plain"]["requests"]["greedy"]
-    assert standard["counters"]["num_accepted_tokens"] > 0
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_drafts_are_accepted(results, engine):
     counters, steps = results[engine]["counters"], results[engine]["steps"]

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from tests.engine.conftest import EOS_TOKEN_ID, OFF, core_of, proposer_of
+from tests.engine.conftest import EOS_TOKEN_ID, KEYED, core_of, proposer_of
 from tests.engine.serving import sampling
 from tests.engine.test_life_cycle import PROMPTS, generate
 from tests.text import merged
@@ -159,7 +159,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, m
     servers = [make_server(spec, fresh=True) for _ in range(2)]
     storm = Storm(servers, num_interruptions)
     asyncio.run(storm.run())
-    reference = make_engine(**OFF)
+    reference = make_engine(**KEYED)
     params, prompts = zip(*map(storm_sampling, storm.texts), strict=True)
     plain = generate(reference, prompts, [sampling(asked | {"detokenize": False}) for asked in params])
     assert storm.num_aborted >= num_interruptions

@@ -14,7 +14,7 @@ import pytest
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY
-from tests.engine.conftest import OFF, core_of, engine_settings, proposer_of
+from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import num_accepted
 from tests.engine.test_life_cycle import PROMPTS
@@ -131,7 +131,7 @@ def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_s
     weights = {name: value for name, value in loaded(tmp_path).items() if ".experts." not in name}
     changed = {name: value.flip(1) for name, value in weights.items() if name.endswith("_proj.weight")}
     found = []
-    for spec, more in ((None, OFF), ({"num_speculative_tokens": 3, "history": 2}, {})):
+    for spec, more in ((None, KEYED), ({"num_speculative_tokens": 3, "history": 2}, {})):
         arguments = {"skip_tokenizer_init": True, "enable_prefix_caching": False} | more
         server = make_server(spec, fresh=True, model=model, kv_cache_memory_bytes=256 << 20, **arguments)
         worker = core_of(server.engine.llm).model_executor.driver_worker.worker
@@ -169,7 +169,7 @@ def test_turns_with_images(tmp_path, make_server):
     banned = get_vision_placeholder_token_ids(processor)
     assert len(banned) == 2
     results = []
-    for spec, more in ((None, OFF), ({}, {})):
+    for spec, more in ((None, KEYED), ({}, {})):
         server = make_server(spec, fresh=True, model=model, limit_mm_per_prompt={"image": 4}, **more)
         server.model_config.processor = processor
         # As verl does before it serves.

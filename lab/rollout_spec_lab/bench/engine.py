@@ -32,9 +32,9 @@ Served = dict[str, list[dict[str, Any]]]
 class Method:
     """One competitor.
 
-    `off` is plain vLLM, `off:coupled` the same with the noise of verify=coupled, `ngram` and `suffix` are
+    `off` is plain vLLM, `off:coupled` the same with our noise (method=keyed), `ngram` and `suffix` are
     vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
-    model's drafts with verify=coupled, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
+    model's drafts with our noise, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
     after it: on that model runner, not on the one that vLLM chooses.
 
     Raises ConfigError: there is no such method, or it takes no such variant.

@@ -26,6 +26,7 @@ from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.jobs import EngineError, reply
 from rollout_spec_lab.bench.recorded import Recorded
@@ -169,6 +170,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    mend_cpu_rejection()  # by which `ngram` and `suffix` are verified
     if Method(job["method"]).drafting == "off:coupled" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be MRV2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -184,7 +186,7 @@ def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
     if method.drafting == "off":
         return {}
-    coupled = {"additional_config": {OPTIONS_KEY: {"method": "off", "verify": "coupled"}}}
+    coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
     if method.name == "off":
         return coupled
     if method.name == "model":

@@ -18,7 +18,7 @@ import torch
 
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise
-from rollout_spec.vllm.upstream import cpu_rejection, mend
+from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
@@ -105,7 +105,7 @@ def vllms(device: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         return None
     from vllm.utils import cpu_triton_utils
 
-    mend(cpu_rejection, rejection_sampler)
+    mend_cpu_rejection()
     register = getattr(current_platform, "register_triton_kernel_overrides", None)
     if register is not None:  # from 0.32 on
         register()

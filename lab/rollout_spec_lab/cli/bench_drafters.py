@@ -21,7 +21,7 @@ from rollout_spec_lab.cli.inputs import add_output, installed, write
 HELP = "compare drafters on the same steps of recorded rollouts"
 METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
-    **dict.fromkeys(("method", "verify", "batch_threshold", "routing"), "every method drafts in every step"),
+    **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
         name: f"--{name.replace('_', '-')} sets it"
         for name in ("num_speculative_tokens", "history", "min_survival")

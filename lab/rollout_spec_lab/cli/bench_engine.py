@@ -31,7 +31,7 @@ WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     compared = inputs.add_compared_arguments(
-        parser, "off, off:coupled (with the noise of verify=coupled), ngram, suffix, sam, sam:THRESHOLD, "
+        parser, "off, off:coupled (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
         METHODS, REFUSED,
     )  # fmt: skip

@@ -160,7 +160,7 @@ def overrides(plan: DemoPlan, method: str, model: Path, train_file: Path) -> lis
     return [
         f"+rollout_spec_demo=[{','.join(groups)}]",
         f"+rollout.spec={method}",
-        "rollout.spec.verify=coupled",
+        *(["rollout.spec.method=keyed"] if method == "off" else []),
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={train_file}",
         f"data.seed={plan.seed}",

@@ -119,7 +119,7 @@ def certify(policy: Policy, rollouts: engine.Plan) -> dict[str, Any]:
         "model": policy.folder, "prompts": load.prompts[:4], "temperatures": [1.0],
         "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
         "group_sizes": [4], "max_tokens": min(policy.size.certified_tokens, load.max_tokens), "top_k": 0,
-        "top_p": 1.0, "seed": SEED, "dtype": policy.dtype, "tolerance": None, "distribution_samples": 0,
+        "top_p": 1.0, "seed": SEED, "dtype": policy.dtype, "tolerance": None,
         "model_drafter": rollouts.model_drafter, "engine": {**rollouts.engine, **own},
     }  # fmt: skip
     return {"plan": plan}

@@ -74,5 +74,5 @@ def _plan(folder: Path, dtype: str, arguments: Mapping[str, Any]) -> Plan:
         model=str(folder / "policy"), prompts=[[1, *range(8, 24)] * 2, [1, *range(30, 50)] * 2],
         temperatures=[1.0], nums_speculative_tokens=[7], batch_thresholds=[64], group_sizes=[8],
         max_tokens=NUM_TOKENS, top_k=20, top_p=1.0, seed=0, dtype=dtype, tolerance=None,
-        distribution_samples=0, engine={**arguments, **own}, model_drafter=drafter,
+        engine={**arguments, **own}, model_drafter=drafter,
     )  # fmt: skip

@@ -29,22 +29,11 @@ COUPLED = Patch(
 
 
 class RowGenerators(dict[int, torch.Generator]):
-    """A batch's generators, and what is known of its rows besides.
+    """In place of a batch's generators the noise of its rows; has none of vLLM's."""
 
-    Attributes:
-        step: the noise of the step's rows; None where vLLM's own is used.
-        num_draft_tokens: per row; all 0 in a step without drafts.
-    """
-
-    def __init__(
-        self,
-        generators: dict[int, torch.Generator],
-        step: coupled.CoupledStep | None,
-        num_draft_tokens: list[int],
-    ) -> None:
-        super().__init__(generators)
+    def __init__(self, step: coupled.CoupledStep) -> None:
+        super().__init__()
         self.step = step
-        self.num_draft_tokens = num_draft_tokens
 
 
 def keep_from_fused_kernel(module: Any) -> None:
@@ -65,12 +54,12 @@ def couple_rejection_sample(module: Any) -> None:
     target, signature = checked_target(module), inspect.signature(module.rejection_sample)
 
     @wrap(module, "rejection_sample", COUPLED)
-    def rejection_sample(standard: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def rejection_sample(reject: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
         generators, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(generators, RowGenerators) or generators.step is None:
-            return standard(*args, **kwargs)
-        if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.refuse_uncoupled` sees to
+        if not isinstance(generators, RowGenerators):  # another engine's
+            return reject(*args, **kwargs)
+        if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.PARTIAL_LOGITS` sees to
             logits, _ = logits
         return coupled.coupled_sample(
             given["draft_token_ids"],

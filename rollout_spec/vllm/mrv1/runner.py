@@ -167,12 +167,12 @@ def check_model_drafter() -> None:
 def bind(worker: Any, config: SpecConfig) -> None:
     """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
     runner = worker.model_runner
-    sampling = RowSampling(runner, config.coupled)
+    sampling = RowSampling(runner)
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
     proposer = _bind_proposer(runner, config)
-    if config.coupled and has_model_drafter(runner.vllm_config):
+    if has_model_drafter(runner.vllm_config):
         bind_model_drafter(runner, sampling, proposer)
     if proposer is not None and not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)

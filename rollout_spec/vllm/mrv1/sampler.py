@@ -21,7 +21,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import guard_class, guard_parameters, put_before, record
+from rollout_spec.patches import guard_class, guard_parameters, put_before
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.keys import keys_of
@@ -39,16 +39,15 @@ from rollout_spec.vllm.mrv1.rejection import (
 
 logger = init_logger(f"vllm.{__name__}")
 
-# What an engine's processes apply to themselves; all but MIN_TOKENS with rollout.spec.verify=coupled only.
+# What an engine's processes apply to themselves.
 ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
     """Gives a model runner's samplers a `RowGenerators`, step by step."""
 
-    def __init__(self, runner: Any, is_coupled: bool) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.is_coupled = is_coupled
         self._keys = keys_of(runner)
         self._row_keys: list[int] = []
 
@@ -60,23 +59,18 @@ class RowSampling:
             RuntimeError: the device cannot compute the noise.
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
-        if verifier is not None or self.is_coupled:
-            sampler.sampling = self
-            put_before(RowSampler, sampler, KEYED if verifier is None else MIN_TOKENS)
+        sampler.sampling = self
+        put_before(RowSampler, sampler, KEYED)
         if verifier is not None:
             verifier.sampling = self
             put_before(RowVerifier, verifier, MIN_TOKENS)
-        if not self.is_coupled:
-            return
-        if verifier is not None:  # only here, where verification waits for the device anyway
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
         for module in rejection_samplers():
             couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
-        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.topk_topp_sampler, sampler.logprobs_mode)
-        record(KEYED)
+        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,25 +85,20 @@ class RowSampling:
         return keys, positions + nums_sampled
 
     def with_generators(self, metadata: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
-        """It gets a `RowGenerators`, but not in a warm-up. Coupled verification clears the batch's own."""
-        batch = self._runner.input_batch
-        if not batch.num_reqs:
-            return metadata
-        if batch.num_reqs != len(num_draft_tokens):
+        """It gets a `RowGenerators`. The batch's own are cleared."""
+        batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
+        if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
-                f"rollout_spec: {len(num_draft_tokens)} rows are sampled, the batch has {batch.num_reqs}; "
-                "set rollout.spec.verify=standard and run `rollout-spec doctor`"
+                f"rollout_spec: {num_rows} rows are sampled, the batch has {batch.num_reqs}; "
+                "take rollout.spec=off, and run `rollout-spec doctor`"
             )
-        generators = RowGenerators(metadata.generators, None, num_draft_tokens)
-        if self.is_coupled:
-            self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests)
-            positions = batch.num_tokens_no_spec[: batch.num_reqs]
-            # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
-            # comes in chunks: it sets the generator back, and a CPU generator has no offset.
-            batch.generators.clear()
-            step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
-            generators = RowGenerators({}, step, num_draft_tokens)
-        return dataclasses.replace(metadata, generators=generators)
+        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
+        positions = batch.num_tokens_no_spec[:num_rows]
+        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
+        # comes in chunks: it sets the generator back, and a CPU generator has no offset.
+        batch.generators.clear()
+        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
+        return dataclasses.replace(metadata, generators=RowGenerators(step))
 
 
 class RowSampler(Sampler):
@@ -127,10 +116,9 @@ class RowSampler(Sampler):
     ) -> Any:
         generators = sampling_metadata.generators
         if not isinstance(generators, RowGenerators):
-            if self.sampling.is_coupled:
-                sampling_metadata = self.sampling.with_generators(sampling_metadata, [0] * logits.shape[0])
+            sampling_metadata = self.sampling.with_generators(sampling_metadata, [0] * logits.shape[0])
         elif predict_bonus_token:
-            sampling_metadata = counting_drafts(sampling_metadata, generators.num_draft_tokens)
+            sampling_metadata = counting_drafts(sampling_metadata, generators.step.num_draft_tokens)
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
@@ -147,23 +135,20 @@ class RowVerifier(RejectionSampler):
 
 
 class CoupledTopKTopPSampler(torch.nn.Module):
-    """vLLM's top-k-top-p sampler, drawing with keyed noise where the rows have keys."""
+    """In place of vLLM's top-k-top-p sampler; it draws with keyed noise."""
 
-    def __init__(self, plain: torch.nn.Module, logprobs_mode: str) -> None:
+    def __init__(self, logprobs_mode: str) -> None:
         super().__init__()
-        self.plain = plain
         self.logprobs_mode = logprobs_mode
 
     def forward(
         self,
         logits: torch.Tensor,
-        generators: dict[int, torch.Generator],
+        generators: RowGenerators,
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
-        if not isinstance(generators, RowGenerators) or generators.step is None:
-            return self.plain(logits, generators, k, p)
         # That of the platform's verification, so that both keep the same tokens.
         logits = rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
         processed = None
@@ -176,7 +161,7 @@ class CoupledTopKTopPSampler(torch.nn.Module):
 
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
-    guard_class(MIN_TOKENS, RowSampler, Sampler)
+    guard_class(KEYED, RowSampler, Sampler)
     guard_class(MIN_TOKENS, RowVerifier, RejectionSampler)
     guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
     _check_top_k_top_p(TopKTopPSampler)

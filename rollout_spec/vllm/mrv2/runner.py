@@ -137,8 +137,7 @@ class ForgettingWorker(WorkerBase):
         runner = self.model_runner
         if isinstance(runner, DraftingRunner):
             runner.host_drafts.proposer.start_afresh()
-        if isinstance(runner, KeyedRunner):
-            runner.keys.forget()
+        runner.keys.forget()
         return found
 
 
@@ -171,9 +170,8 @@ def bind(worker: Any, config: SpecConfig) -> None:
     check_runner()
     runner = worker.model_runner
     speculator = runner.speculator
-    if config.coupled:
-        runner.keys = keys_of(runner)
-        put_before(KeyedRunner, runner, sampler.COUPLED)
+    runner.keys = keys_of(runner)
+    put_before(KeyedRunner, runner, sampler.COUPLED)
     if config.enabled:
         runner.host_drafts = host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR)
@@ -182,7 +180,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
             speculator.host = host
         else:
             speculators.draft_beside(speculator, host)
-    elif config.coupled and isinstance(speculator, DraftModelSpeculator):
+    elif isinstance(speculator, DraftModelSpeculator):
         speculators.check_speculator()
         put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
     put_before(ForgettingWorker, worker, _WARM_UP)

@@ -1,13 +1,15 @@
-"""Rejection sampling on the CPU engine, which vLLM 0.24 calls with an argument that its kernel lacks."""
+"""vLLM's rejection sampling on its CPU engine, which 0.24 calls with an argument that its kernel lacks.
+
+Our drafts do not reach it. Others that are compared with them do.
+"""
 
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from rollout_spec.patches import Patch, replace_function
-from rollout_spec.vllm.upstream import WITH_DRAFTS
 
-WHERE = {WITH_DRAFTS: "vllm.v1.sample.rejection_sampler"}
 PATCH = Patch(
     name="vllm-cpu-rejection-sample",
     reason="every sampled request with draft tokens fails: _sample_recovered_tokens_kernel_impl() got an "
@@ -17,10 +19,23 @@ PATCH = Patch(
 )
 
 
-def applies(_: Any) -> bool:
-    """Whether the CPU engine's kernel for recovered tokens cannot be called as vLLM calls it."""
-    from vllm.platforms import current_platform
+def mend_cpu_rejection() -> None:
+    """Leave the argument out where the kernel lacks it, and give it its noise in float32, as 0.29 does."""
+    if not _is_wrong():
+        return
+    from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as launched
 
+    recover = launched.func
+
+    def recover_with_fewer_arguments(*args: Any, USE_FP64_GUMBEL: bool = False, **others: Any) -> None:  # noqa: N803
+        tokens, ends, drafts, draft_probs, probs, noise, *rest = args
+        recover(tokens, ends, drafts, draft_probs, probs, noise.float(), *rest, **others)
+
+    replace_function(launched, "func", recover_with_fewer_arguments, patch=PATCH)
+
+
+def _is_wrong() -> bool:
+    """Whether the kernel for recovered tokens cannot be called as vLLM calls it."""
     if not current_platform.is_cpu():
         return False
     from vllm.utils import cpu_triton_utils
@@ -37,16 +52,3 @@ def applies(_: Any) -> bool:
     except TypeError:
         return True
     return output.tolist() != [2]
-
-
-def fix(_: Any) -> None:
-    """Leave the argument out, and give the kernel its noise in float32, as 0.29 does."""
-    from vllm.utils.cpu_triton_utils import sample_recovered_tokens_kernel as launched
-
-    recover = launched.func
-
-    def recover_with_fewer_arguments(*args: Any, USE_FP64_GUMBEL: bool = False, **others: Any) -> None:  # noqa: N803
-        tokens, ends, drafts, draft_probs, probs, noise, *rest = args
-        recover(tokens, ends, drafts, draft_probs, probs, noise.float(), *rest, **others)
-
-    replace_function(launched, "func", recover_with_fewer_arguments, patch=PATCH)
