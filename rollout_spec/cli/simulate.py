@@ -107,6 +107,7 @@ def _add_drafter(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import counted, show
+    from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.load import copied, requests_of
     from rollout_spec.predict.simulate import check_cache, compare, configurations
     from rollout_spec.report.simulation import headline, table
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.traces[0]}: no token in any response")
     _check_use(args, spec, lines)
     if spec.get("corpus"):
-        rollouts.warn_of_same_texts(lines, spec["corpus"])
+        warn_of_same_texts(lines, spec["corpus"])
     for cluster in clusters:
         check_cache(requests_of(lines, cluster.group_size), cluster, configs, times)
     model = _model(args, lines, times)

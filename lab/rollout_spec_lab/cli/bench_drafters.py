@@ -12,7 +12,6 @@ from rollout_spec.cli.rollouts import (
     add_simulated_model,
     check_steps,
     read,
-    warn_of_same_texts,
     with_model,
 )
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
@@ -109,6 +108,7 @@ def _of_trace(
     args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
 ) -> list[dict[str, Any]]:
     from rollout_spec.cli.console import tracked
+    from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec_lab.bench import drafters
 
     lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
