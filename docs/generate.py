@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from docs import request_options
-from rollout_spec.cli import COMMANDS, build_parser
+from rollout_spec.cli import build_parser
 from rollout_spec.config import AUTO, METHODS, ROUTINGS, SpecConfig
 from rollout_spec.metrics import METRICS
 from rollout_spec_lab import cli as lab
@@ -59,9 +59,9 @@ def metrics() -> str:
 
 
 def arguments(command: str) -> str:
-    """A table for each group of arguments of `rollout-spec COMMAND`, or of `rollout-spec-lab COMMAND`."""
-    names = command.split()
-    parser = build_parser() if names[0] in COMMANDS else lab.build_parser()
+    """A table for each group of arguments of `rollout-spec ...`, or of `rollout-spec-lab ...`."""
+    program, *names = command.split()
+    parser = build_parser() if program == "rollout-spec" else lab.build_parser()
     for name in names:
         parser = _subparsers(parser)[name]
     blocks = []

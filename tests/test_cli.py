@@ -1,7 +1,6 @@
 """The command line as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -10,18 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout_spec import __version__
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.doctor import diagnosis
-from rollout_spec.trace import read_trace, to_line
+from rollout_spec.trace import Proposals, to_line
 
 FOLDER = Path(__file__).parent
 TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
-RECORDING = str(FOLDER / "data/policy_trace.jsonl.gz")
-QWEN, EXPERTS = (str(FOLDER.parent / f"recipes/models/qwen3_{size}.json") for size in ("32b", "235b"))
-FILES = {"TRACE": TRACE, "QWEN": QWEN, "EXPERTS": EXPERTS, "HERE": __file__}
+FILES = {"TRACE": TRACE, "HERE": __file__}
 
 
 @pytest.fixture
@@ -89,7 +87,6 @@ MISTAKES = [
     ("replay {TRACE} --depth 3", "unrecognized arguments: --depth 3"),
     ("replay {TRACE} --limit-groups 99999999999999999999", "must be at least 1 and at most 2,147,483,647"),
     ("replay {TRACE} --replicas 99999999", "--replicas: 99999999 must be at least 1 and at most 128"),
-    ("simulate {TRACE} --step-times 1:0.1 --replicas 32 --dp 16", "--replicas 32 --dp 16: at most 128 ranks"),
     ("simulate {TRACE} --step-times 1:0.1 --copies 99999999", "must be at least 1 and at most 128"),
     ("simulate {TRACE} --step-times 1:0.1 --batch-thresholds=--5", "batch_threshold='--5': must be a number"),
     (f"simulate {{TRACE}} --step-times {',1:' * 999}", "neither a file nor tokens:seconds"),
@@ -97,29 +94,12 @@ MISTAKES = [
     ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
     ("simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}", "'{TRACE}'; name files before options that"),
     ("simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}", "FILE_OR_FOLDER; name files before"),
-    ("simulate {TRACE} --model-config {QWEN} --gpu h100 --tp 2 --expert-parallel", "-parallel: a dense"),
-    ("simulate {TRACE}", "one of the arguments --step-times --model-config is required"),
-    ("simulate {TRACE} --model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
-    ("simulate {TRACE} --model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
-    ("simulate {TRACE} --model-config /nowhere.json --gpu h100", "/nowhere.json"),
-    ("simulate {TRACE} --model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
-    *(
-        (f"simulate {{TRACE}} --gpu h100 {options}", message)
-        for options, message in (
-            ("--model-config {QWEN} --longest-response 131072", "an engine holds 24,708 tokens, the"),
-            ("--model-config {QWEN} --tp 8 --longest-response 1000000000", "engine holds 1,947,316 tokens"),
-            (
-                "--model-config {EXPERTS} --tp 4 --dp 8 --model-acceptance 0.7",
-                "--dp 8: engines refuse a draft",
-            ),
-        )
-    ),
+    ("simulate {TRACE}", "the following arguments are required: --step-times"),
     *(
         (f"simulate {{TRACE}} --limit-groups 2 --step-times 1:0.1 {options}", message)
         for options, message in (
-            ("--tp 2", "--tp: belongs to --model-config"),
             ("--batch-thresholds few", "rollout.spec.batch_threshold='few': must be a number or auto"),
-            ("--model-acceptance 0.7", "--step-times: a table has no times of a draft model"),
+            ("--spec model_tokens=1", "--spec model_tokens=1: no model drafts here"),
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
             ("--spec depth=3", "rollout.spec.depth: unknown"),
             ("--spec corpus=/nowhere", "corpus='/nowhere'"),
@@ -141,21 +121,6 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
     assert message.format(**FILES) in error
     assert error.startswith(f"rollout-spec {arguments[0]}: ")
     assert error.count("\n") == 1
-
-
-def test_policies_with_recurrent_layers_are_simulated_with_few_draft_tokens(tmp_path, capsys):
-    fields = json.loads(Path(QWEN).read_text()) | {
-        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
-        "linear_key_head_dim": 128, "full_attention_interval": 4,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    command = ["simulate", TRACE, "--limit-groups", "1", "--batch-thresholds", "8", "--json", "--gpu", "h100"]
-    command += ["--tp", "2", "--model-config", str(tmp_path / "config.json")]
-    assert main(command) == 0
-    [result] = json.loads(capsys.readouterr().out)["results"]
-    assert [figures["num_speculative_tokens"] for figures in result["runs"]] == [None, 3]
-    assert main([*command, "--num-speculative-tokens", "15"]) == 2
-    assert "num_speculative_tokens=15: must be at most 7" in capsys.readouterr().err
 
 
 def parsers(parser, name="rollout-spec"):
@@ -201,6 +166,16 @@ def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path,
     assert capsys.readouterr().err == f"rollout-spec {options[0]}: {trace}: no token in any response\n"
 
 
+def test_a_recording_of_a_models_drafts_needs_times_of_the_model(tmp_path, capsys):
+    trace, drafts = (
+        tmp_path / "trace.jsonl",
+        Proposals(np.array([[2]], np.int32), np.zeros((1, 1), np.float32)),
+    )
+    trace.write_text(to_line("a", None, [1], [[2]], proposals=[drafts]))
+    assert main(["simulate", str(trace), "--step-times", "1:0.1"]) == 2
+    assert f"no times of the model that drafts in {trace}" in capsys.readouterr().err
+
+
 def test_a_certificate_whose_folder_is_a_file_is_refused_before_an_engine_starts(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")  # no model: an engine would say so
     assert main(["certify", "--model", str(tmp_path), "--output", __file__]) == 2
@@ -230,47 +205,6 @@ def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
     assert shown.startswith(f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_thr")
     shown = printed("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
     assert shown.startswith("Drafts would save no time here.\n"), "a second token costs too much"
-
-
-def test_simulate_says_whether_a_model_should_draft_too(printed):
-    """A head of one layer, where it is often right, and where it is never."""
-    options = ["simulate", RECORDING, "--limit-groups", "6", "--batch-thresholds", "64"]
-    options += ["--model-config", QWEN, "--gpu", "h100", "--model-acceptance"]
-    best, speedups = [], []
-    for acceptance in ("0.7,0.7,0.7", "0,0,0"):
-        [result] = printed(*options, acceptance, "--json")["results"]
-        best.append(result["best_drafter"])
-        speedups.append({run["drafter"]: run["speedup"] for run in result["runs"]})
-        assert list(speedups[-1]) == ["off", "sam", "model", "sam+model"]
-    assert best == ["sam+model", "sam"]
-    assert speedups[0]["model"] > 1.1 > speedups[1]["model"]
-    shown = printed(*options, "0.7,0.7,0.7")
-    assert shown.startswith("The model's drafts and the index's together would make")
-
-
-def test_simulate_predicts_for_a_device_that_is_not_there(printed):
-    command = ["simulate", TRACE, "--model-config", QWEN, "--gpu", "h100", "--group-size", 4]
-    command += ["--limit-groups", 2, "--json", "--batch-thresholds"]
-    [result] = printed(*command, 8, "auto", "--num-speculative-tokens", 3, 16)["results"]
-    settings = [(r["batch_threshold"], r["num_speculative_tokens"]) for r in result["runs"]]
-    assert settings == [("off", None), (8, 3), (8, 16), ("auto", 3), ("auto", 16)]
-    best = max(result["runs"], key=lambda r: r["speedup"])
-    chosen = (result["best_threshold"], result["best_num_speculative_tokens"])
-    assert chosen == (best["batch_threshold"], best["num_speculative_tokens"])
-    assert best["speedup"] > 1.1
-
-    def makespans(*more):
-        return [r["makespan_s"] for r in printed(*command, 1, *more)["results"][0]["runs"]]
-
-    plain, drafted = makespans()
-    # Twenty times the context costs more than twenty times the steps; the host's time is the drafter's alone.
-    texts = [text for line in itertools.islice(read_trace(TRACE), 2) for text in line.responses[:4]]
-    longest = max(map(len, texts))
-    assert makespans("--longest-response", 20 * longest)[0] > 20.05 * plain
-    on_v1 = makespans("--runner", "v1")
-    assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
-    both = makespans("--copies", 2)
-    assert plain < both[0] < 1.5 * plain
 
 
 @pytest.mark.parametrize("command", [["replay", "nowhere.jsonl"], ["compare", "nowhere", "nowhere"]])

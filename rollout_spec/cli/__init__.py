@@ -1,9 +1,8 @@
 """The command `rollout-spec`, one thin module for each subcommand.
 
 In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
-May import: `config`, `environment`, `files`, `recurrent`, `trace`, `drafting`, `predict`, `report`,
-`certify`, `doctor`, `vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`),
-it computes nothing.
+May import: `config`, `environment`, `files`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`,
+`vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
 
 A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
 `run`, so that `--help` answers at once.

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import Values, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
+    from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
     from rollout_spec.report.outlook import headline, sentences, tables, write_outlook
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
     rollouts.check_steps(lines, args.traces[0])
     if config.corpus:
-        rollouts.warn_of_same_texts(lines, config.corpus)
+        warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)

@@ -1,9 +1,8 @@
-"""Recorded rollouts: which files, how they are read, what speaks against them; a model that drafts there."""
+"""Recorded rollouts: which files, how they are read; a model that drafts there."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,6 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
-
-logger = logging.getLogger(__name__)
 
 
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
@@ -43,21 +40,6 @@ def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = No
         if not sign or role not in NAMES:
             raise UserError(f"--columns {pair}: must be {', '.join(f'{role}=NAME' for role in NAMES)}")
     return read_rollouts(paths, args.tokenizer, columns, limit)
-
-
-def warn_of_same_texts(lines: Sequence[Rollout], corpus: str) -> None:
-    """Say it where the corpus holds these responses: a training's next responses are new."""
-    from rollout_spec.drafting.corpus import read_corpus
-    from rollout_spec.predict.doubts import LONG
-
-    held = {text.tobytes() for text in read_corpus(corpus)}
-    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
-    num_held = sum(text in held for text in texts)
-    if 10 * num_held > len(texts):  # a few are the same by chance
-        logger.warning(
-            "%s holds %d of %d responses of %d tokens or more word for word, so the figures promise "
-            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
-        )  # fmt: skip
 
 
 def check_steps(lines: Iterable[Rollout], trace: Path) -> None:

@@ -1,5 +1,6 @@
-"""What speaks against rollouts: rows that are there twice, padding, responses with their prompt."""
+"""What speaks against rollouts: rows that are there twice, padding, responses with their prompt or known."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.trace import Rollout
 
 LONG = 16  # tokens or characters: what is shorter is the same by chance
 REMOVE = "remove it, because it counts and is easy to draft"
 _Text = str | npt.NDArray[np.int32]
+
+logger = logging.getLogger(__name__)
 
 
 class Repeats:
@@ -73,3 +77,15 @@ def prompts_within(lines: Iterable[Any]) -> Iterator[str]:
             num_within += begin == prompt if isinstance(begin, str) else np.array_equal(begin, prompt)
     if 2 * num_within > num:
         yield f"{num_within} of {num} responses begin with their prompt: {REMOVE}"
+
+
+def warn_of_same_texts(lines: Iterable[Rollout], corpus: str) -> None:
+    """Say it where the corpus holds these responses: a training's next responses are new."""
+    held = {text.tobytes() for text in read_corpus(corpus)}
+    texts = [text.tobytes() for line in lines for text in line.responses if len(text) >= LONG]
+    num_held = sum(text in held for text in texts)
+    if 10 * num_held > len(texts):  # a few are the same by chance
+        logger.warning(
+            "%s holds %d of %d responses of %d tokens or more word for word, so the figures promise "
+            "too much: build it from other responses", corpus, num_held, len(texts), LONG,
+        )  # fmt: skip

@@ -2,66 +2,33 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollout_spec.config import SpecConfig, UserError, parse_threshold
+from rollout_spec.config import SpecConfig, parse_threshold
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
-from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
 from rollout_spec.trace import Rollout
 
 TAIL_ROWS = 8
 """A rollout is in its tail while an engine runs at most this many requests."""
 
 
-def model_of(lines: Iterable[Rollout], times: Times) -> SimulatedModel | None:
-    """The model whose drafts the lines have; None where they have none. `times`: of one of its passes."""
-    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
-    return SimulatedModel(num_tokens, times) if num_tokens else None
-
-
 def configurations(
-    options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int] | None, times: Times
+    options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int]
 ) -> list[SpecConfig]:
-    """Without drafts, then every threshold with every K.
+    """Without drafts, then every threshold with every K; `options`: of `rollout.spec`, besides these two.
 
-    Args:
-        options: of `rollout.spec`, besides these two.
-        ks: None: the default, which is another with recurrent layers.
-
-    Raises UserError: an option's value is wrong, or does not go with recurrent layers.
+    Raises UserError: an option's value is wrong.
     """
-    has_states = times.row_tokens(0) > 0
-    default = DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens
     configs = [SpecConfig(method="off")]
-    for threshold, k in itertools.product(thresholds, ks or [default]):
+    for threshold, k in itertools.product(thresholds, ks):
         fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping({**options, **fixed}))
-        if has_states:
-            check_settings(configs[-1], None)
     return configs
-
-
-def check_cache(
-    requests: Iterable[Request], cluster: Cluster, configs: Iterable[SpecConfig], times: Times
-) -> None:
-    """Refuse a KV cache that cannot hold one response to its end, as vLLM does when it starts.
-
-    Raises UserError.
-    """
-    longest = max(turn.num_tokens for request in requests for turn in request.turns)
-    of_states = max(times.row_tokens(config.num_speculative_tokens) for config in configs)
-    if longest + of_states > cluster.kv_tokens:
-        stretch = getattr(times, "stretch", 1.0)
-        raise UserError(
-            f"the KV cache of an engine holds {stretch * (cluster.kv_tokens - of_states):,.0f} tokens, the "
-            f"longest prompt with its response has {stretch * longest:,.0f}: take more devices (--tp) or a "
-            "smaller --longest-response"
-        )
 
 
 def compare(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +24,10 @@ USUAL = (1e-4, 5.0)  # and what a small one takes on any device
 logger = logging.getLogger(__name__)
 
 
-class Times(Protocol):
-    """The seconds of engine steps."""
+class Times(abc.ABC):
+    """The seconds of an engine's steps, and what its KV cache has room for."""
 
+    @abc.abstractmethod
     def seconds(
         self,
         num_tokens: int,
@@ -43,19 +46,26 @@ class Times(Protocol):
             num_rows: requests in the step.
         """
 
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that the KV cache of a data-parallel rank holds."""
+        return math.inf
+
     def row_tokens(self, num_speculative_tokens: int) -> float:
         """Tokens that would fill what a running request takes of the KV cache beside its own; mostly 0."""
+        return 0.0
 
     @property
     def without_drafter(self) -> Times:
         """The same engine's without a drafter."""
+        return self
 
 
 class StepTimesError(UserError):
     """A table of step times that cannot be used; the message says why."""
 
 
-class StepTimes:
+class StepTimes(Times):
     """The seconds of an engine step by its tokens; its context makes no difference.
 
     Between two points time grows linearly. Before the first point it is constant; after the last it goes on
@@ -100,13 +110,6 @@ class StepTimes:
             point = (float(row["num_tokens"]), float(row["seconds"]), float(row["num_steps"]))
             curves[bool(row["drafted"])].append(point)
         return cls(curves[False] or curves[True], curves[True])
-
-    @property
-    def without_drafter(self) -> StepTimes:
-        return self
-
-    def row_tokens(self, num_speculative_tokens: int) -> float:
-        return 0.0
 
     def seconds(self, num_tokens: int, drafted: bool, *_: int, **__: int) -> float:
         at, seconds = self._drafted if drafted else self._plain

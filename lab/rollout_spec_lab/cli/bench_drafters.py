@@ -1,20 +1,11 @@
 """`rollout-spec-lab bench drafters`: every drafter on the same steps of recorded rollouts."""
 
 import argparse
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import add_example
+from rollout_spec.cli import add_example, rollouts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
-from rollout_spec.cli.rollouts import (
-    add_rollouts_arguments,
-    add_simulated_model,
-    check_steps,
-    read,
-    warn_of_same_texts,
-    with_model,
-)
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import add_output, installed, write
 
@@ -32,7 +23,7 @@ REFUSED = {  # as --spec, and why
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = parser.add_argument_group("lines of the trace")
-    add_rollouts_arguments(lines)
+    rollouts.add_rollouts_arguments(lines)
     help_ = "only the first N lines of each trace"
     add_options(lines, ("--limit-groups", number(int, 1), "N", None, help_))
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
@@ -42,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and sam+model: the model as one more expert"
     )
     add_options(drafters, ("--methods", str, "M,M", None, help_))
-    add_simulated_model(drafters)
+    rollouts.add_simulated_model(drafters)
     add_options(
         drafters,
         ("--num-speculative-tokens", number(int, 1, MAX_SPECULATIVE_TOKENS), "K",
@@ -109,10 +100,11 @@ def _of_trace(
     args: argparse.Namespace, trace: Path, methods: list[str], config: SpecConfig
 ) -> list[dict[str, Any]]:
     from rollout_spec.cli.console import tracked
+    from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec_lab.bench import drafters
 
-    lines = list(with_model(args, islice(read(args, [trace]), args.limit_groups)))
-    check_steps(lines, trace)
+    lines = list(rollouts.with_model(args, rollouts.read(args, [trace], args.limit_groups)))
+    rollouts.check_steps(lines, trace)
     if config.corpus:
         warn_of_same_texts(lines, config.corpus)
     for method in (method for method in methods if method in drafters.OF_MODELS):

@@ -1,4 +1,4 @@
-"""What several commands of the laboratory take: a model and prompts (by default the demo's), and methods."""
+"""What several commands of the laboratory take: models, prompts (by default the demo's), methods, devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import prompts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, folder, number, path, spec_options
-from rollout_spec.cli.roofline import roofline
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
@@ -23,8 +22,8 @@ from rollout_spec_lab.demo.data import make_rows
 from rollout_spec_lab.demo.model import make_model
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.step_times import Times
     from rollout_spec.trace import Rollout
+    from rollout_spec_lab.roofline.roofline import Roofline
 
 # Options for `add_options`.
 MODEL = ("--model", path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
@@ -36,6 +35,12 @@ RECORDING = (
     ("trace", path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
     ("--limit-groups", number(int, 1), "N", None, "only the first N lines"),
 )
+DEVICE = (  # of `roofline`
+    ("--model-config", path, "FILE", None,
+     "the policy's config.json: with --gpu, step times are predicted by a roofline"),
+    ("--gpu", str, "NAME", None, "h100, h200, a100 or 910b"),
+    ("--tp", number(int, 1), "N", 1, "tensor-parallel devices of an engine"),
+)  # fmt: skip
 
 
 def add_compared_arguments(
@@ -78,14 +83,24 @@ def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, A
     return spec
 
 
-def rooflines(config: Path | None, gpu: str | None) -> dict[str, Times]:
-    """A device's step times by model runner, for `engine.predict`; none where no device is named."""
-    from rollout_spec.predict.roofline import HOSTS
+def roofline(config: Path | None, gpu: str | None, tp: int = 1, **further: Any) -> Roofline:
+    """The step times of `DEVICE`; `further`: fields of a Roofline."""
+    from rollout_spec_lab.roofline.model import Model
+    from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
 
-    if gpu is None:
-        return {}
-    named = argparse.Namespace(model_config=config, gpu=gpu, tp=None)
-    return {runner.upper(): roofline(named, host=host) for runner, host in HOSTS.items()}
+    if config is None:
+        raise UserError("--model-config: a prediction needs the policy's config.json")
+    if gpu is None or gpu not in DEVICES:
+        raise UserError(f"--gpu{f' {gpu}' if gpu else ''}: must be one of {', '.join(DEVICES)}")
+    return Roofline(Model.read(config), DEVICES[gpu], tp, **further)
+
+
+def rooflines(config: Path | None, gpu: str | None) -> dict[str, Roofline]:
+    """A device's step times by model runner, for `engine.predict`; none where no device is named."""
+    from rollout_spec_lab.roofline.roofline import HOSTS
+
+    hosts = {} if gpu is None else HOSTS
+    return {runner.upper(): roofline(config, gpu, host=host) for runner, host in hosts.items()}
 
 
 def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: str = "DIR") -> None:

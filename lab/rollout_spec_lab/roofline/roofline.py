@@ -14,8 +14,9 @@ import math
 from collections.abc import Mapping
 from statistics import NormalDist
 
-from rollout_spec.predict.model import Model, RooflineError
+from rollout_spec.predict.step_times import Times
 from rollout_spec.recurrent import MAX_RECURRENT_TOKENS
+from rollout_spec_lab.roofline.model import Model, RooflineError
 
 BLEND = 1.6
 """A product takes the norm with this exponent of its memory time and its compute time: 1 would be their sum,
@@ -45,47 +46,27 @@ class Device:
     node_size: int = 8
 
 
-# Efficiencies and launch_s are fitted to step times that others published, and checked on further ones
-# (lab/record/roofline.md).
+# lab/record/roofline.md has the datasheets, and the step times that efficiencies and launch_s are fitted to.
 DEVICES: Mapping[str, Device] = {
-    # NVIDIA H100 SXM datasheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, 80 GB, NVLink 900 GB/s both ways; DGX
-    # H100: one 400 Gb/s port a GPU. Collectives of one token: vLLM's custom all-reduce, about 10 us; DeepEP's
-    # low-latency dispatch over InfiniBand, about 20 us. Fitted: Qwen3-8B.
     "h100": Device(989.4e12, 3.35e12, 80e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
-    # NVIDIA H200 datasheet: an H100 with 4.8 TB/s and 141 GB.
     "h200": Device(989.4e12, 4.8e12, 141e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
-    # NVIDIA A100 80GB SXM datasheet: 312 TFLOP/s dense, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100: one
-    # 200 Gb/s port a GPU. Fitted: Qwen2.5-7B with and without drafts, and Qwen3-1.7B, whose step is mostly
-    # the floor.
     "a100": Device(312e12, 2.039e12, 80e9, 0.95, 0.84, 99e-6, 300e9, 10e-6, 25e9, 20e-6),
-    # Huawei publishes no datasheet. As the dies of the 910C: 376 TFLOP/s, 1.6 TB/s, 64 GB, 196 GB/s one way
-    # between devices and a 200 Gb/s port ("Serving LLMs on Huawei CloudMatrix384", arXiv 2506.12708).
-    # The efficiencies are an H100's; launch_s: of Qwen3-32B on four.
     "910b": Device(376e12, 1.6e12, 64e9, 0.9, 0.72, 380e-6, 196e9, 15e-6, 25e9, 30e-6),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """Seconds that the device waits for the host because of a drafter: a step, and each of its rows."""
-
-    plain_s: float
-    plain_row_s: float
-    drafted_s: float
-    drafted_row_s: float
-
-    def seconds(self, num_rows: int, drafted: bool) -> float:
-        step_s, row_s = (self.drafted_s, self.drafted_row_s) if drafted else (self.plain_s, self.plain_row_s)
-        return step_s + num_rows * row_s
-
-
+# By whether a step has drafts, seconds that it and each of its rows wait for the host because of a drafter.
+Host = Mapping[bool, tuple[float, float]]
 # By vLLM's model runner: lines through what `bench host` measured at 1 to 256 rows, vLLM's part and the
 # drafter's (lab/record/host.md). MRV2 schedules steps without drafts ahead; MRV1 with a drafter none.
-HOSTS: Mapping[str, Host] = {"v1": Host(0.7e-3, 13e-6, 1.2e-3, 21e-6), "v2": Host(0.0, 0.0, 1.2e-3, 26e-6)}
+HOSTS: Mapping[str, Host] = {
+    "v1": {False: (0.7e-3, 13e-6), True: (1.2e-3, 21e-6)},
+    "v2": {False: (0.0, 0.0), True: (1.2e-3, 26e-6)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline:
+class Roofline(Times):
     """Seconds of a step of one data-parallel rank.
 
     Args:
@@ -163,7 +144,8 @@ class Roofline:
         seconds += read_bytes / (device.memory_efficiency * device.bytes_per_s)
         seconds += self._collective_seconds(num_tokens) + model.num_layers * device.launch_s
         if self.host is not None:
-            seconds += self.host.seconds(num_rows, drafted)
+            step_s, row_s = self.host[drafted]
+            seconds += step_s + num_rows * row_s
         return self.stretch * seconds
 
     @property

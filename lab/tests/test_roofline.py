@@ -1,4 +1,4 @@
-"""The roofline: sizes as published and built, terms by hand, experts beside drawn ones, errors on record."""
+"""The roofline: sizes as published and built, terms by hand, errors on record, recipes that fit devices."""
 
 import dataclasses
 import json
@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_spec.predict.model import Model, RooflineError
-from rollout_spec.predict.roofline import DEVICES, Device, Host, Roofline
+from rollout_spec_lab.roofline.model import Model, RooflineError
+from rollout_spec_lab.roofline.roofline import DEVICES, Device, Roofline
+from tests.test_recipes import composed, layouts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
 # No floor, links without latency: what is left are bytes and FLOPs.
 BARE = Device(1e12, 1e9, 1e12, 0.85, 0.55, 0.0, 1e8, 0.0, 1e7, 0.0)
@@ -160,7 +161,8 @@ def test_the_floor_and_the_stretch():
 
 
 def test_a_step_waits_for_the_host_where_something_drafts():
-    plain, hosted = Roofline(DENSE, BARE), Roofline(DENSE, BARE, host=Host(0.25, 0.5, 1.0, 2.0), stretch=3.0)
+    host = {False: (0.25, 0.5), True: (1.0, 2.0)}
+    plain, hosted = Roofline(DENSE, BARE), Roofline(DENSE, BARE, host=host, stretch=3.0)
     for drafted, of_host in ((False, 2.25), (True, 9.0)):
         device = plain.seconds(9, drafted, 0, 0, 4)
         assert hosted.seconds(9, drafted, 0, 0, 4) == pytest.approx(3 * (device + of_host))
@@ -253,7 +255,7 @@ def test_a_layout_that_cannot_be(name, layout, message):
         Roofline(Model.read(RECIPES[name]), DEVICES["h100"], **layout)
 
 
-PUBLISHED = json.loads((ROOT / "tests/data/published_step_times.json").read_text())
+PUBLISHED = json.loads((ROOT / "lab/tests/data/published_step_times.json").read_text())
 MODELS = {name: Model.read(path) for name, path in RECIPES.items()}
 MODELS |= {name: Model(**shape) for name, shape in PUBLISHED["models"].items()}
 
@@ -295,3 +297,24 @@ def test_published_steps_with_drafts_are_met_however_many_tokens_they_verify(dev
         of_range = [error for num_tokens, error in found if low <= num_tokens < high]
         assert np.mean(np.abs(of_range)) < 0.10
         assert abs(np.mean(of_range)) < 0.09
+
+
+@pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
+def test_a_recipe_fits_its_device(recipe, size, device, mode):
+    """Weights, the buffers of a step, and the longest responses of a tail of 8 on each rank."""
+    model = Model.read(RECIPES[size])
+    rollout = composed(recipe, size, f"rollout_spec_device={device}").actor_rollout_ref.rollout
+    # Two for each expert of a token; vLLM gathers the tokens of all ranks.
+    num_tokens = rollout.max_num_batched_tokens * rollout.data_parallel_size
+    buffers = 2 * num_tokens * model.num_experts_per_token * model.hidden_size * model.bytes_per_value
+    for name in {"gpu": ("a100", "h100"), "npu": ("910b",)}[device]:
+        whole = DEVICES[name]
+        rest = whole.memory_bytes - buffers / rollout.gpu_memory_utilization
+        ranks = (
+            rollout.tensor_model_parallel_size,
+            rollout.data_parallel_size,
+            rollout.expert_parallel_size > 1,
+        )
+        kept = dataclasses.replace(whole, memory_bytes=rest)
+        engine = Roofline(model, kept, *ranks, rollout.gpu_memory_utilization)
+        assert engine.kv_tokens > 8 * rollout.max_model_len

@@ -1,0 +1,108 @@
+"""`rollout-spec-lab simulate`: the product's `simulate` with step times from a device's roofline."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollout_spec.cli import add_example, rollouts, simulate
+from rollout_spec.cli.arguments import MAX_ENGINES, add_options, number
+from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
+from rollout_spec_lab.cli import inputs
+
+if TYPE_CHECKING:
+    from rollout_spec.predict.engine import SimulatedModel
+    from rollout_spec.trace import Rollout
+    from rollout_spec_lab.roofline.roofline import Roofline
+
+HELP = "predict how long recorded rollouts take on devices that you do not have, with drafts and without"
+REFUSED = simulate.REFUSED | {"model_tokens": "--model-acceptance sets it, a number for each"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    simulate.add_served_arguments(parser)
+    _add_times(parser.add_argument_group("how long a step takes: predicted for a device"))
+    simulate.add_cluster_arguments(parser)
+    default_k = f"{SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers"
+    rollouts.add_simulated_model(simulate.add_drafter_arguments(parser, REFUSED, default_k))
+    inputs.add_output(parser, None)
+    given = "--model-config recipes/models/qwen3_32b.json --gpu h100 --tp 8"
+    add_example(parser, f"rollout-spec-lab simulate {simulate.TRACE} {given}")
+
+
+def _add_times(group: argparse._ArgumentGroup) -> None:
+    add_options(
+        group,
+        *inputs.DEVICE,
+        ("--dp", number(int, 1, MAX_ENGINES), "N", 1,
+         "data-parallel ranks of an engine: they share the experts and step together"),
+        ("--gpu-memory-utilization", number(float, 0.0, 1.0, above=True), "SHARE", 0.9,
+         "share of the device's memory for weights and KV cache"),
+        ("--longest-response", number(int, 1), "TOKENS", None,
+         "stretch all texts by one factor, so that the longest response has TOKENS tokens"),
+    )  # fmt: skip
+    group.add_argument(
+        "--expert-parallel", action="store_true",
+        help="each device holds whole experts, as always with --dp, not a slice of each",
+    )  # fmt: skip
+    group.add_argument(
+        "--runner", choices=("v1", "v2"), default="v2",
+        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
+        "engine that drafts do",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    if (most := max(args.replicas)) * args.dp > MAX_ENGINES:
+        raise UserError(f"--replicas {most} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
+    lines = list(rollouts.with_model(args, simulate.served_lines(args)))
+    times = _times(args, lines)
+    args.num_speculative_tokens = _most_draft_tokens(args.num_speculative_tokens, times)
+    _check_cache(args, lines, times)
+    return simulate.predict(args, lines, times, _model(args, lines, times), args.dp)
+
+
+def _times(args: argparse.Namespace, lines: Sequence[Rollout]) -> Roofline:
+    from rollout_spec_lab.roofline.roofline import HOSTS
+
+    longest = max((len(response) for line in lines for response in line.responses), default=0)
+    return inputs.roofline(
+        args.model_config, args.gpu, args.tp, data_parallel=args.dp, expert_parallel=args.expert_parallel,
+        memory_share=args.gpu_memory_utilization, host=HOSTS[args.runner],
+        stretch=args.longest_response / longest if args.longest_response and longest else 1.0,
+    )  # fmt: skip
+
+
+def _most_draft_tokens(given: Sequence[int], times: Roofline) -> Sequence[int]:
+    """`--num-speculative-tokens`, or the default. Raises UserError: recurrent layers cannot have as many."""
+    has_states = times.model.states is not None
+    for k in given if has_states else ():
+        check_settings(SpecConfig(num_speculative_tokens=k), None)
+    return given or [DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens]
+
+
+def _check_cache(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> None:
+    """Refuse a KV cache that cannot hold one response to its end, as vLLM does when it starts."""
+    from rollout_spec.predict.load import requests_of
+
+    requests = requests_of(lines, max(args.group_size, default=None))
+    longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
+    room = times.kv_tokens - max(map(times.row_tokens, args.num_speculative_tokens))
+    if longest > room:
+        raise UserError(
+            f"the KV cache of an engine holds {times.stretch * room:,.0f} tokens, the longest prompt with "
+            f"its response has {times.stretch * longest:,.0f}: take more devices (--tp) or a smaller "
+            "--longest-response"
+        )
+
+
+def _model(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> SimulatedModel | None:
+    """The model whose drafts the lines have, if any."""
+    from rollout_spec.predict.engine import SimulatedModel
+
+    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
+    if num_tokens and args.dp > 1:
+        raise UserError(f"--dp {args.dp}: engines refuse a draft model on ranks that share experts; use --tp")
+    return SimulatedModel(num_tokens, times.head) if num_tokens else None
