@@ -27,13 +27,12 @@ from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import hooks, replica
-from rollout_spec.verl import metrics as verl_metrics
+from rollout_spec.verl import replica, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
 from rollout_spec.verl.drafters import Drafters
-from rollout_spec.verl.metrics import BusyClock, Windows
 from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.server_windows import BusyClock, Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
 from tests.test_verl_check_config import composed
@@ -95,7 +94,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
     monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000) for s in servers])
     monkeypatch.setattr(ray, "get", lambda replies: replies)
-    hooks.install()
+    trainer_hooks.install()
     trainer: Any = SimpleNamespace(
         config=OmegaConf.create({"rollout": {"spec": {"method": "sam"}}}),
         _rollout_server_managers=lambda: [SimpleNamespace(server_handles=servers)],
@@ -141,7 +140,7 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert clock.take_seconds() == 1 + 2 + 8
     assert clock.take_seconds() == 0
     windows = Windows()
-    monkeypatch.setattr(verl_metrics, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(server_windows, "MAX_WAIT_S", 0.01)
     with windows.request(is_training=True):
         now[0] += 1
         assert windows.is_quiet and windows.is_untouched

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import History, prompt_key
 from rollout_spec.verl.client import Calls
-from rollout_spec.verl.history import (
+from rollout_spec.verl.trainer_history import (
     FILE,
     keeps_history,
     load_history,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rollout_spec import trace
 from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.trace import read_trace
-from rollout_spec.verl.history import FILE
+from rollout_spec.verl.trainer_history import FILE
 from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.runner import METRICS_FILE, environment

@@ -1,9 +1,10 @@
 """Drafting inside verl's trainer: options, rollout servers, metrics, history and routing.
 
 In: verl's Hydra configuration, requests and checkpoints. Out: engine arguments, metrics in verl's stream.
-Read `check_config` (on the driver), `hooks` and `replica` (in the trainer), `agent_loop` and `router`
-(between), `server` (in each rollout server), `worker_extension` (in each of its engine's workers). verl
-imports `entry_point` in all its processes. It never chooses a token.
+verl imports `entry_point` in all its processes. On the driver are `check_config` and what it asks; in the
+trainer `replica`, `deaths` and what begins with `trainer`; between that and the servers
+`agent_loop`, `client` and `router`; in each rollout server `drafters`, `recorder` and what begins with
+`server`; in each of its engine's workers `worker_extension`. It never chooses a token.
 May import: `config`, `files`, `homes`, `metrics`, `patches`, `recurrent`, `trace`, `drafting`, `vllm`,
 hydra, omegaconf, ray, tensordict, transfer_queue, transformers, verl, vllm.
 """

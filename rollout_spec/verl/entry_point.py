@@ -38,10 +38,10 @@ def _register_replica(module: Any) -> None:
 
 def _load_replica() -> Any:
     """Called where replicas are made: in the trainer's process."""
-    from rollout_spec.verl import hooks
+    from rollout_spec.verl import trainer_hooks
     from rollout_spec.verl.replica import SpecReplica
 
-    hooks.install()
+    trainer_hooks.install()
     return SpecReplica
 
 

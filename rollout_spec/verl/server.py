@@ -14,10 +14,10 @@ from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import Patch, guard_all, guard_parameters, record
 from rollout_spec.verl.configs import group_router_file
 from rollout_spec.verl.drafters import Drafters
-from rollout_spec.verl.history import ServerHistory
-from rollout_spec.verl.metrics import MAX_WAIT_S, Windows
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import GROUPED, RankRouter
+from rollout_spec.verl.server_history import ServerHistory
+from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import NAME_KEY

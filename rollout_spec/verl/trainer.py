@@ -1,12 +1,15 @@
-"""What we read from verl's trainer: its kind, the options of rollout.spec, and the rollout servers."""
+"""What we ask verl's trainer: its kind, and its rollout servers; and what we ask those of a step."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import ray
 import transfer_queue
-from omegaconf import OmegaConf
 
 from rollout_spec.config import ConfigError
-from rollout_spec.verl.settings import V1_TRAINER_ONLY
+from rollout_spec.metrics import RolloutReport
+from rollout_spec.verl.settings import V1_TRAINER_ONLY, value
 
 
 def require_v1_trainer() -> None:
@@ -21,17 +24,24 @@ def require_v1_trainer() -> None:
         raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None
 
 
-def option(trainer: Any, name: str) -> Any:
-    """A field of rollout.spec; None where rollout.spec is not used or has no such field."""
-    spec = OmegaConf.select(trainer.config, "rollout.spec")
-    return spec.get(name) if OmegaConf.is_dict(spec) else None
-
-
 def servers(trainer: Any) -> list[Any]:
-    """Handles of the rollout servers, one for each replica: SpecHttpServers where rollout.spec is used."""
+    """Handles of the rollout servers, `SpecHttpServer`s, one for each replica; [] without rollout.spec."""
+    if value(trainer.config, "rollout.spec.method") is None:
+        return []
     return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
 
 
-def num_ranks(trainer: Any) -> int:
-    """The data-parallel ranks of each rollout server."""
-    return OmegaConf.select(trainer.config, "actor_rollout_ref.rollout.data_parallel_size") or 1
+def take_reports(trainer: Any) -> list[RolloutReport]:
+    """From each rollout server, the windows that have ended since the last call."""
+    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
+
+
+@contextlib.contextmanager
+def validation(trainer: Any) -> Iterator[None]:
+    """Tell every rollout server that a validation begins, and that it has ended."""
+    handles = servers(trainer)
+    ray.get([handle.begin_validation.remote() for handle in handles])
+    try:
+        yield
+    finally:
+        ray.get([handle.end_validation.remote() for handle in handles])

@@ -106,7 +106,7 @@ class Storm:
             self.memory.append(allocated_bytes())
 
     async def share(self):
-        """What `verl.history.share_history` has the servers do, whatever they are doing."""
+        """What `verl.trainer_history.share_history` has the servers do, whatever they are doing."""
         taken = [await server.take_history() for server in self.servers]
         for server, others in zip(self.servers, taken[::-1], strict=True):
             await server.add_history(others)

@@ -223,7 +223,7 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monk
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from rollout_spec.verl import deaths, hooks
+    from rollout_spec.verl import deaths, trainer_hooks
     from rollout_spec.verl.server import SpecHttpServer
 
     class Server(SpecHttpServer):
@@ -241,7 +241,7 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monk
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         server, sender = ray.remote(Server).remote(), ray.remote(Sender).remote()
-        hooks.install()
+        trainer_hooks.install()
         monkeypatch.setattr(deaths, "POLL_S", 0.2)
         manager = object.__new__(CheckpointEngineManager)
         manager.backend, manager.replicas = "naive", [SimpleNamespace(is_watched=True, servers=[server])]

@@ -1,4 +1,4 @@
-"""Counts what a rollout server serves, in windows between weight syncs; the trainer logs what has ended.
+"""Counts what a rollout server serves, in windows between two weight syncs.
 
 verl aborts what runs before a weight sync, so a request has one version of the weights from its admission to
 its end. When a window ends, its counts are final. Requests that still run when a step is logged count in a
@@ -15,10 +15,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import ray
-
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
-from rollout_spec.verl.trainer import option, servers
 
 MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
 _POLL_S = 0.005
@@ -136,21 +133,3 @@ class BusyClock:
             self._since = now
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-
-def take_reports(trainer: Any) -> list[RolloutReport]:
-    """From each rollout server, the windows that have ended since the last call; [] without rollout.spec."""
-    if option(trainer, "method") is None:
-        return []
-    return ray.get([handle.take_rollout_report.remote() for handle in servers(trainer)])
-
-
-@contextlib.contextmanager
-def validation(trainer: Any) -> Iterator[None]:
-    """Tell every rollout server that a validation begins, and that it has ended."""
-    handles = servers(trainer) if option(trainer, "method") is not None else []
-    ray.get([handle.begin_validation.remote() for handle in handles])
-    try:
-        yield
-    finally:
-        ray.get([handle.end_validation.remote() for handle in handles])

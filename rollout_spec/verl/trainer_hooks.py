@@ -6,8 +6,8 @@ from typing import Any
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl.deaths import call_and_watch
-from rollout_spec.verl.history import load_history, remove_orphans, save_history, share_history
-from rollout_spec.verl.metrics import take_reports, validation
+from rollout_spec.verl.trainer import take_reports, validation
+from rollout_spec.verl.trainer_history import load_history, remove_orphans, save_history, share_history
 
 _PATCH = Patch(
     name="verl-trainer-hooks",

@@ -1,14 +1,10 @@
-"""Shares the history between rollout servers, and keeps it in verl's checkpoints.
+"""Has rollout servers share their history, and keeps it in verl's checkpoints.
 
 So a prompt finds its earlier responses wherever it is served. A checkpoint has one file for all servers,
-beside the state of the data loader. The functions run in the trainer, and do nothing where `rollout.spec`
-keeps no history; `ServerHistory` is a server's part.
+beside the state of the data loader. Where `rollout.spec` keeps no history, these functions do nothing.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,8 @@ import ray
 from rollout_spec.config import UserError
 from rollout_spec.drafting.history import HistoryError, read_file
 from rollout_spec.files import write_files
-from rollout_spec.verl.drafters import Drafters
-from rollout_spec.verl.trainer import num_ranks, option, servers
-from rollout_spec.vllm.control import Ended, ProposerControl
+from rollout_spec.verl.settings import ROLLOUT, number, value
+from rollout_spec.verl.trainer import servers
 
 FILE = "rollout_spec_history"
 
@@ -29,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def keeps_history(trainer: Any) -> bool:
-    return option(trainer, "method") == "sam" and bool(option(trainer, "history"))
+    is_drafting = value(trainer.config, "rollout.spec.method") == "sam"
+    return is_drafting and bool(value(trainer.config, "rollout.spec.history"))
 
 
 def share_history(trainer: Any) -> None:
@@ -38,7 +34,7 @@ def share_history(trainer: Any) -> None:
     A server that is serving gives what it had at its last weight sync, and adds the others' at its next one.
     """
     handles = servers(trainer) if keeps_history(trainer) else []
-    if len(handles) * num_ranks(trainer) < 2:
+    if len(handles) * number(trainer.config, f"{ROLLOUT}.data_parallel_size") < 2:
         return
     taken = [handle.take_history.remote() for handle in handles]  # a server's own ranks share theirs here
     others = [taken[:i] + taken[i + 1 :] for i in range(len(taken))]
@@ -106,65 +102,3 @@ def load_history(trainer: Any) -> None:
 def _checkpoint(trainer: Any) -> Path:
     """Its folder, of the current step."""
     return Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
-
-
-class ServerHistory:
-    """Passes texts on between engine cores and servers, only between two weights: no engine step waits.
-    `is_quiet` says whether the engine has no request."""
-
-    def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
-        self._drafters, self._is_quiet = drafters, is_quiet
-        self._is_sharing = False  # another server has asked
-        self._shared, self.received = list[bytes](), list[bytes]()  # for the others, and from them
-
-    async def end_window(self) -> None:
-        """The engine has no request."""
-        if self._is_sharing:
-            await self._exchange()
-
-    async def take(self) -> list[bytes]:
-        """The responses that this server has served, each once, as its history keeps them.
-
-        While requests are in flight, those up to the last weight sync.
-        """
-        self._is_sharing = True
-        if self._is_quiet():
-            await self._exchange()
-        taken, self._shared = self._shared, []
-        return taken
-
-    async def add(self, contents: Sequence[Sequence[bytes]]) -> None:
-        """Add what other servers' `take` returned, or what the file of a checkpoint holds.
-
-        While requests are in flight the engine does not wait for that: it follows at the next weight sync.
-        """
-        self.received += chain.from_iterable(contents)
-        if self._is_quiet():
-            await self._add_received()
-
-    async def pack(self) -> list[bytes]:
-        """The whole history of this server in pieces, for a file; none where its drafter is off."""
-        await self._add_received()
-        await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
-        for core in range(self._drafters.num_cores):  # all have the same
-            pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
-            if pieces:
-                return pieces
-        return []
-
-    async def _exchange(self) -> None:
-        """Pass on what every engine core has served: at once to the other cores, later to other servers."""
-        ended, cores = self._drafters.take_ended(), range(self._drafters.num_cores)
-        taken = await asyncio.gather(
-            *(self._drafters.pieces(core, ProposerControl.take_history, ended) for core in cores)
-        )
-        self._shared += chain.from_iterable(taken)
-        for core, other in product(cores, cores):
-            for piece in taken[other] if core != other else ():
-                await self._drafters.call_core(core, ProposerControl.add_history, [piece])
-        await self._add_received()
-
-    async def _add_received(self) -> None:
-        received, self.received = self.received, []
-        for piece in received:
-            await self._drafters.call(ProposerControl.add_history, [piece])
