@@ -1,4 +1,4 @@
-"""Where and with what a record was made; and what keeps vLLM quiet meanwhile."""
+"""Where and with what a record was made."""
 
 import datetime
 import os
@@ -30,15 +30,6 @@ def environment() -> dict[str, Any]:
         if version := package_version(package):
             found[package] = version
     return found
-
-
-def quiet_vllm() -> None:
-    """Have vLLM say errors only, on standard error: an answer is on standard output. Before vLLM is imported.
-
-    A choice of the user's stays.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def package_version(name: str) -> str | None:

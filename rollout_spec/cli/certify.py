@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.environment import quiet_vllm
+    from rollout_spec.cli.console import Headline, counted, quiet_vllm, show
 
     rows = _rows(args)
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
     from rollout_spec.certify.counts import passed
-    from rollout_spec.cli.console import Headline, counted, show
     from rollout_spec.report.certificate import sentences, tables, write_certificate
 
     plan = _plan(args, model, rows, drafter)

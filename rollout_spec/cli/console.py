@@ -32,6 +32,15 @@ def make_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
 
 
+def quiet_vllm() -> None:
+    """Have vLLM say errors only, on standard error: an answer is on standard output. Before vLLM is imported.
+
+    A choice of the user's stays.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
 class Headline(str):
     """A sentence in bold."""
 

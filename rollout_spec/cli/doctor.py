@@ -14,9 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import quiet_vllm
     from rollout_spec.doctor.diagnosis import report
     from rollout_spec.files import as_json
 
+    quiet_vllm()
     found = report()
     if args.json:
         print(as_json(found), end="")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
 from typing import Any
 
-from rollout_spec.environment import package_version, quiet_vllm
+from rollout_spec.environment import package_version
 from rollout_spec.patches import Patch, applied
 from rollout_spec.vllm import versions
 
@@ -43,7 +43,6 @@ class Check:
 
 def diagnose() -> Iterator[Check]:
     """Every check, in the order in which one failure explains the next."""
-    quiet_vllm()
     for name, probe in PROBES:
         # A probe imports other people's packages. Whatever they raise is what the user must know; what they
         # print as they load (missing optional packages, no GPU) is not.

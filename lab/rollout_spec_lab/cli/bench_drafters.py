@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import show
+    from rollout_spec.cli.console import quiet_vllm, show
     from rollout_spec.drafting.native import BudgetExceeded
-    from rollout_spec.environment import environment, quiet_vllm
+    from rollout_spec.environment import environment
     from rollout_spec_lab.bench.drafters import SUFFIX
     from rollout_spec_lab.bench.tables import drafters_tables
 

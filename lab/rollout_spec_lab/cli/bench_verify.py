@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.environment import quiet_vllm
+    from rollout_spec.cli.console import quiet_vllm
 
     quiet_vllm()
     from rollout_spec.cli.console import show
