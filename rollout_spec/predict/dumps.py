@@ -1,11 +1,8 @@
 """Files of rollouts, read as `trace.Rollout`s: recordings, verl's dumps, rows of a prompt and its responses.
 
-A file is JSON lines, plain or gzipped, or parquet: its contents say which. Which field holds what is decided
-in this order:
-
-1. A field that the user names (`--columns`) always counts.
-2. In verl's dumps the known fields count, whatever fields a reward function adds.
-3. Else the field with a usual name counts, token ids before texts. If there are several, the row is refused.
+A file is JSON lines, plain or gzipped, or parquet: its contents say which. A field that the user names
+(`--columns`) always counts. Else in verl's dumps the known ones count, whatever fields a reward function
+adds, and in other rows those with a usual name, token ids before texts; of several the row is refused.
 """
 
 import dataclasses
@@ -15,7 +12,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +44,7 @@ _STEP = re.compile(r"(?:global_?)?(?:step)?[ _-]?(\d{1,18})(?:\.0*)?", re.IGNORE
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _Raw = str | list[int]
 _Text = str | npt.NDArray[np.int32]
-Columns = Mapping[str, str]
-"""The field of each role (a key of NAMES), "": no field."""
+Columns = Mapping[str, str]  # the field of each role (a key of NAMES), "": no field
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +58,9 @@ class _Group:
     part: str  # tells prompts of the same name in one step apart
     prompt: _Text
     responses: list[_Text]
+
+
+_Row = Rollout | _Group
 
 
 def read_rollouts(
@@ -83,38 +82,29 @@ def read_rollouts(
             and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
-    named: dict[str, Path] = {}
-    for file in itertools.chain.from_iterable(map(_files, paths)):
-        named.setdefault(os.path.realpath(file), file)  # what is named twice is read once
-    files = list(named.values())
+    files = _files(paths)
     found, refused, repeats = _read_all(files, columns or {}, limit)
-    if refused and not any(path.is_dir() for path in paths):
-        raise refused[0]
-    if refused and not found:
-        raise TraceError(f"{paths[0]}: none of its {len(files)} files holds rollouts: {refused[0]}")
-    if not any(len(response) for one in found for response in one.responses):
-        raise TraceError(f"{paths[0]}: no token in any response")
+    _require_rollouts(found, refused, paths)
     left_out = [f"left out: {reason}" for reason in refused]  # a folder may hold other and damaged files too
     for doubt in (*left_out, *repeats.doubts(), *_doubts(found, tokenizer, columns)):
         logger.warning("%s", doubt)
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
-    load = functools.cache(functools.partial(load_tokenizer, tokenizer, paths[0]))  # for the first text
-    return (one if isinstance(one, Rollout) else _encoded(one, load) for one in found[:limit])
+    return _encoded(found[:limit], tokenizer, paths[0])
 
 
 def _read_all(
     files: Iterable[Path], columns: Columns, limit: int | None
-) -> tuple[list[Rollout | _Group], list[TraceError], Repeats]:
+) -> tuple[list[_Row], list[TraceError], Repeats]:
     """The lines and groups of the files, why other files are none, and what was there twice."""
-    found: list[Rollout | _Group] = []
+    found: list[_Row] = []
     groups: dict[tuple[Any, ...], _Group] = {}
     refused, repeats = [], Repeats()
     for file in files:
         if limit is not None and len(found) >= limit:
             break
         try:
-            rows = list(_read(file, columns))  # of a damaged file none
+            rows = _read(file, columns)
         except TraceError as error:
             refused.append(error)
             continue
@@ -127,33 +117,47 @@ def _read_all(
     return found, refused, repeats
 
 
-def _key(one: Rollout | _Group) -> tuple[Any, ...]:
+def _require_rollouts(found: Sequence[_Row], refused: Sequence[TraceError], paths: Sequence[Path]) -> None:
+    if refused and not any(path.is_dir() for path in paths):
+        raise refused[0]
+    if refused and not found:
+        raise TraceError(f"{paths[0]}: none of its {len(refused)} files holds rollouts: {refused[0]}")
+    if not any(len(response) for one in found for response in one.responses):
+        raise TraceError(f"{paths[0]}: no token in any response")
+
+
+def _key(one: _Row) -> tuple[Any, ...]:
     return (one.step, one.group, one.part if isinstance(one, _Group) else "")
 
 
-def _doubts(
-    found: Sequence[Rollout | _Group], tokenizer: Path | None, columns: Columns | None
-) -> Iterator[str]:
+def _doubts(found: Sequence[_Row], tokenizer: Path | None, columns: Columns | None) -> Iterator[str]:
     """What a user must know of the options and the responses."""
     groups = [one for one in found if isinstance(one, _Group)]
-    responses = [response for one in found for response in one.responses]
-    texts = [text for text in (*responses, *(one.prompt for one in groups)) if isinstance(text, str)]
+    texts = [text for one in groups for text in (one.prompt, *one.responses) if isinstance(text, str)]
     if columns and not groups:
         yield "--columns: has no effect, because recordings have fields of their own"
     if tokenizer and not any(texts):
         yield "--tokenizer: has no effect, because these rollouts are token ids"
-    yield from padding(responses)
+    yield from padding([response for one in found for response in one.responses])
     yield from prompts_within(found)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """Those that the paths name, each once."""
+    named: dict[str, Path] = {}
+    for file in itertools.chain.from_iterable(map(_files_of, paths)):
+        named.setdefault(os.path.realpath(file), file)
+    return list(named.values())
+
+
+def _files_of(path: Path) -> list[Path]:
     """The path, or the files in the folder, hidden ones and those in hidden folders left out."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise TraceError(f"{path}: must be a file or a folder, no pipe and no device")
     if not path.is_dir():
         return [path]
     files = [file for file in path.rglob("*") if _FILES.search(file.name)]
-    files = [file for file in files if not any(part[0] == "." for part in file.relative_to(path).parts)]
+    files = [file for file in files if "/." not in f"/{file.relative_to(path)}"]
     for file in files:
         if not file.exists():
             logger.warning("left out: %s is a link to nothing", file)
@@ -170,19 +174,18 @@ def _by_number(file: Path) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
-def _read(file: Path, columns: Columns) -> Iterator[Rollout | _Group]:
-    fields, num_rows, num_read = "", 0, 0
+def _read(file: Path, columns: Columns) -> list[_Row]:
+    fields, rows = "", []
     for where, row in _rows(file):
-        one = parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where)
-        fields, num_rows = fields or ", ".join(row), num_rows + 1
-        if one is not None:
-            num_read += 1
-            yield one
-    if not num_read:
-        what = f"no response that is known among {fields}" if num_rows else "it has no rows"
+        fields = fields or ", ".join(row)
+        rows.append(parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where))
+    found = [one for one in rows if one is not None]
+    if not found:
+        what = f"no response that is known among {fields}" if rows else "it has no rows"
         raise TraceError(f"{file}: {what}; {_WANTED}")
-    if num_read < num_rows:
-        logger.warning("%s: %d of %d rows have no response", file, num_rows - num_read, num_rows)
+    if len(found) < len(rows):
+        logger.warning("%s: %d of %d rows have no response", file, len(rows) - len(found), len(rows))
+    return found
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -209,12 +212,11 @@ def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | Non
     if value is None:
         return None
     responses = _responses(value, where)
-    prompt = _prompt(_value(row, "prompt", columns, where))
-    name = _value(row, "group", columns, where)
+    prompt, name, step = (_value(row, role, columns, where) for role in ("prompt", "group", "step"))
+    prompt = _prompt(prompt)
     if name is None:
         text = repr(prompt or responses)
         name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-    step = _value(row, "step", columns, where)
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if is_verls and "uid" in row else ""
     texts = [text if isinstance(text, str) else token_ids(text, where) for text in (prompt, *responses)]
@@ -262,12 +264,11 @@ def _prompt(value: Any) -> _Raw:
 
 
 def _step(value: Any, where: str) -> int | None:
-    """A whole number, also as text: 3, "3", "step_3"."""
+    """A whole number, also as text: 3, 3.0, "3", "step_3"."""
     if value is None:
         return None
-    number = _STEP.fullmatch(value) if isinstance(value, str) else None
-    if number or (type(value) in (int, float) and value % 1 == 0):
-        return int(number[1] if number else value)
+    if number := _STEP.fullmatch(str(value)):
+        return int(number[1])
     raise TraceError(f"{where}: the step is {value!r:.40}, no whole number; --columns step= reads no steps")
 
 
@@ -280,9 +281,14 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _encoded(group: _Group, load: Callable[[], Any]) -> Rollout:
-    """`load`: gives the tokenizer."""
-    texts = [group.prompt, *group.responses]
-    tokens = iter(encode([text for text in texts if isinstance(text, str)], load))
-    prompt, *responses = (next(tokens) if isinstance(text, str) else text for text in texts)
-    return Rollout(group.group, group.step, prompt, responses)
+def _encoded(found: Iterable[_Row], tokenizer: Path | None, where: Path) -> Iterator[Rollout]:
+    """All with token ids. `where`: what `load_tokenizer` calls the texts."""
+    load = functools.cache(functools.partial(load_tokenizer, tokenizer, where))  # for the first text
+    for one in found:
+        if isinstance(one, Rollout):
+            yield one
+            continue
+        texts = [one.prompt, *one.responses]
+        tokens = iter(encode([text for text in texts if isinstance(text, str)], load))
+        prompt, *responses = (next(tokens) if isinstance(text, str) else text for text in texts)
+        yield Rollout(one.group, one.step, prompt, responses)
