@@ -10,8 +10,6 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
-from rollout_spec.drafting.gate.costs import Ranks
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -138,27 +136,15 @@ class SuffixProposer:
         return 0 if self.drafter is None else self.drafter.num_passes
 
     def draft(
-        self,
-        nums_new_tokens: list[int],
-        token_ids: npt.NDArray[np.int32],
-        levels: npt.NDArray[np.int32],
-        *,
-        ranks: Ranks | None = None,
-        ended: float | None = None,
-        in_time: bool = True,
-        model_drafts: ModelDrafts | None = None,
-        rooms: npt.NDArray[np.int32] | None = None,
+        self, nums_new_tokens: list[int], token_ids: Any, levels: npt.NDArray[np.int32], **more: Any
     ) -> list[list[int]]:
-        """`Drafter.draft` for the runner's rows; as `propose` it never raises."""
+        """`Drafter.draft` for the runner's rows, whose keywords are `more`; as `propose` it never raises."""
         try:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
-                drafts = self.drafter.draft(
-                    request_ids, nums, token_ids, levels, ranks=ranks, ended=ended, in_time=in_time,
-                    model_drafts=model_drafts, rooms=rooms,
-                )  # fmt: skip
+                drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **more)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:
