@@ -21,7 +21,7 @@ from rollout_spec.report.comparison import sentences
 from rollout_spec.report.logs import read_log
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
-from rollout_spec.report.wandb_file import wandb_messages
+from rollout_spec.report.wandb_file import wandb_records
 
 SPEC = "rollout/spec_"
 NUM_STEPS = 3
@@ -103,18 +103,18 @@ def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     file = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
     data = file.read_bytes()
     assert len(data) > 2 * 32768, "records must run across the blocks of the format"
-    messages = list(wandb_messages(file))
+    records = list(wandb_records(file))
     log = read_log(file)
     assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
 
     cut = tmp_path / "cut.wandb"
     cut.write_bytes(data[:-3])
-    assert list(wandb_messages(cut)) == messages[:-1], "a record that is still being written"
+    assert list(wandb_records(cut)) == records[:-1], "a record that is still being written"
     damaged = bytearray(data)
     damaged[40000] ^= 1
     (tmp_path / "bad.wandb").write_bytes(damaged)
     with pytest.raises(RunError, match=r"bad\.wandb: damaged at byte \d+"):
-        list(wandb_messages(tmp_path / "bad.wandb"))
+        list(wandb_records(tmp_path / "bad.wandb"))
     (tmp_path / "text.wandb").write_text("not wandb's")
     with pytest.raises(RunError, match="not a file of wandb"):
         read_log(tmp_path / "text.wandb")
@@ -179,8 +179,6 @@ def write_run_off(file, update_seconds):
 def test_the_second_runs_summary_gets_table_and_picture(
     logged, tmp_path, monkeypatch, capsys, source, update_seconds, figures
 ):
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     out = tmp_path / "out"
     (on,) = logged["wandb"].glob(source)
@@ -190,8 +188,7 @@ def test_the_second_runs_summary_gets_table_and_picture(
     file = Path(capsys.readouterr().out.splitlines()[-1].removeprefix(" wandb: "), first.name)
     assert file.parent.parent != first.parent.parent, "a folder of its own"
     items = {}
-    for message in wandb_messages(file):
-        record = wandb_internal_pb2.Record.FromString(message)
+    for record in wandb_records(file):
         assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
         if record.WhichOneof("record_type") == "run":
             assert (record.run.project, f"run-{record.run.run_id}.wandb") == (PROJECT, first.name)

@@ -4,6 +4,7 @@ from typing import Any
 
 from rollout_spec.report.measures import Comparison, Measure
 from rollout_spec.report.page import COLOURS, png
+from rollout_spec.report.runs import ratio
 
 MAX_MARKERS = 40
 NUM_COLUMNS = 3  # panels side by side
@@ -29,7 +30,8 @@ def draw(comparison: Comparison) -> bytes:
 def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
     scale = 100.0 if measure.unit == "%" else 1.0
     for run, colour in zip((comparison.off, comparison.on), COLOURS, strict=True):
-        steps, values = run.column("step"), [scale * value for value in run.column(measure.name)]
+        steps, amounts = run.column("step"), zip(*measure.amounts(run), strict=True)
+        values = [scale * ratio(*of_step) for of_step in amounts]
         marker = "o" if len(steps) <= MAX_MARKERS else None
         axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
     axes.set_title(measure.label, loc="left", fontsize=11)

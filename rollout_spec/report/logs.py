@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.report import RunError
-from rollout_spec.report.wandb_file import WANDB_FILE, wandb_files, wandb_messages
+from rollout_spec.report.wandb_file import WANDB_FILE, wandb_files, wandb_records
 
 METRICS_FILE = "metrics.jsonl"
 _TENSORBOARD_FILE = "*tfevents*"
@@ -135,11 +135,7 @@ def _read_online(entity: str, project: str, run_id: str) -> Log:
 
 
 def _read_wandb(file: Path) -> Iterator[Record]:
-    """wandb's own protocol messages out of its transaction log."""
-    from wandb.proto import wandb_internal_pb2
-
-    for message in wandb_messages(file):
-        record = wandb_internal_pb2.Record.FromString(message)
+    for record in wandb_records(file):
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             data = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}

@@ -34,6 +34,11 @@ class Measure:
     def label(self) -> str:
         return self.title + (f" ({self.unit})" if self.unit else "")
 
+    def amounts(self, run: Run) -> list[list[float]]:
+        """[numerator or denominator, step]"""
+        ones = [1.0] * len(run.steps)
+        return [run.column(name) if name else ones for name in (self.numerator, self.denominator)]
+
 
 MEASURES = (
     Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
@@ -185,9 +190,7 @@ def compare(off: Run, on: Run, agreement: Agreement | None = None) -> Comparison
 
 def _compared(runs: Sequence[Run], measure: Measure) -> Compared:
     """A step counts where both runs have the measure; a run that has it in no step is not asked."""
-    ones = [1.0] * len(runs[0].steps)
-    names = (measure.numerator, measure.denominator)
-    amounts = np.array([[run.column(name) if name else ones for name in names] for run in runs])
+    amounts = np.array([measure.amounts(run) for run in runs])
     known = np.isfinite(amounts).all(axis=1)  # [run, step]
     known &= known[known.any(axis=1)].all(axis=0)
     off, on = np.where(known[:, None], amounts, 0.0)

@@ -9,7 +9,7 @@ from rollout_spec.report import RunError
 from rollout_spec.report.comparison import table_columns, table_rows
 from rollout_spec.report.logs import ONLINE
 from rollout_spec.report.measures import Comparison
-from rollout_spec.report.wandb_file import wandb_files, wandb_messages
+from rollout_spec.report.wandb_file import wandb_files, wandb_records
 
 
 def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> str:
@@ -48,15 +48,12 @@ def run_of(source: Path) -> dict[str, Any]:
 
     Raises RunError: it is no run of wandb.
     """
-    from wandb.proto import wandb_internal_pb2
-
     online = ONLINE.fullmatch(str(source))
     if online and not source.exists():
         entity, project, run_id = online.groups()
         return {"entity": entity, "project": project, "id": run_id, "mode": "online", "resume": "must"}
     files = wandb_files(source) if source.is_dir() else [source] if source.suffix == ".wandb" else []
-    for message in wandb_messages(files[0]) if len(files) == 1 else ():
-        record = wandb_internal_pb2.Record.FromString(message)
+    for record in wandb_records(files[0]) if len(files) == 1 else ():
         if record.HasField("run"):
             of = {"entity": record.run.entity or None, "project": record.run.project}
             return {**of, "id": record.run.run_id, "mode": "offline", "resume": "allow"}

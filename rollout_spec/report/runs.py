@@ -68,16 +68,8 @@ class Step:
         return ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
-    def tokens_per_second(self) -> float:
-        return ratio(self.generated_tokens, self.rollout_seconds)
-
-    @property
     def update_ms(self) -> float:
         return 1e3 * (self.log_prob_seconds + self.update_seconds)
-
-    @property
-    def training_ms(self) -> float:
-        return ratio(self.update_ms, self.trained_tokens)
 
 
 @dataclasses.dataclass(frozen=True)

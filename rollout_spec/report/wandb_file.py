@@ -5,6 +5,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rollout_spec.report import RunError
 
@@ -24,13 +25,15 @@ def wandb_files(folder: Path) -> list[Path]:
     return list({file.resolve() for pattern in patterns for file in folder.glob(pattern)})
 
 
-def wandb_messages(file: Path) -> Iterator[bytes]:
-    """The serialised records of a `.wandb` file.
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a `.wandb` file, as wandb's own protocol has them.
 
     wandb 0.31 reads them in its Go program only; earlier versions could in Python. The format: LevelDB's log
     (github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes, with the CRC-32 of
     type and data for a checksum.
     """
+    from wandb.proto import wandb_internal_pb2
+
     data = file.read_bytes()
     if not data.startswith(_HEADER):
         raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
@@ -52,7 +55,7 @@ def wandb_messages(file: Path) -> Iterator[bytes]:
         position += length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):
-            yield parts
+            yield wandb_internal_pb2.Record.FromString(parts)
             parts, end = b"", position
     if end < len(data):
         logger.warning("%s: the last record is cut off, it is left out", file)

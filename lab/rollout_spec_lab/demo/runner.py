@@ -227,7 +227,8 @@ def _described(step: Step) -> str:
     served = "no tokens of its own, its batch was there before the weights changed"
     if step.generated_tokens:
         served = (
-            f"rollout {step.rollout_seconds:.1f} s, {step.tokens_per_second:.0f} tokens/s, "
+            f"rollout {step.rollout_seconds:.1f} s, "
+            f"{step.generated_tokens / step.rollout_seconds:.0f} tokens/s, "
             f"{step.tokens_per_step:.2f} tokens per step"
         )
     return f"{served}, reward {step.reward:.3f}"
