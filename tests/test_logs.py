@@ -1,6 +1,5 @@
 """The same run through each of verl's own loggers, read back; and what cannot be read."""
 
-import http.server
 import json
 import math
 import os
@@ -8,10 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections import defaultdict
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -192,6 +190,7 @@ def test_the_second_runs_summary_gets_table_and_picture(
         assert record.WhichOneof("record_type") != "history", "the run's history must stay as it is"
         if record.WhichOneof("record_type") == "run":
             assert (record.run.project, f"run-{record.run.run_id}.wandb") == (PROJECT, first.name)
+            assert (record.run.host, record.run.HasField("git")) == ("", False), "as it was started"
         for item in record.summary.update:
             items[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
     added = {name.removeprefix("rollout_spec/"): items[name] for name in items if "rollout_spec/" in name}
@@ -201,6 +200,7 @@ def test_the_second_runs_summary_gets_table_and_picture(
     assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
     picture = file.parent / "files" / items["rollout_spec/report"]["path"]
     assert picture.read_bytes() == (out / "report.png").read_bytes()
+    assert not (file.parent / "files" / "requirements.txt").exists()
 
 
 def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsys):
@@ -212,129 +212,37 @@ def test_a_run_that_wandb_does_not_know_takes_no_summary(logged, tmp_path, capsy
     assert line.startswith(f"rollout-spec compare: --wandb: {run}: ")
 
 
-class WandbServer(http.server.BaseHTTPRequestHandler):
-    """As much of wandb's server as wandb's own client asks for when it reads a run, and when it resumes one.
+class Api:
+    """wandb's, which knows one run."""
 
-    It knows the run `abc123`; `gone` can be read, not resumed. `taken`: what it was sent, by path or query.
-    """
-
-    taken: ClassVar[dict[str, list[bytes]]] = defaultdict(list)
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        query = json.loads(body) if self.path == "/graphql" else {}
-        self.taken[query.get("operationName") or self.path].append(body)
-        variables = query.get("variables") or {}
-        names = {variables.get(key) for key in ("name", "runName", "run")}
-        history = [json.dumps({"_step": step, **data}) for step, data in rows(speed=2.0) if len(data) > 1]
-        run = {
-            "id": "1", "name": "abc123", "displayName": NAME, "state": "finished", "projectId": "1",
-            "historyLineCount": NUM_STEPS, "lastHistoryStep": NUM_STEPS, "tags": [], "config": "{}",
-            "systemMetrics": "{}", "summaryMetrics": json.dumps({"before": 5}),
-            "user": {"name": "u", "username": "u"},
-            "historyKeys": {"lastStep": NUM_STEPS, "keys": {}, "sets": []}, "history": history,
-            "parquetHistory": {"parquetUrls": [], "liveData": []}, "wandbConfig": json.dumps({"t": 1}),
-            "logLineCount": 0, "eventsLineCount": 0, "historyTail": "[]", "eventsTail": "[]",
-        }  # fmt: skip
-        found = run if names & {"abc123", "gone"} else None
-        project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "e"}}
-        artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
-        at = f"http://{self.headers['host']}/"
-        files = [{"name": name, "uploadUrl": at + name} for name in variables.get("files", ())]
-        data = {
-            "project": {"id": "1", "internalId": "1", "run": found, "artifact": None},
-            "viewer": {"id": "1", "username": "u", "entity": "e", "flags": "{}", "teams": {"edges": []}},
-            "serverInfo": {"features": []},
-            "model": {**project, "bucket": run if "abc123" in names else None},
-            "upsertBucket": {"bucket": {**run, "project": project}, "inserted": False},
-            "createArtifact": {"artifact": artifact},
-            "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files},
-        }  # fmt: skip
-        self.answer(json.dumps({"data": data}).encode())
-
-    def do_PUT(self):
-        self.taken[self.path].append(self.rfile.read(int(self.headers["content-length"])))
-        self.answer(b"")
-
-    def answer(self, body):
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_): ...
+    def run(self, path):
+        if path != "e/p/abc123":
+            raise ValueError("no such run")
+        history = [{"_step": step, **data} for step, data in rows(speed=2.0) if len(data) > 1]
+        return SimpleNamespace(scan_history=lambda: [*history, {"_step": None}])
 
 
-# Reads a run and one that is not there, then adds to the summaries of two; prints what each ended with.
-ONLINE = """
-import contextlib, io, json, sys
-from rollout_spec.cli import main
-from rollout_spec.report import RunError
-from rollout_spec.report.runs import read_run
+def test_a_run_at_wandb_is_read_and_its_summary_added_to(tmp_path, monkeypatch, capsys):
+    import wandb
 
-found, (off, out) = [], sys.argv[1:]
-for run in ("e/p/abc123", "wandb:e/p/none"):
-    try:
-        found.append(read_run(run, "on").column("rollout_seconds"))
-    except RunError as error:
-        found.append(str(error))
-for run in ("e/p/abc123", "e/p/gone"):
-    said, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
-        code = main(["compare", off, run, "--wandb", "--output", out])
-    found.append([code, said.getvalue(), errors.getvalue()])
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def online(tmp_path_factory):
-    """What ONLINE prints beside wandb's server, and the report that it wrote.
-
-    In a process of its own: wandb's client keeps one service in each.
-    """
-    folder = tmp_path_factory.mktemp("online")
-    off = write_run_off(folder / "off.jsonl", "other")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        env = {
-            **os.environ,
-            "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
-            "WANDB_API_KEY": "0" * 40,
-            **dict.fromkeys(("WANDB_DIR", "WANDB_CACHE_DIR"), str(folder)),
-            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1"),
-        }
-        command = [sys.executable, "-c", ONLINE, off, str(folder / "out")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), folder / "out"
-
-
-def test_an_online_run_is_read_with_wandbs_own_client(online):
-    read, unknown, *_ = online[0]
-    assert read == [5.0, 10.0, 15.0]
-    assert "e/p/none: no such file or folder, and as a run of wandb: " in unknown
-
-
-def test_an_online_runs_summary_is_added_to(online):
-    (*_, [code, said, errors], gone), out = online
-    assert code == 0, errors
-    assert "/e/p/runs/abc123" in said
-    taken = WandbServer.taken
-    stream = json.loads(taken["/files/e/p/abc123/file_stream"][-1])["files"]
-    assert list(stream) == ["wandb-summary.json"], "the run's history must stay as it is"
-    (summary,) = map(json.loads, stream["wandb-summary.json"]["content"])
-    assert summary["before"] == 5
-    added = {name.removeprefix("rollout_spec/") for name in summary if name.startswith("rollout_spec/")}
-    assert added == {"speedup", "comparison", "report"}
-    assert summary["rollout_spec/speedup"] == pytest.approx(2.0)
-    assert b"Rollout time per step" in taken["/" + summary["rollout_spec/comparison"]["path"]][0]
-    assert taken["/" + summary["rollout_spec/report"]["path"]][0] == (out / "report.png").read_bytes()
-    # Where and how the run was started is not written over.
-    resumed = json.loads(taken["UpsertBucket"][0])["variables"]
-    assert [resumed[name] for name in ("host", "program", "commit")] == [None] * 3
-    assert "/requirements.txt" not in taken
-    assert gone[0] == 2
-    assert "rollout-spec compare: --wandb: Run (gone) does not exist" in gone[2]
+    opened = MagicMock(offline=False, url="https://wandb/e/p/runs/abc123")
+    opened.__enter__.return_value = opened
+    init = MagicMock(side_effect=[opened, wandb.Error("Run (gone) does not exist")])
+    monkeypatch.setattr(wandb, "Api", Api)
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(
+        RunError, match="e/p/none: no such file or folder, and as a run of wandb: no such run"
+    ):
+        read_run("wandb:e/p/none", "on")
+    off = write_run_off(tmp_path / "off.jsonl", "other")
+    compared = ["compare", off, "e/p/abc123", "--wandb", "--output", str(tmp_path / "out")]
+    assert main(compared) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(opened.url)
+    (added,) = opened.summary.update.call_args.args
+    assert added["rollout_spec/speedup"] == pytest.approx(2.0)
+    asked = init.call_args.kwargs
+    settings = asked.pop("settings")  # that leave how the run was started as it is
+    assert (settings.program, settings.x_disable_meta) == ("", True)
+    assert asked == {"entity": "e", "project": "p", "id": "abc123", "mode": "online", "resume": "must"}
+    assert main(compared) == 2
+    assert "rollout-spec compare: --wandb: Run (gone) does not exist" in capsys.readouterr().err
