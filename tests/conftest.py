@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from hypothesis import Phase, settings
 
+from tests.engine.rollout_server import server_of  # noqa: F401
+
 # The same examples in every run; `make test-long` draws others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")

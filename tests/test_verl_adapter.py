@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
@@ -30,7 +30,6 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import replica, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
-from rollout_spec.verl.drafters import Drafters
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.server_windows import BusyClock, Windows
 from rollout_spec.vllm import SCHEDULER
@@ -45,59 +44,59 @@ def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["sam", "off"])
-def test_a_server_remembers_ended_samples_for_drafters_alone(method):
-    server: Any = object.__new__(verl_server.SpecHttpServer)
-    server._spec, server._drafters = SpecConfig(method=method), Drafters(lambda: None, 0)
+def test_a_server_remembers_ended_samples_for_drafters_alone(method, server_of):
+    server = server_of(None, {"method": method})
     asyncio.run(server.end_sample("a"))
     assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
 
 
-def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypatch):
-    """The real wrappers and windows; the trainer's methods are cut down to what they do to the servers."""
+def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(server_of, monkeypatch):
+    """The real wrappers and servers; verl's methods are cut down to what they do to the servers."""
 
-    class Server:
-        """Counts as SpecHttpServer does: a token a step, and of two draft tokens one is accepted."""
+    class Engine:
+        """Its drafter works a step for each token, and is off in a validation."""
 
         def __init__(self):
-            self.windows, self.engine = Windows(), EngineCounters()
-            self.take_rollout_report = SimpleNamespace(remote=self.windows.take)
-            self.begin_validation = SimpleNamespace(remote=self.validate)
-            self.end_validation = SimpleNamespace(remote=self.forget)
+            self.counters, self.engine_core = EngineCounters(), self
 
-        def serve(self, num_tokens, stop="completed"):
-            """A request of nobody's name, as of an agent loop manager of the user's own."""
-            is_training = not self.windows.is_validation(None)
-            with self.windows.request(is_training) as request:
-                self.windows.admit()
-            counts = RequestCounters(num_tokens, num_tokens, num_tokens, 2 * num_tokens, num_tokens)
-            self.windows.count(request, num_tokens, counts, stop)
-            self.engine.add(EngineCounters(num_steps=num_tokens, num_steps_on=num_tokens * is_training))
+        async def call_utility_async(self, _): ...
 
-        def sync(self):
-            self.windows.end(self.engine, RequestCounters())
-            self.engine = EngineCounters()
+        async def collective_rpc(self, _, args):
+            return [self.counters.take().to_dict() if args == ("take_counters",) else None]
 
-        def validate(self):
-            self.windows.is_validating = True
+    async def generate(self, prompt_ids, sampling_params, request_id, stop="completed"):
+        self._windows.admit()
+        num, is_training = len(prompt_ids), "extra_args" not in sampling_params
+        self.engine.counters.add(EngineCounters(num_steps=num, num_steps_on=num * is_training))
+        counts = RequestCounters(num, num, num, 2 * num, num).to_dict()
+        sent = {"kv_transfer_params": {"rollout_spec": counts}}
+        return SimpleNamespace(token_ids=prompt_ids, extra_fields=sent, stop_reason=stop)
 
-        def forget(self):
-            self.windows.is_validating = False
-            if not self.windows.has_training:
-                self.engine = EngineCounters()
+    def serve(server, num_tokens, **more):
+        """A request of nobody's name, as of an agent loop manager of the user's own."""
+        asyncio.run(server.generate([1] * num_tokens, {"seed": 0}, "id", **more))
 
-    servers = [Server(), Server()]
+    def sync(server):
+        asyncio.run(server.set_global_steps(0))
 
     def compute(self, batch, metrics, timing_raw, global_steps, epoch):
         metrics["upstream"] = global_steps
 
     compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    servers = [server_of(Engine(), {"method": "sam"}) for _ in range(2)]
+    asked = ("take_rollout_report", "begin_validation", "end_validation")
+    handles = [
+        SimpleNamespace(**{name: SimpleNamespace(remote=getattr(server, name)) for name in asked})
+        for server in servers
+    ]
     monkeypatch.setattr(PPOTrainer, "_compute_metrics", compute)
-    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [s.serve(1000) for s in servers])
-    monkeypatch.setattr(ray, "get", lambda replies: replies)
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: [serve(server, 1000) for server in servers])
+    monkeypatch.setattr(ray, "get", lambda replies: list(map(asyncio.run, replies)))
     trainer_hooks.install()
     trainer: Any = SimpleNamespace(
         config=OmegaConf.create({"rollout": {"spec": {"method": "sam"}}}),
-        _rollout_server_managers=lambda: [SimpleNamespace(server_handles=servers)],
+        _rollout_server_managers=lambda: [SimpleNamespace(server_handles=handles)],
     )
 
     def metrics_of(step):
@@ -108,8 +107,8 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
     PPOTrainer._validate(trainer)  # trainer.val_before_train
     for step, (tokens, validate) in enumerate((((10, 20), False), ((30, 5), True), ((4, 4), True)), start=1):
         for server, num in zip(servers, tokens, strict=True):
-            server.serve(num, stop="aborted" if num == 5 else "completed")
-            server.sync()
+            serve(server, num, stop="aborted" if num == 5 else "completed")
+            sync(server)
         if validate:
             PPOTrainer._validate(trainer)
         metrics = metrics_of(step)
@@ -119,11 +118,11 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(monkeypat
         assert metrics["rollout/spec_share_on"] == 1 and metrics["upstream"] == step
         assert metrics["rollout/spec_acceptance_rate"] == 0.5
     # An asynchronous trainer: what is under way when a step is logged is of a later one.
-    servers[0].serve(7)
+    serve(servers[0], 7)
     PPOTrainer._validate(trainer)
     assert metrics_of(4)["rollout/spec_generated_tokens"] == 0
-    servers[0].serve(8)
-    servers[0].sync()
+    serve(servers[0], 8)
+    sync(servers[0])
     assert metrics_of(5)["rollout/spec_generated_tokens"] == 15
 
 
@@ -212,20 +211,6 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
     assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
 
 
-@pytest.fixture
-def server_of(monkeypatch):
-    """`server_of(method, scheduler)`: our server around upstream's, which would need an engine."""
-
-    def init(self, method, scheduler=None):
-        engine = {"additional_config": {"rollout_spec": {"method": method}}, "scheduler_cls": scheduler}
-        options = {"vllm": engine}
-        self.config = OmegaConf.create({"engine_kwargs": options, "seed": 0})
-        self.replica_rank, self.node_rank, self.global_steps = 0, 0, 1
-
-    monkeypatch.setattr(verl_server.vLLMHttpServer, "__init__", init)
-    return verl_server.SpecHttpServer
-
-
 @pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
 def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
@@ -234,7 +219,7 @@ def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monke
         return {"aborted_count": 1}
 
     monkeypatch.setattr(server_of.__mro__[1], "abort_all_requests", abort_all_requests)
-    server = server_of("off")
+    server = server_of(None, {"method": "off"}, scheduler=None)
     with server._windows.request(is_training=True):
         server._windows.admit()
     assert asyncio.run(server.abort_all_requests(**arguments)) == {"aborted_count": 1}
@@ -242,10 +227,10 @@ def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monke
 
 
 @pytest.mark.parametrize(("drafter", "level"), [("custom_class", 2), (None, 2), ("eagle3", 1)])
-def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(drafter, level, server_of, monkeypatch):
-    monkeypatch.setattr(server_of, "lora_as_adapter", False, raising=False)
-    server = server_of("sam")
+def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(drafter, level, server_of):
+    server = server_of(None, {"method": "sam"})
     speculative = None if drafter is None else {"method": drafter}
+    server.config.mtp = None
     OmegaConf.update(server.config, "engine_kwargs.vllm.speculative_config", speculative)
     assert server._resolve_sleep_level() == level
 
@@ -264,9 +249,8 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
         return {"num_decoded_tokens": 4, "num_decode_steps": 1}
 
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    server = server_of("off", scheduler)
-    if scheduler:
-        server.engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=take_aborted))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=take_aborted))
+    server = server_of(engine if scheduler else None, {"method": "off"}, scheduler=scheduler)
     output = asyncio.run(server.generate([1, 2], {}, "one"))
     asyncio.run(server._end_window())
     report = asyncio.run(server.take_rollout_report())
@@ -281,8 +265,8 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
         ({"extra_args": {"rollout_spec_key": "mine"}, "seed": 5}, ("key", '"mine"')),
         ({"seed": 5}, ("seed", 5)),
         ({"extra_args": {"rollout_spec_key": None}, "seed": 0}, ("seed", 0)),
-        ({}, ("key", '["unnamed", 0, 0, 1, 1]')),
-        ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 0, 1, 1]')),
+        ({}, ("key", '["unnamed", 0, 3, null, 1]')),
+        ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 3, null, 1]')),
     ],
 )
 def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, server_of, monkeypatch):
@@ -294,7 +278,7 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, s
         return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
 
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    asyncio.run(server_of("sam").generate([1, 2], sent, "one"))
+    asyncio.run(server_of(None, {"method": "sam"}).generate([1, 2], sent, "one"))
     assert keys == [make_key(*expected)]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.versions import untested
-from tests.engine.rollout_server import make_server, server_of  # noqa: F401
+from tests.engine.rollout_server import make_server  # noqa: F401
 
 ENVIRONMENT = {
     # The engine lives in this process, so that a test can look at the drafter and undo a fix.

@@ -18,8 +18,8 @@ def server_of(monkeypatch):
 
     from rollout_spec.verl import server as verl_server
 
-    def init(self, engine, spec, full_determinism=False):
-        options = {"vllm": {"scheduler_cls": SCHEDULER, "additional_config": {"rollout_spec": spec}}}
+    def init(self, engine, spec, full_determinism=False, scheduler=SCHEDULER):
+        options = {"vllm": {"scheduler_cls": scheduler, "additional_config": {"rollout_spec": spec}}}
         # Where MTP drafts, verl logs the drafts' metrics.
         mtp = {"enable": True, "enable_rollout": True}
         config = {"engine_kwargs": options, "seed": 0, "max_model_len": 512, "mtp": mtp}
