@@ -90,8 +90,3 @@ def test_what_a_server_served_in_two_windows_adds_up():
     total.add(RolloutReport())
     engine = EngineCounters(num_steps=15, draft_seconds=1.5)
     assert total == RolloutReport(engine, [counts] * 3, 21, 6.0, RequestCounters(3, 3), 3)
-
-
-def test_nothing_served_gives_no_ratio():
-    names = logged(RolloutReport(engine=EngineCounters()))
-    assert not any("share" in name or "per_step" in name for name in names)
