@@ -57,7 +57,7 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
     return SCHEDULER if spec["method"] == "sam" or asked_drafter(spec, mtp) else None
 
 
-def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | None) -> None:
+def check_model_drafter(options: _Options, mtp: _Options | None) -> None:
     """Check how a model is asked for; the arguments are those of `asked_drafter`.
 
     Raises ConfigError: naming the option.
@@ -83,7 +83,7 @@ def check_model_drafter(options: Mapping[str, Any], mtp: Mapping[str, Any] | Non
         )
 
 
-def _check_own(own: Any, mtp: Mapping[str, Any] | None) -> None:
+def _check_own(own: Any, mtp: _Options | None) -> None:
     if not isinstance(own, Mapping) or {*_KEYS[:2]} - {*own} or {*own} - {*_KEYS}:
         raise ConfigError(f"{_OWN}={own}: must have the keys {', '.join(_KEYS)}; the last may be left out")
     if _mtp_drafts(mtp):
