@@ -86,13 +86,6 @@ def scheduler_of(vllm_config: VllmConfig) -> Any:
     return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
 
 
-def guards_requests(vllm_config: VllmConfig) -> bool:
-    """Whether an engine with options of ours has drafts, whoever drafts."""
-    options = asked_options(vllm_config.additional_config)
-    has_ours = options is not None or names_our_drafter(vllm_config)
-    return has_ours and vllm_config.speculative_config is not None
-
-
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import guards_requests, has_our_drafter
+from rollout_spec.vllm.options import asked_options, has_our_drafter, names_our_drafter
 from rollout_spec.vllm.upstream import WITH_DRAFTS, reasoning_end
 
 WHERE = {WITH_DRAFTS: "vllm.v1.engine.input_processor"}
@@ -18,7 +18,8 @@ PATCH = Patch(
 
 def refusal(vllm_config: Any, request: Any) -> str | None:
     """Why an engine with drafts does not take this EngineCoreRequest of vLLM's; None where it does."""
-    if not guards_requests(vllm_config):
+    has_ours = asked_options(vllm_config.additional_config) is not None or names_our_drafter(vllm_config)
+    if not has_ours or vllm_config.speculative_config is None:  # whoever drafts
         return None
     if request.resumable:
         return "streaming input (resumable): vLLM takes what comes after a stop for a part of the turn"
