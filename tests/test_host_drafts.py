@@ -20,15 +20,18 @@ from tests.accelerator import DEVICE, Accelerator
 from tests.test_device_waits import bare, vllm  # noqa: F401 (a fixture)
 from tests.test_proposer import K, vllm_config
 
-pytestmark = pytest.mark.usefixtures("vllm", "streams")
+pytestmark = pytest.mark.usefixtures("vllm", "one_device")
 
 
 @pytest.fixture
-def streams(monkeypatch):
+def one_device(monkeypatch):
+    """Its streams wait for nothing, and no other rank hears of what it drafts."""
     nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
 
 
 TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
@@ -73,6 +76,15 @@ def scheduled(new=(), drafts=None):
     )  # fmt: skip
 
 
+def planned(output, plan, names):
+    """It with room for drafts in some of these requests, and the plan of it."""
+    rooms = output.scheduled_spec_decode_tokens
+    output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    attach(output, plan)
+    return output
+
+
 def after_sampling(host, runner, put, names, sampled):
     """Each request has got one token; the drafts that the device gets for them, which are none."""
     runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
@@ -96,26 +108,16 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
 
 
-def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty(monkeypatch):
+def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty():
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
-    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
-    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
     names = ["b", "a", "new"]
-
-    def step(output, plan):
-        rooms = output.scheduled_spec_decode_tokens
-        output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        attach(output, plan)
-        return output
-
     with Accelerator() as accelerator:
         host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
-        runner.execute_model(step(scheduled((*names,)), Plan(None, 0, 0)))
+        runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, 0), names))
         accelerator.start()
         after_sampling(host, runner, accelerator.put, names, [6, 6, 40])
         rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
-        given = step(scheduled(drafts=dict(rooms)), Plan(None, 1, K))
+        given = planned(scheduled(drafts=dict(rooms)), Plan(None, 1, K), names)
         runner.execute_model(given)
         report = report_of(runner.sample_tokens(None))
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
@@ -129,18 +131,13 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     assert (accelerator.waits, accelerator.num_sent) == ([], 2)
 
 
-def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before(monkeypatch):
+def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
     """Attention that decodes rows of one length only computes the others from what the host counts."""
-    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: SimpleNamespace(broadcast_object=lambda it: it))
     names = ["drafted", "plain", "chunk"]
 
     def step(output, plan, counted):
-        rooms = output.scheduled_spec_decode_tokens
-        output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
-        attach(output, plan)
         runner.req_states.num_computed_tokens_np[:3] = counted  # by the scheduler, and more on the fourth row
-        runner.execute_model(output)
+        runner.execute_model(planned(output, plan, names))
         return runner.req_states.num_computed_tokens_np[:3].tolist()
 
     with Accelerator() as accelerator:
