@@ -118,16 +118,6 @@ def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     assert params.seed is None, "it is the scheduler's"
 
 
-def test_which_models_have_v2():
-    with_v2 = v2_architectures()
-    if version() == "0.24.0":
-        assert with_v2 is not None
-        assert {"LlamaForCausalLM", "Qwen3ForCausalLM"} < with_v2
-        assert "Qwen2ForCausalLM" not in with_v2
-    else:
-        assert with_v2 is None
-
-
 def interpreted(module, path, *given, **environment):
     """What `main` of a module gives, in a process whose Triton is interpreted from the start."""
     command = [sys.executable, "-m", "tests.engine.interpreted", str(path), module, *given]
