@@ -108,7 +108,6 @@ class States:
     recurrent_bytes: int  # of one state of one layer
     channel_bytes: int  # of one token in the window of one layer's convolution
     width: int  # of the convolution
-    num_projected: int  # a token's queries, keys, values, gates and outputs in one layer
 
     def num_bytes(self, num_speculative_tokens: int, cached: bool = False) -> int:
         """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window.
@@ -135,12 +134,12 @@ def states_of(
     """
     if fields.get("linear_num_value_heads"):  # the gated delta rule
         heads = fields["linear_num_value_heads"]
-        values, gates = heads * fields["linear_value_head_dim"], 2 * heads
+        values = heads * fields["linear_value_head_dim"]
         channels = values + 2 * fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
         size, width = values * fields["linear_key_head_dim"], fields.get("linear_conv_kernel_dim", 4)
     elif heads := _first(fields, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads"):  # Mamba 2
         size_of_state = _first(fields, "ssm_state_size", "mamba_d_state")
-        values, gates = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim"), heads
+        values = heads * _first(fields, "mamba_head_dim", "mamba_d_head", "mamba_headdim")
         if not size_of_state or not values:
             return None
         groups = _first(fields, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
@@ -158,7 +157,6 @@ def states_of(
         recurrent_bytes=state_bytes * size // ranks,
         channel_bytes=dtype_bytes * channels // ranks,
         width=width,
-        num_projected=(channels + 2 * values + gates) // ranks,
     )
 
 

@@ -46,6 +46,7 @@ class Model:
     num_dense_layers: int = 0  # those without experts, where there are experts
     dense_size: int = 0  # width of these layers
     states: States | None = None  # of its recurrent layers
+    num_projected: int = 0  # a token's queries, keys, values, gates and outputs in one of these
     gates_queries: bool = False  # Qwen beside such layers: the queries have a gate of their size
 
     @classmethod
@@ -94,6 +95,7 @@ class Model:
             ties_embeddings=bool(fields.get("tie_word_embeddings")),
             bytes_per_value=_BYTES[dtype],
             states=states,
+            num_projected=_num_projected(fields, states, _BYTES[dtype]),
             gates_queries=bool(fields.get("linear_num_value_heads")),
             **_mlps(fields),
         )
@@ -119,7 +121,7 @@ class Model:
         expert_layer = self.num_experts + 3 * self.shared_expert_size
         dense_layer = 3 * (self.dense_size or self.intermediate_size)
         return self.hidden_size * (
-            self.num_linear_layers * (self.states.num_projected if self.states else 0)
+            self.num_linear_layers * self.num_projected
             + (self.num_layers - self.num_linear_layers) * attention
             + self.num_expert_layers * expert_layer
             + (self.num_layers - self.num_expert_layers) * dense_layer
@@ -162,6 +164,15 @@ def _states(fields: dict[str, Any], dtype_bytes: int) -> States | None:
         for name in (kind, *names) if fields.get(kind) else ():
             _whole(fields, name, 1 if name == "n_groups" else None)
     return states_of(fields, dtype_bytes=dtype_bytes)
+
+
+def _num_projected(fields: dict[str, Any], states: States | None, dtype_bytes: int) -> int:
+    if states is None:
+        return 0
+    channels, heads = states.channel_bytes // dtype_bytes, fields.get("linear_num_value_heads")
+    if heads:
+        return channels + 2 * heads * (fields["linear_value_head_dim"] + 1)
+    return channels + fields["mamba_num_heads"] * (2 * fields["mamba_head_dim"] + 1)
 
 
 def _with_mixers_and_mlps(fields: dict[str, Any]) -> dict[str, Any]:
