@@ -83,13 +83,6 @@ def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
     assert survivals(4) == survivals(0) != [[0.0] * 4]
 
 
-def test_what_was_indexed_before_a_cut_counts_once(index):
-    sequences, one = int32(index.open_sequence(index.open_group(int32()))), np.ones(1, np.int32)
-    for row in ([5, 6, 7, 5, 6, 7, 8], [5, 6, 7, 5, 6, 9], [5, 6, 7, 5, 6, 9, 5]):
-        index.index_and_draft(sequences, np.array([row], np.int32), int32(0), int32(len(row)), one)
-    assert index.stats().num_tokens == 7 + 2
-
-
 DRAFTS = [[6, 7, 5, 6], [7, 5, 6, 7]]  # of `arguments`
 
 
@@ -119,15 +112,9 @@ def test_no_matrix_is_none(index, arguments):
             index.index_and_draft(**arguments | {"token_ids": None})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("levels", int32(2, 5)),  # below the prompt
-        ("levels", int32(7, 5)),  # more than there are columns
-    ],
-)
-def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments, name, value):
-    result = index.index_and_draft(**arguments | {name: value})
+@pytest.mark.parametrize("level", [2, 7], ids=["below the prompt", "more than there are columns"])
+def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments, level):
+    result = index.index_and_draft(**arguments | {"levels": int32(level, 5)})
     assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_dropped == 1
     assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
     index.validate()

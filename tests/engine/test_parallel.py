@@ -191,16 +191,6 @@ def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch)
 
 
 @pytest.mark.long
-def test_of_tensor_parallel_ranks_one_drafts(make_engine):
-    plain = generate(make_engine())
-    llm = make_engine({}, **TWO_RANKS)
-    assert generate(llm) == plain
-    first, second = llm.collective_rpc("rollout_spec_call", args=("take_counters",))
-    assert first["num_accepted_tokens"] > 0
-    assert second is None
-
-
-@pytest.mark.long
 def test_tensor_parallel_ranks_draft_the_same_with_a_model(tiny_model, make_engine):
     """It is the target, so that it is always right; the scheduler tells both how many passes to take."""
     kinds = [{"temperature": t, "max_tokens": num} for t, num in ((0.0, 16), (0.7, 24), (1.0, 80), (1.0, 80))]
