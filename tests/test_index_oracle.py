@@ -465,22 +465,6 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
         assert wasted[len(wasted) // 2 :].mean() < (0.75 if bait else 0.02)
 
 
-def test_what_was_learned_outlives_the_groups_and_is_bounded():
-    text = speak(np.random.default_rng(6), 4009).tolist()
-    with SuffixIndex(num_speculative_tokens=8, max_bytes=4 << 20) as index:
-        empty = index.stats().num_bytes
-        num_steps = []
-        for _ in range(2):
-            group = index.open_group(int32())
-            sequence = index.open_sequence(group)
-            num_steps.append(sum(1 for _ in decode(index, sequence, lambda level, _: text[level], 4000)))
-            index.close_sequence(sequence)
-            index.close_group(group)
-        assert num_steps[1] < 0.7 * num_steps[0]
-        assert empty < index.stats().num_bytes <= empty + (4 << 20) // 8
-        index.validate()
-
-
 def test_a_failed_step_learns_nothing():
     text = speak(np.random.default_rng(7), 209)
     drafts = []

@@ -8,20 +8,10 @@ import torch
 
 from tests.engine.conftest import VOCAB_SIZE
 
-TINY = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16}
-SMALL = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
-
-
-def tiny_plan(model, **changes):
-    from rollout_spec.certify.certify import Plan
-
-    prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
-    settings = {
-        "temperatures": [1.0], "nums_speculative_tokens": [16], "batch_thresholds": [64], "group_sizes": [4],
-        "max_tokens": 40, "top_k": 0, "top_p": 1.0, "seed": 0, "dtype": "float32", "tolerance": None,
-        "engine": TINY | SMALL,
-    }  # fmt: skip
-    return Plan(model, prompts, **settings | changes)
+SMALL = {
+    "skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
+}  # fmt: skip
 
 
 def certified(model, folder, *arguments):
@@ -118,8 +108,12 @@ def test_near_ties_are_explained_and_log_probabilities_compared(tiny_model, monk
             yield llm
 
     monkeypatch.setattr(vllm_certify, "engine", engine_with_errors)
-    plan = tiny_plan(tiny_model, group_sizes=[16], max_tokens=120, tolerance=0.01)
-    record = vllm_certify.certify(plan)
+    settings = {
+        "temperatures": [1.0], "nums_speculative_tokens": [16], "batch_thresholds": [64], "group_sizes": [16],
+        "max_tokens": 120, "top_k": 0, "top_p": 1.0, "seed": 0, "dtype": "float32", "tolerance": 0.01,
+    }  # fmt: skip
+    prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
+    record = vllm_certify.certify(vllm_certify.Plan(tiny_model, prompts, **settings, engine=SMALL))
     gaps = [difference["logit_gap"] for difference in record["differences"]]
     assert 3 <= len(gaps) < 24, "of 48 responses"
     assert 0 < min(gaps) < max(gaps) < 0.0061

@@ -5,8 +5,6 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
@@ -21,18 +19,6 @@ def test_one_that_takes_other_arguments_is_not_replaced():
     with pytest.raises(patches.PatchError, match=f"other.{NAME} takes draft_token_ids, more"):
         cpu_expand.fix(other)
     assert getattr(other, NAME) is function
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
-    dtype=st.sampled_from([torch.float32, torch.int32, torch.int64]),
-)
-def test_expand_equals_the_loop(counts, dtype):
-    values = torch.arange(len(counts)).to(dtype)
-    expanded = cpu_expand.expand_batch_to_tokens(values, torch.tensor(counts).cumsum(0), sum(counts), 0, 9)
-    assert expanded.dtype == dtype
-    assert expanded.tolist() == [i if i else 9 for i, n in enumerate(counts) for _ in range(n)]
 
 
 def test_what_coupled_verification_does_not_know_is_refused():

@@ -1,4 +1,4 @@
-"""Sampled output with drafts follows plain vLLM's distribution, and what is fixed for that on CPUs."""
+"""Sampled output with drafts follows plain vLLM's distribution; a thinking budget follows its request."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -58,25 +58,6 @@ def test_drafts_leave_the_distribution(make_engine):
     for lost in (("repetition_penalty",), ("presence_penalty", "frequency_penalty")):
         kept = {name: value for name, value in PENALTIES.items() if name not in lost}
         assert min(p_values(expected, sample(coupled, 8, **kept))) < 1e-8
-
-
-@pytest.mark.skipif(
-    "not __import__('vllm').platforms.current_platform.is_cpu()",
-    reason="only vLLM's CPU engine has this defect: elsewhere nothing is fixed and nothing can fail",
-)
-def test_only_a_cpu_kernel_that_is_wrong_is_mended(monkeypatch):
-    """By what its probe says; that the installed one is fixed shows in the distribution above."""
-    from vllm.utils import cpu_triton_utils
-
-    from rollout_spec.vllm.upstream import cpu_expand
-
-    def expand(output, values, ends, replace_from, replace_to, **_):
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
-
-    for kernel, is_wrong in ((expand, False), (lambda *_, **__: None, True)):
-        monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", kernel)
-        assert cpu_expand.applies(None) == is_wrong
 
 
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
