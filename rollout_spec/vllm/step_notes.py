@@ -24,7 +24,7 @@ class Plan(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What these two tell with a step's tokens, in the worker that drafts; the `SpecScheduler` reads it."""
+    """What the worker that drafts tells a `SpecScheduler` with a step's tokens."""
 
     num_passes: int
     """How many passes a model is to take in the next step."""

@@ -33,6 +33,7 @@ from rollout_spec.vllm.versions import frees_keys_early, is_before
 
 logger = init_logger(f"vllm.{__name__}")
 
+_BY_COUNT = "by its scheduler's numbers of tokens"  # which are ahead of those that rows have
 _CORRUPTING = "deepep_high_throughput"  # vLLM refuses it on ROCm with asynchronous scheduling
 _EMPTY_ROOM = Patch(
     name="vllm-empty-room",
@@ -172,11 +173,10 @@ def _why_not_ahead(vllm_config: VllmConfig) -> str | None:
     if current_platform.is_rocm() and parallel.enable_dbo and parallel.all2all_backend == _CORRUPTING:
         return f"with enable_dbo and all2all_backend={_CORRUPTING!r}, tokens can be wrong on ROCm"
     if any(getattr(owner, "enable_return_routed_experts", False) for owner in owners):
-        by = "its scheduler's numbers of tokens"
-        return f"with enable_return_routed_experts, vLLM finds a token's experts by {by}"
-    policy = vllm_config.model_config.architecture
+        return f"with enable_return_routed_experts, vLLM finds a token's experts {_BY_COUNT}"
     if frees_keys_early(vllm_config.model_config):
-        return "vLLM before 0.29 frees keys behind a window by its scheduler's numbers of tokens"
+        return f"vLLM before 0.29 frees keys behind a window {_BY_COUNT}"
+    policy = vllm_config.model_config.architecture
     if policy == "DeepseekV4ForCausalLM" and is_before(32):
-        return f"vLLM before 0.32 compresses the KV cache of {policy} by its scheduler's numbers of tokens"
+        return f"vLLM before 0.32 compresses the KV cache of {policy} {_BY_COUNT}"
     return None

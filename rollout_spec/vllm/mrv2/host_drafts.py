@@ -211,10 +211,8 @@ class HostDrafts:
         """Let a step's output say what was drafted, what is to be next, and when the step had ended."""
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
-            report = Report(self.proposer.num_passes)
-            if self._plan.is_ahead:
-                report = Report(self.proposer.num_passes, self._nums_drafts, self.proposer.wants_room)
-            attach(said, report)
+            nums_drafts = self._nums_drafts if self._plan.is_ahead else None
+            attach(said, Report(self.proposer.num_passes, nums_drafts, self.proposer.wants_room))
         if isinstance(output, AsyncOutput) and self._arrivals:
             output.arrival = self._arrivals[-1]
             put_before(TimedOutput, output, SPECULATOR)
