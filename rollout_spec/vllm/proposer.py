@@ -138,7 +138,7 @@ class SuffixProposer:
     def draft(
         self, nums_new_tokens: list[int], token_ids: Any, levels: npt.NDArray[np.int32], **more: Any
     ) -> list[list[int]]:
-        """`Drafter.draft` for the runner's rows, whose keywords are `more`; as `propose` it never raises."""
+        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises."""
         try:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
