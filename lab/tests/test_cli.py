@@ -112,7 +112,6 @@ MISTAKES = [
             ("--model-drafter eagle:head", "--model-drafter eagle:head: must be METHOD:MODEL:NUMBER"),
             ("--methods model --model-drafter mtp::16 --model nowhere", "drafts, 1 to 15"),
             ("--num-speculative-tokens 4 --model-drafter mtp::5 --model nowhere", "drafts, 1 to 4"),
-            ("--record-proposals", "--record-proposals: needs --model-drafter and --output"),
             ("--methods off,off", "--methods off,off: a method is named twice"),
             ("--spec num_speculative_tokens=3", "--spec num_speculative_tokens"),
             ("--load random --prompts x.parquet", "--prompts: --load random makes prompts of its own"),

@@ -22,7 +22,6 @@ from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
-RECORDS = "sam+model"  # the method with which `record_proposals` asks a model
 
 Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
@@ -141,12 +140,6 @@ def take_turns(
         served[method].append(serve(repeat, method))
         if all(len(done) > repeat for done in served.values()):
             yield served
-
-
-def record_proposals(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The first repeat's `responses`, each token with what the model drafts after it (`proposals`)."""
-    method = f"{RECORDS}:{plan.engine['max_num_seqs']}"  # whose gate is always open
-    return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
 
 
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import Table, png
-from rollout_spec.trace import Proposals, to_line, trace_file
+from rollout_spec.trace import to_line, trace_file
 from rollout_spec_lab.bench.load import Load
 
 _FIGURES = {  # of the table: what is shown of a result, and how
@@ -77,21 +77,6 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
     return png(figure, 110)
-
-
-def write_proposals(
-    found: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
-) -> None:
-    """proposals.jsonl, a trace of what `engine.record_proposals` found, siblings next to each other."""
-    lines = []
-    for i, prompt in enumerate(prompts):
-        siblings = slice(i * group_size, (i + 1) * group_size)
-        proposals = [
-            Proposals(np.array(each["tokens"], np.int32), np.array(each["log_odds"], np.float32))
-            for each in found["proposals"][siblings]
-        ]
-        lines.append(to_line(str(i), None, prompt, found["responses"][siblings], proposals=proposals))
-    write_files(folder, {"proposals.jsonl": "".join(lines)})
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:
