@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.platforms import current_platform
@@ -26,6 +25,7 @@ from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.jobs import EngineError, reply
+from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 from rollout_spec_lab.bench.timeline import Timeline
@@ -171,10 +171,8 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
 
 def warm_up(engine: Any) -> None:
     """A full batch of random prompts, so that every code path has run once; our drafter forgets it again."""
-    config = engine.vllm_config
-    rng = np.random.default_rng(config.model_config.seed)
-    shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
-    prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
+    scheduler, model = engine.vllm_config.scheduler_config, engine.vllm_config.model_config
+    prompts = random_prompts(scheduler.max_num_seqs, model.get_vocab_size(), model.seed, 2 * WARM_UP_TOKENS)
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
     if proposer := proposer_of(runner_of(engine)):

@@ -93,12 +93,12 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
         for result in results
     ]  # fmt: skip
     yield f"times {first}, with 95 % intervals", ["method", "tokens/s", "front", "tail"], [
-        [result["method"], *map(_ratio, result["ratios"].values())] for result in results
+        [result["method"], *map(ratio, result["ratios"].values())] for result in results
     ]  # fmt: skip
     if len(others) > 1:
         title = "tokens/s of a row's method over a column's, with 95 % intervals"
         yield title, ["method", *others], [
-            [result["method"], *(_ratio(result["tokens_per_s_over"].get(other)) for other in others)]
+            [result["method"], *(ratio(result["tokens_per_s_over"].get(other)) for other in others)]
             for result in results
         ]  # fmt: skip
     title = "tokens/s, measured and as `simulate` predicts them"
@@ -116,9 +116,9 @@ def _cell(value: float | None, shape: str) -> str:
     return "–" if value is None else shape.format(value)
 
 
-def _ratio(ratio: Mapping[str, Any] | None) -> str:
-    """Nothing of a method over itself."""
-    if ratio is None:
+def ratio(found: Mapping[str, Any] | None, shape: str = "{:.3f}") -> str:
+    """A ratio with its interval, if it has one; nothing of a method over itself."""
+    if found is None:
         return ""
-    value, low, high = (_cell(number, "{:.3f}") for number in (ratio["value"], *ratio["ci95"]))
-    return f"{value} ({low} to {high})"
+    value, low, high = (_cell(number, shape) for number in (found["value"], *found["ci95"]))
+    return value if found["ci95"][0] is None else f"{value} ({low} to {high})"

@@ -150,7 +150,6 @@ def test_rollouts_without_and_with_drafts(
         num_above = num_above + 1 if drafted and running > 4 else 0
         assert num_above <= HYSTERESIS_STEPS
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
-    assert all(row["num_tokens"] > row["num_running"] for row in record["step_times"] if row["drafted"])
 
     trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")
     assert product(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
