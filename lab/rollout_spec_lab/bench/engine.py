@@ -161,7 +161,6 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
         "load": {name: getattr(load, name) for name in (*described, "temperature", "seed")} | {
             "num_prompts": len(load.prompts),
             "num_requests": len(load.requests(0)),
-            "is_recorded": load.recorded is not None,
             "max_num_seqs": plan.engine["max_num_seqs"],
             "dtype": plan.dtype,
             "repeats": len(served[plan.methods[0]]),

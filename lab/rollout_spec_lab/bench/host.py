@@ -216,10 +216,8 @@ def _figures(first: Sequence[Mapping[str, float]], mine: Sequence[Mapping[str, f
             f"{name}_per_s": paired(amounts(first, f"num_{name}"), amounts(mine, f"num_{name}"))[2].to_dict()
             for name in ("steps", "tokens")
         },
-        "host_ms": 1e3 * host_s,
         "vllm_ms": 1e3 * (host_s - drafter_s),
         "drafter_ms": 1e3 * drafter_s,
-        "num_rows": float(np.mean([run["num_rows"] for run in mine])),
         "draft_tokens_per_step": per("num_draft_tokens", "num_steps"),
         "acceptance_rate": per("num_accepted_tokens", "num_draft_tokens"),
         "repeats": [dict(run) for run in mine],
