@@ -41,7 +41,7 @@ MISTAKES = [
     ("gpu-check --model-drafter mtp::16 --model x", "--model-drafter mtp::16: must be METHOD"),
     ("gpu-check --model /nowhere", "--model /nowhere: no Hugging Face folder"),
     ("gpu-check --minutes 0", "--minutes: 0 must be at least 1 and at most 1,440"),
-    ("gpu-check --methods sam", "--methods sam: must begin with off and name no method twice"),
+    ("gpu-check --methods sam", "--methods sam: must begin with off"),
     ("gpu-check --output {HERE}", "--output: {HERE} is no folder"),
     ("gpu-check --methods off --parts steps,x", "--parts x: must be one of doctor, latency"),
     ("gpu-check --methods off --model-config x", "--model-config x: no such file"),

@@ -93,13 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
-    from rollout_spec_lab.bench.engine import Method, require
-
-    if args.methods is None:
-        return inputs.installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
-    methods = [Method(label).label for label in args.methods.split(",")]
-    if methods[0] != "off" or len(set(methods)) < len(methods):
-        raise UserError(f"--methods {args.methods}: must begin with off and name no method twice")
+    default = METHODS + (OF_MODEL if args.model_drafter else ())
+    methods = inputs.checked_methods("gpu-check", default, args.methods, {})
+    if methods[0] != "off":
+        raise UserError(f"--methods {args.methods}: must begin with off")
     return methods
 
 
