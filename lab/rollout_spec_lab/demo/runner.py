@@ -106,18 +106,15 @@ def prepare(plan: DemoPlan, say: Say) -> tuple[Path, Path]:
     say(f"demo: with its own model it needs {NEEDED_GB} GB of memory; {free:.1f} GB are free")
     say("demo: making the model and the data")
     train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
-    return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
+    model = plan.model or plan.output / "model"
+    if plan.model is None:
+        _complete("model", (model,), "the model was not made", plan.output)
+    return model.absolute(), train_file.absolute()
 
 
 def num_prompts(plan: DemoPlan) -> int:
     """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
     return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
-
-
-def _make_model(output: Path) -> Path:
-    model = output / "model"
-    _complete("model", (model,), "the model was not made", output)
-    return model
 
 
 def _complete(what: str, arguments: Sequence[object], failure: str, output: Path) -> None:
