@@ -90,9 +90,9 @@ MISTAKES = [
         for options, message in (
             ("--max-index-mb 4", "--max-index-mb: use --spec max_index_mb=4"),
             ("--methods sam --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
-            ("--methods suffix", "--methods suffix: must be one of off, ngram, suffix_server, suffix_s"),
-            ("--methods off,sam+model", "--methods sam+model: {TRACE} has no model's drafts: give"),
-            ("--methods off --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
+            ("--methods suffix", "--methods suffix: must be one of ngram, suffix_server, suffix_server_t"),
+            ("--methods sam,sam+model", "--methods sam+model: {TRACE} has no model's drafts: give"),
+            ("--methods sam --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
             ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
             ("--history -1", "--history: -1 must be at least 0"),
             ("--min-survival 0.1 2", "--min-survival: 2 must be at least 0 and at most 1"),

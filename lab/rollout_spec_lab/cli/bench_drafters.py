@@ -10,7 +10,7 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import add_output, installed, write
 
 HELP = "compare drafters on the same steps of recorded rollouts"
-METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam")
+METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
     **{
