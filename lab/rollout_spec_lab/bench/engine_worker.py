@@ -194,6 +194,7 @@ def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> l
 def settings_of(config: Any) -> dict[str, Any]:
     """What an engine really runs with; `config` is vLLM's."""
     speculative = config.speculative_config
+    spec = SpecConfig.from_mapping((config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"}))
     return {
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "device": current_platform.get_device_name(),
@@ -203,15 +204,9 @@ def settings_of(config: Any) -> dict[str, Any]:
         "enforce_eager": config.model_config.enforce_eager,
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "options": _options(config),
+        # Defaults too: a record must not change its meaning when defaults move.
+        "options": spec.to_dict() if spec.enabled else None,
     }
-
-
-def _options(config: Any) -> dict[str, Any] | None:
-    """Every option of our drafter, defaults too: a record must not change its meaning when defaults move."""
-    options = (config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"})
-    found = SpecConfig.from_mapping(options)
-    return found.to_dict() if found.enabled else None
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ def measure(repeats: int) -> dict[str, Any]:
     """Everything, with what is needed to read the figures later."""
     text = synthetic_text(4 * max(SIZES))
     return {
-        "text": "synthetic",
         "environment": environment(),
         "targets": TARGETS,
         "sizes": measure_sizes(text, repeats),
