@@ -144,18 +144,16 @@ def make_requests(text: Int32Array, num_prompts: int) -> list[Request]:
     rng = np.random.default_rng(0)
     width = 4 * MAX_RESPONSE
     windows = rng.integers(0, len(text) - width, num_prompts)
-    return [
-        Request(f"{epoch}.{prompt}.{i}", str(prompt), text[begin : begin + 200], text[first : first + length])
-        for epoch in range(2)
-        for prompt, begin in enumerate(windows)
-        for i, (first, length) in enumerate(
-            zip(
-                begin + rng.integers(0, width - MAX_RESPONSE, GROUP_SIZE),
-                rng.integers(MAX_RESPONSE // 4, MAX_RESPONSE, GROUP_SIZE),
-                strict=True,
-            )
-        )
-    ]
+    requests = []
+    for epoch in range(2):
+        for prompt, begin in enumerate(windows):
+            firsts = begin + rng.integers(0, width - MAX_RESPONSE, GROUP_SIZE)
+            lengths = rng.integers(MAX_RESPONSE // 4, MAX_RESPONSE, GROUP_SIZE)
+            for i, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+                name = f"{epoch}.{prompt}.{i}"
+                response = text[first : first + length]
+                requests.append(Request(name, str(prompt), text[begin : begin + 200], response))
+    return requests
 
 
 def measure_whole_steps(
