@@ -196,28 +196,29 @@ def _watch(process: subprocess.Popen, folder: Path, num_steps: int, say: Say) ->
     """Say steps and phases until the run ends; raise when it fails or falls silent."""
     log = folder / LOG_FILE
     phases = list(PHASES)
-    num_said = position = 0
+    num_said = 0
     last_output = time.monotonic()
-    while True:
-        code = process.poll()
-        text, position = _read_from(log, position)
-        last_output = time.monotonic() if text else last_output
-        while phases and any(mark in text for mark, _ in phases):
-            mark, label = phases.pop(0)
-            if mark in text:
-                say(label)
-        for step in _steps(folder)[num_said:]:
-            say(f"step {step.step}/{num_steps}: {_described(step)}")
-            num_said += 1
-        if code == 0:
-            return
-        if code is not None:
-            raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
-        if time.monotonic() - last_output > STALL_SECONDS:
-            raise RunFailedError(
-                f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
-            )
-        time.sleep(_POLL_SECONDS)
+    with log.open(errors="replace") as output:
+        while True:
+            code = process.poll()
+            text = output.read()  # what has come since
+            last_output = time.monotonic() if text else last_output
+            while phases and any(mark in text for mark, _ in phases):
+                mark, label = phases.pop(0)
+                if mark in text:
+                    say(label)
+            for step in _steps(folder)[num_said:]:
+                say(f"step {step.step}/{num_steps}: {_described(step)}")
+                num_said += 1
+            if code == 0:
+                return
+            if code is not None:
+                raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
+            if time.monotonic() - last_output > STALL_SECONDS:
+                raise RunFailedError(
+                    f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 def _described(step: Step) -> str:
@@ -228,13 +229,6 @@ def _described(step: Step) -> str:
             f"{step.tokens_per_step:.2f} tokens per step"
         )
     return f"{served}, reward {step.reward:.3f}"
-
-
-def _read_from(log: Path, position: int) -> tuple[str, int]:
-    with log.open("rb") as file:
-        file.seek(position)
-        data = file.read()
-    return data.decode(errors="replace"), position + len(data)
 
 
 def _steps(folder: Path) -> list[Step]:
