@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.engine import TAIL_ROWS
 from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
-from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.report.outlook import headline, sentences
 from rollout_spec.trace import Rollout, read_trace, to_line
 

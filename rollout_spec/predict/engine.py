@@ -21,6 +21,9 @@ from rollout_spec.predict.load import Request
 from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
 
+TAIL_ROWS = 8
+"""A rollout is in its tail while an engine runs at most this many requests."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -55,7 +58,7 @@ class EngineRun(Counters):
     """What one engine did in all its rollouts."""
 
     seconds: float = 0.0
-    tail_seconds: float = 0.0  # of these, with at most tail_rows requests running
+    tail_seconds: float = 0.0  # of these, with at most TAIL_ROWS requests running
     num_steps: int = 0
     num_row_steps: int = 0
     num_tokens: int = 0
@@ -82,7 +85,6 @@ class Engine:
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        tail_rows: the tail is the time in which at most this many requests run.
         model: a model that drafts too.
     """
 
@@ -91,12 +93,10 @@ class Engine:
         config: SpecConfig,
         times: Times,
         cluster: Cluster,
-        *,
-        tail_rows: int,
         model: SimulatedModel | None = None,
     ) -> None:
         self.total = EngineRun()
-        self.times, self._cluster, self._tail_rows, self._model = times, cluster, tail_rows, model
+        self.times, self._cluster, self._model = times, cluster, model
         self.drafter: Drafter | None = None
         num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
@@ -174,7 +174,7 @@ class Engine:
         """
         total, num_running = self.total, len(self._running)
         total.seconds += seconds
-        total.tail_seconds += seconds if num_running <= self._tail_rows else 0.0
+        total.tail_seconds += seconds if num_running <= TAIL_ROWS else 0.0
         total.num_steps += 1
         total.num_row_steps += num_running
         nums_new = self._verify()

@@ -13,9 +13,6 @@ from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
 
-TAIL_ROWS = 8
-"""A rollout is in its tail while an engine runs at most this many requests."""
-
 
 def configurations(
     options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int]
@@ -78,7 +75,6 @@ def simulate(
     cluster: Cluster,
     config: SpecConfig,
     times: Times,
-    tail_rows: int = TAIL_ROWS,
     on_tokens: Callable[[int], None] | None = None,
     model: SimulatedModel | None = None,
 ) -> dict[str, Any]:
@@ -88,19 +84,18 @@ def simulate(
 
     Args:
         lines: at least one response must have a token.
-        tail_rows: as `TAIL_ROWS`.
         on_tokens: called with the number of tokens of each step.
         model: that drafts too.
 
     Returns:
-        makespan_s, of all rollouts; tail_share, of the time that engines work, with at most tail_rows
+        makespan_s, of all rollouts; tail_share, of the time that engines work, with at most TAIL_ROWS
         requests running (in a data-parallel rank); tokens_per_s; tokens_per_step, of one request;
         acceptance_rate (0 without drafts); num_preemptions.
     """
     times = times if config.enabled else times.without_drafter
 
     def engine() -> Engine:
-        return Engine(config, times, cluster, tail_rows=tail_rows, model=model)
+        return Engine(config, times, cluster, model=model)
 
     replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
     engines = list(itertools.chain.from_iterable(replicas))
