@@ -42,7 +42,7 @@ def lines():
 
 @pytest.fixture(scope="module")
 def results(lines):
-    runs = all_runs(("off", "sam"), SpecConfig(), [4], [0, 8], [0.6, 0.05])
+    runs = all_runs(("ngram", "sam"), SpecConfig(), [4], [0, 8], [0.6, 0.05])
     return measure(lines, runs)
 
 
@@ -54,14 +54,9 @@ def only(results, **wanted):
     return [result for result in results if all(result[name] == wanted[name] for name in wanted)]
 
 
-def test_without_drafts_a_step_gives_one_token(results):
-    for off in only(results, method="off"):
-        assert (off["tokens_per_step"], off["draft_tokens_per_step"]) == (1.0, 0.0)
-
-
 def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
     of_first = [(result["method"], result["min_survival"]) for result in results[:3]]
-    assert of_first == [("off", None), ("sam", 0.6), ("sam", 0.05)]
+    assert of_first == [("ngram", None), ("sam", 0.6), ("sam", 0.05)]
     for history in (0, 8):
         dear, cheap = only(results, method="sam", history=history)
         assert dear["draft_tokens_per_step"] < cheap["draft_tokens_per_step"]
@@ -70,16 +65,16 @@ def test_every_price_of_sam_is_a_result_of_its_own_and_a_replay(lines, results):
 
 
 def test_the_command_prints_what_it_writes(tmp_path, capsys, caplog):
-    options = ["--methods", "off,ngram,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
+    options = ["--methods", "ngram,sam", "--num-speculative-tokens", "4", "--limit-groups", "2"]
     options += ["--history", "0", "8", "--min-survival", "0.2", "0.05", "--spec", f"corpus={TRACE}"]
     command = ["bench", "drafters", str(TRACE), *options]
     assert main([*command, "--output", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "drafters.json").read_text())
-    assert [result["method"] for result in printed["results"]] == 2 * ["off", "ngram", "sam", "sam"]
-    assert all(result["tokens_per_step"] > 1 for result in printed["results"] if result["method"] != "off")
+    assert [result["method"] for result in printed["results"]] == 2 * ["ngram", "sam", "sam"]
+    assert all(result["tokens_per_step"] > 1 for result in printed["results"])
     [table] = drafters_tables(printed)
-    assert len(table[1]) == 8 and len(table[2]) == 8
+    assert len(table[1]) == 8 and len(table[2]) == 6
     assert f"{TRACE} holds 16 of 16 responses" in caplog.text
 
 
@@ -101,7 +96,7 @@ def test_by_default_what_is_not_installed_is_left_out_with_one_line(without_arct
 
 
 def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
-    assert main(["bench", "drafters", str(TRACE), "--methods", "off,suffix_server"]) == 2
+    assert main(["bench", "drafters", str(TRACE), "--methods", "sam,suffix_server"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "arctic-inference==0.1.1" in line
 
@@ -109,7 +104,7 @@ def test_what_is_named_must_be_installed(without_arctic_inference, capsys):
 @pytest.mark.parametrize(
     ("num_tokens", "options", "message"),
     [
-        (1, ["--methods=off"], "{}: no second token in any response, so there is no step to draft in"),
+        (1, ["--methods=sam"], "{}: no second token in any response, so there is no step to draft in"),
         (
             30_000,
             ["--methods=sam", "--spec", "max_index_mb=1"],

@@ -96,10 +96,10 @@ def test_methods_are_compared_repeat_by_repeat():
 def test_step_times_leave_prefills_out_and_tell_drafted_steps():
     rows = step_times([LINE])
     assert rows == [
-        {"drafted": False, "num_tokens": 1, "seconds": 0.25, "num_running": 1.0, "num_steps": 2},
-        {"drafted": False, "num_tokens": 3, "seconds": 0.375, "num_running": 3.0, "num_steps": 2},
-        {"drafted": True, "num_tokens": 5, "seconds": 0.5, "num_running": 1.5, "num_steps": 2},
-        {"drafted": True, "num_tokens": 10, "seconds": 1.0, "num_running": 2.0, "num_steps": 1},
+        {"drafted": False, "num_tokens": 1, "seconds": 0.25, "num_steps": 2},
+        {"drafted": False, "num_tokens": 3, "seconds": 0.375, "num_steps": 2},
+        {"drafted": True, "num_tokens": 5, "seconds": 0.5, "num_steps": 2},
+        {"drafted": True, "num_tokens": 10, "seconds": 1.0, "num_steps": 1},
     ]
 
 

@@ -74,11 +74,6 @@ def _batch(
     )  # fmt: skip
 
 
-class Off(Proposer):
-    def draft(self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, budgets: Int32Array) -> Any:
-        return np.zeros((len(rows), 1), np.int32), np.zeros(len(rows), np.int32)
-
-
 class Suffix(Proposer):
     """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
     That cache is its history: `start` needs no earlier responses."""
@@ -172,12 +167,10 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
         return Suffix(method, k)
     if method == "ngram":
         return Ngram(k)
-    if method in ("sam", "sam+model"):
-        return IndexProposer(config, mixes=method == "sam+model")
     if method == "model":
         return Model(k)
-    assert method == "off", method
-    return Off()
+    assert method in PRICED, method
+    return IndexProposer(config, mixes=method == "sam+model")
 
 
 def all_runs(

@@ -22,7 +22,6 @@ from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
-RECORDS = "sam+model"  # the method with which `record_proposals` asks a model
 
 Served = dict[str, list[dict[str, Any]]]
 """By method what `engine_worker.run` gave of each repeat."""
@@ -143,12 +142,6 @@ def take_turns(
             yield served
 
 
-def record_proposals(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The first repeat's `responses`, each token with what the model drafts after it (`proposals`)."""
-    method = f"{RECORDS}:{plan.engine['max_num_seqs']}"  # whose gate is always open
-    return last(answers(WORKER, plan.job(0, method) | {"records": True}, method, folder))
-
-
 def make_record(plan: Plan, served: Served) -> dict[str, Any]:
     """What `rollout-spec-lab bench engine --json` prints, but for the names of the load and `predict`."""
     lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
@@ -168,7 +161,6 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
         "load": {name: getattr(load, name) for name in (*described, "temperature", "seed")} | {
             "num_prompts": len(load.prompts),
             "num_requests": len(load.requests(0)),
-            "is_recorded": load.recorded is not None,
             "max_num_seqs": plan.engine["max_num_seqs"],
             "dtype": plan.dtype,
             "repeats": len(served[plan.methods[0]]),

@@ -4,16 +4,12 @@ Every method is watched in the same way: by vLLM's own statistics of a step, one
 its drafter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.platforms import current_platform
@@ -25,10 +21,11 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY
-from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.jobs import EngineError, reply
+from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 from rollout_spec_lab.bench.timeline import Timeline
@@ -46,9 +43,9 @@ class Watch:
         runner = runner_of(engine)
         ours = proposer_of(runner)
         self._ours, self.drafting = ours, Stopwatch(time.thread_time)
-        self._drafter: Any = ours or getattr(runner, "drafter", None)
-        if self._drafter is not None:
-            self.drafting.time(self._drafter, "draft" if ours else "propose")  # what both runners call
+        drafter: Any = ours or getattr(runner, "drafter", None)
+        if drafter is not None:
+            self.drafting.time(drafter, "draft" if ours else "propose")  # what both runners call
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
         self.start()
@@ -76,46 +73,12 @@ class Watch:
         )
         self._last = now
 
-    def record_proposals(self, num_tokens: int) -> ProposalRecorder:
-        """Record from now on what the model drafts; the engine's method is `sam+model`."""
-        return ProposalRecorder(self._drafter, num_tokens)
-
     def log(self) -> None:
         """vLLM asks every few seconds."""
 
     def counters(self) -> EngineCounters:
         """Our drafter's counters since the last call; zeros where there is another or none."""
         return self._ours.take_counters() if self._ours else EngineCounters()
-
-
-class ProposalRecorder:
-    """Notes what a model drafts; nothing of it is verified, so that it drafts after every token."""
-
-    def __init__(self, proposer: SuffixProposer, num_tokens: int) -> None:
-        self._proposer, self._step, self._num_tokens = proposer, proposer.draft, num_tokens
-        self._said: defaultdict[str, dict[int, tuple[list[int], list[float]]]] = defaultdict(dict)
-        setattr(proposer, "draft", self.step)  # noqa: B010 (a method)
-
-    def step(self, nums_new_tokens: list[int], token_ids: Any, levels: Any, **others: Any) -> list[list[int]]:
-        """`SuffixProposer.draft`."""
-        self._step(nums_new_tokens, token_ids, levels, **others)
-        runner = self._proposer._runner
-        if (model_drafts := others.get("model_drafts")) is not None:
-            for row, request_id in enumerate(runner.input_batch.req_ids):
-                if nums_new_tokens[row]:
-                    place = int(levels[row]) - len(runner.requests[request_id].prompt_token_ids)
-                    said = model_drafts.tokens[row].tolist(), model_drafts.log_odds[row].tolist()
-                    self._said[request_id.rpartition("-")[0] or request_id][place] = said
-        return [[] for _ in nums_new_tokens]
-
-    def proposals(self, responses: list[list[int]]) -> list[dict[str, Any]]:
-        """The fields of `trace.Proposals` for each response; nothing after the prompt, where none drafts."""
-        nothing = [-1] * self._num_tokens, [0.0] * self._num_tokens
-        found = []
-        for i, response in enumerate(responses):
-            rows = [self._said[str(i)].get(place, nothing) for place in range(len(response))]
-            found.append({"tokens": [row[0] for row in rows], "log_odds": [row[1] for row in rows]})
-        return found
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -126,25 +89,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
-        what the engine really runs with; `options`: all of rollout.spec for sam. Where job["records"] is
-        true also proposals, of each response.
+        what the engine really runs with; `options`: all of rollout.spec for sam.
     """
     engine = make_engine(job)
     recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)
     warm_up(engine)
-    recorder = (
-        watch.record_proposals(job["model_drafter"]["num_speculative_tokens"]) if job.get("records") else None
-    )
-    found = rollout(engine, watch, job, recorded)
-    proposals = {"proposals": recorder.proposals(found["responses"])} if recorder else {}
-    return proposals | found | {"settings": settings_of(engine.vllm_config)}
+    return rollout(engine, watch, job, recorded) | {"settings": settings_of(engine.vllm_config)}
 
 
 def rollout(
     engine: Any, watch: Watch, job: dict[str, Any], recorded: Recorded | None = None
 ) -> dict[str, Any]:
-    """What `run` says of a job's requests, but for settings and proposals."""
+    """What `run` says of a job's requests, but for settings."""
     prompts, params = _requests(job)
     if recorded:
         recorded.start(job["recorded"])
@@ -214,10 +171,8 @@ def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
 
 def warm_up(engine: Any) -> None:
     """A full batch of random prompts, so that every code path has run once; our drafter forgets it again."""
-    config = engine.vllm_config
-    rng = np.random.default_rng(config.model_config.seed)
-    shape = (config.scheduler_config.max_num_seqs, 2 * WARM_UP_TOKENS)
-    prompts = rng.integers(0, config.model_config.get_vocab_size(), shape).tolist()
+    scheduler, model = engine.vllm_config.scheduler_config, engine.vllm_config.model_config
+    prompts = random_prompts(scheduler.max_num_seqs, model.get_vocab_size(), model.seed, 2 * WARM_UP_TOKENS)
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
     if proposer := proposer_of(runner_of(engine)):
@@ -239,6 +194,7 @@ def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> l
 def settings_of(config: Any) -> dict[str, Any]:
     """What an engine really runs with; `config` is vLLM's."""
     speculative = config.speculative_config
+    spec = SpecConfig.from_mapping((config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"}))
     return {
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "device": current_platform.get_device_name(),
@@ -248,15 +204,9 @@ def settings_of(config: Any) -> dict[str, Any]:
         "enforce_eager": config.model_config.enforce_eager,
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "options": _options(config),
+        # Defaults too: a record must not change its meaning when defaults move.
+        "options": spec.to_dict() if spec.enabled else None,
     }
-
-
-def _options(config: Any) -> dict[str, Any] | None:
-    """Every option of our drafter, defaults too: a record must not change its meaning when defaults move."""
-    options = (config.additional_config or {}).get(OPTIONS_KEY, {"method": "off"})
-    found = SpecConfig.from_mapping(options)
-    return found.to_dict() if found.enabled else None
 
 
 if __name__ == "__main__":

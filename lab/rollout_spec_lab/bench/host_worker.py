@@ -24,6 +24,7 @@ from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
 from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec_lab.bench.recorded import number_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 
 
@@ -136,7 +137,7 @@ class Serving:
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self._core.post_step(self._core.step_fn()[1])
         for request_id, tokens in self._texts.items():
-            _, response = self._requests[int(request_id.removeprefix(self.prefix).rpartition("-")[0])]
+            _, response = self._requests[number_of(request_id, self.prefix)]
             if not np.array_equal(tokens, response[: len(tokens)]):
                 raise HostError(f"bench host: request {request_id} did not get its recorded tokens")
 

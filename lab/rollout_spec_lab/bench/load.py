@@ -117,10 +117,12 @@ def first_responses(lines: Sequence[Rollout], number: int) -> list[Rollout]:
     return found
 
 
-def random_prompts(number: int, vocab_size: int, seed: int) -> list[list[int]]:
+def random_prompts(
+    number: int, vocab_size: int, seed: int, num_tokens: int = RANDOM_PROMPT_TOKENS
+) -> list[list[int]]:
     """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
     rng = np.random.default_rng([seed, vocab_size])
-    return rng.integers(0, vocab_size, (number, RANDOM_PROMPT_TOKENS)).tolist()
+    return rng.integers(0, vocab_size, (number, num_tokens)).tolist()
 
 
 def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:

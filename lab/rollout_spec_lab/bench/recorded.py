@@ -4,6 +4,7 @@ A draft is accepted as far as it equals the recording. What was sampled has run,
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +18,12 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 from rollout_spec.verification.transfers import sent
 
 
+@functools.cache
+def number_of(request_id: str, prefix: str) -> int:
+    """The number in a request's name, to which vLLM adds a dash and eight characters."""
+    return int(request_id.removeprefix(prefix).rpartition("-")[0])
+
+
 class Recording:
     """The responses of requests, by the names that the requests were added with: `prefix` and a number."""
 
@@ -24,22 +31,14 @@ class Recording:
         self._prefix = prefix
         self._tokens = np.concatenate([np.asarray(response, np.int32) for response in responses])
         self._begins = np.cumsum([0, *map(len, responses)])
-        self._numbers: dict[str, int] = {}
 
     def after(
         self, request_ids: Sequence[str], levels: npt.NDArray[Any], width: int
     ) -> npt.NDArray[np.int32]:
         """int32 [rows, width]: what comes after the first levels[i] tokens of each row's response."""
-        begins = self._begins[[self._number(request_id) for request_id in request_ids]]
+        begins = self._begins[[number_of(request_id, self._prefix) for request_id in request_ids]]
         places = (begins + levels)[:, None] + np.arange(width)
         return self._tokens[np.minimum(places, len(self._tokens) - 1)]  # beyond an end vLLM cuts them off
-
-    def _number(self, request_id: str) -> int:
-        """vLLM adds a dash and eight characters to a name."""
-        if request_id not in self._numbers:
-            number = request_id.removeprefix(self._prefix).rpartition("-")[0]
-            self._numbers[request_id] = int(number)
-        return self._numbers[request_id]
 
 
 def verified(

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import Table, png
-from rollout_spec.trace import Proposals, to_line, trace_file
+from rollout_spec.trace import to_line, trace_file
 from rollout_spec_lab.bench.load import Load
 
 _FIGURES = {  # of the table: what is shown of a result, and how
@@ -79,21 +79,6 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
     return png(figure, 110)
 
 
-def write_proposals(
-    found: Mapping[str, Any], prompts: Sequence[Sequence[int]], group_size: int, folder: Path
-) -> None:
-    """proposals.jsonl, a trace of what `engine.record_proposals` found, siblings next to each other."""
-    lines = []
-    for i, prompt in enumerate(prompts):
-        siblings = slice(i * group_size, (i + 1) * group_size)
-        proposals = [
-            Proposals(np.array(each["tokens"], np.int32), np.array(each["log_odds"], np.float32))
-            for each in found["proposals"][siblings]
-        ]
-        lines.append(to_line(str(i), None, prompt, found["responses"][siblings], proposals=proposals))
-    write_files(folder, {"proposals.jsonl": "".join(lines)})
-
-
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """The figures, the ratios to the first method, of three or more those of every pair, and predictions."""
     results, load = record["results"], record["load"]
@@ -108,12 +93,12 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
         for result in results
     ]  # fmt: skip
     yield f"times {first}, with 95 % intervals", ["method", "tokens/s", "front", "tail"], [
-        [result["method"], *map(_ratio, result["ratios"].values())] for result in results
+        [result["method"], *map(ratio, result["ratios"].values())] for result in results
     ]  # fmt: skip
     if len(others) > 1:
         title = "tokens/s of a row's method over a column's, with 95 % intervals"
         yield title, ["method", *others], [
-            [result["method"], *(_ratio(result["tokens_per_s_over"].get(other)) for other in others)]
+            [result["method"], *(ratio(result["tokens_per_s_over"].get(other)) for other in others)]
             for result in results
         ]  # fmt: skip
     title = "tokens/s, measured and as `simulate` predicts them"
@@ -131,9 +116,9 @@ def _cell(value: float | None, shape: str) -> str:
     return "–" if value is None else shape.format(value)
 
 
-def _ratio(ratio: Mapping[str, Any] | None) -> str:
-    """Nothing of a method over itself."""
-    if ratio is None:
+def ratio(found: Mapping[str, Any] | None, shape: str = "{:.3f}") -> str:
+    """A ratio with its interval, if it has one; nothing of a method over itself."""
+    if found is None:
         return ""
-    value, low, high = (_cell(number, "{:.3f}") for number in (ratio["value"], *ratio["ci95"]))
-    return f"{value} ({low} to {high})"
+    value, low, high = (_cell(number, shape) for number in (found["value"], *found["ci95"]))
+    return value if found["ci95"][0] is None else f"{value} ({low} to {high})"

@@ -91,7 +91,7 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
     figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
     figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
     title = (
-        f"{record['text']} text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
+        f"synthetic text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
         f"whole step: the drafter's, {whole['rows']} rows, requests that come and go, groups that are evicted"
     )
     yield title, ["", "here", "at most"], [

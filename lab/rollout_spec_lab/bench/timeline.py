@@ -1,6 +1,8 @@
 """What a rollout's engine steps say: its phases, methods in pairs, and the time of a step."""
 
 import dataclasses
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,9 @@ RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
     "front_tokens_per_s": ("front_tokens", "front_s"),
     "tail_tokens_per_s": ("tail_tokens", "tail_s"),
 }
+
+StepSeconds = dict[tuple[bool, int], list[float]]
+"""Seconds of steps by whether they verified draft tokens, and by how many tokens they verified."""
 
 
 @dataclasses.dataclass
@@ -97,24 +102,21 @@ def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
 
 
 def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """Mean seconds of an engine step by what it had to do; steps with a prefill are left out.
-
-    Args:
-        timelines: rollouts of plain vLLM and of our drafter.
-
-    Returns:
-        Rows of `drafted` (the step verified draft tokens), `num_tokens` (verified: running requests and draft
-        tokens), `seconds` and `num_running` (means), `num_steps`; sorted.
-    """
-    found: dict[tuple[bool, int], list[tuple[float, int]]] = {}
+    """What `mean_times` says of the steps of rollouts of plain vLLM and of our drafter; steps with a prefill
+    are left out."""
+    found: StepSeconds = defaultdict(list)
     for line in timelines:
         columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
         for seconds, running, rows, drafts in zip(*columns, strict=True):
             if rows == running:
-                found.setdefault((bool(drafts), rows + drafts), []).append((seconds, rows))
-    table = []
-    for (with_drafts, num_tokens), steps in sorted(found.items()):
-        seconds, rows = np.mean(steps, axis=0).tolist()
-        row = {"drafted": with_drafts, "num_tokens": num_tokens, "seconds": seconds}
-        table.append(row | {"num_running": rows, "num_steps": len(steps)})
-    return table
+                found[drafts > 0, rows + drafts].append(seconds)
+    return mean_times(found)
+
+
+def mean_times(found: StepSeconds) -> list[dict[str, Any]]:
+    """Mean seconds of an engine step by what it had to do: rows of `drafted` (the step verified draft
+    tokens), `num_tokens` (verified: running requests and draft tokens), `seconds` and `num_steps`; sorted."""
+    return [
+        {"drafted": drafted, "num_tokens": num, "seconds": statistics.fmean(steps), "num_steps": len(steps)}
+        for (drafted, num), steps in sorted(found.items())
+    ]

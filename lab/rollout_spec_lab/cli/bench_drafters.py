@@ -10,13 +10,12 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import add_output, installed, write
 
 HELP = "compare drafters on the same steps of recorded rollouts"
-METHODS = ("off", "ngram", "suffix_server", "suffix_server_tuned", "sam")
+METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
-    **{
-        name: f"--{name.replace('_', '-')} sets it"
-        for name in ("num_speculative_tokens", "history", "min_survival")
-    },
+    "num_speculative_tokens": "--num-speculative-tokens sets it",
+    "history": "--history sets it",
+    "min_survival": "--min-survival sets it",
     "model_tokens": "--model-acceptance sets it, a number for each",
 }
 

@@ -39,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
     add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
-    drawn.add_argument(
-        "--record-proposals", action="store_true",
-        help="one more rollout, for bench drafters: proposals.jsonl, what the model drafts after each token",
-    )  # fmt: skip
     inputs.add_output(parser, WRITTEN)
     add_example(
         parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
@@ -81,15 +77,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show
-    from rollout_spec_lab.bench.engine import record_proposals
-    from rollout_spec_lab.bench.rollouts import tables, write_proposals
+    from rollout_spec_lab.bench.rollouts import tables
 
     plan = _plan(args)
     with inputs.output_folder(args.output) as folder:
         kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
         record = serve(args, plan, folder, {}, kind)
-        if args.record_proposals:
-            write_proposals(record_proposals(plan, folder), plan.load.prompts, plan.load.group_size, folder)
     show(record, args.json, *tables(record))
     return 0
 
@@ -119,18 +112,15 @@ def serve(
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.engine import RECORDS, Plan
+    from rollout_spec_lab.bench.engine import Plan
     from rollout_spec_lab.bench.load import Load, random_prompts
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
-    if args.record_proposals and not (args.model_drafter and args.output):
-        raise UserError("--record-proposals: needs --model-drafter and --output")
     spec = inputs.spec_of(args, REFUSED)
     methods = inputs.checked_methods("bench engine", METHODS, args.methods, spec)
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
-    drafting = [*methods, *[RECORDS] * args.record_proposals]
-    drafter = inputs.needed_model_drafter(args.model_drafter, drafting, most)
+    drafter = inputs.needed_model_drafter(args.model_drafter, methods, most)
     # Before the model is made, which takes longer.
     rows = inputs.prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or inputs.default_dtype()

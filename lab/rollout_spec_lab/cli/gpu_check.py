@@ -93,13 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
-    from rollout_spec_lab.bench.engine import Method, require
-
-    if args.methods is None:
-        return inputs.installed("gpu-check", METHODS + (OF_MODEL if args.model_drafter else ()), require)
-    methods = [Method(label).label for label in args.methods.split(",")]
-    if methods[0] != "off" or len(set(methods)) < len(methods):
-        raise UserError(f"--methods {args.methods}: must begin with off and name no method twice")
+    default = METHODS + (OF_MODEL if args.model_drafter else ())
+    methods = inputs.checked_methods("gpu-check", default, args.methods, {})
+    if methods[0] != "off":
+        raise UserError(f"--methods {args.methods}: must begin with off")
     return methods
 
 
@@ -111,13 +108,8 @@ def _parts(args: argparse.Namespace) -> list[str]:
     asked = args.parts.split(",") if args.parts else [one for one in PARTS if has_cuda or one != "latency"]
     if unknown := [part for part in asked if part not in PARTS]:
         raise UserError(f"--parts {unknown[0]}: must be one of {', '.join(PARTS)}")
-    parts = []
-    for part in (part for part in PARTS if part in asked):
-        if not has_cuda or part not in ("start", "certify", "steps"):
-            parts.append(part)
-        else:
-            parts += [part + V2, part] if part != "start" else [part + V2]
-    return parts
+    runners = {"start": [V2], "certify": [V2, ""], "steps": [V2, ""]} if has_cuda else {}
+    return [part + runner for part in PARTS if part in asked for runner in runners.get(part, [""])]
 
 
 def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] | None) -> CheckPlan:

@@ -106,18 +106,15 @@ def prepare(plan: DemoPlan, say: Say) -> tuple[Path, Path]:
     say(f"demo: with its own model it needs {NEEDED_GB} GB of memory; {free:.1f} GB are free")
     say("demo: making the model and the data")
     train_file = plan.train_file or make_data(plan.output, num_train=num_prompts(plan), seed=plan.seed)[0]
-    return (plan.model or _make_model(plan.output)).absolute(), train_file.absolute()
+    model = plan.model or plan.output / "model"
+    if plan.model is None:
+        _complete("model", (model,), "the model was not made", plan.output)
+    return model.absolute(), train_file.absolute()
 
 
 def num_prompts(plan: DemoPlan) -> int:
     """Two prompts a step, every prompt seen in two epochs; DAPO also needs some to replace others."""
     return max(2, plan.steps) if plan.recipe == "grpo" else 16 * plan.steps
-
-
-def _make_model(output: Path) -> Path:
-    model = output / "model"
-    _complete("model", (model,), "the model was not made", output)
-    return model
 
 
 def _complete(what: str, arguments: Sequence[object], failure: str, output: Path) -> None:
@@ -199,28 +196,29 @@ def _watch(process: subprocess.Popen, folder: Path, num_steps: int, say: Say) ->
     """Say steps and phases until the run ends; raise when it fails or falls silent."""
     log = folder / LOG_FILE
     phases = list(PHASES)
-    num_said = position = 0
+    num_said = 0
     last_output = time.monotonic()
-    while True:
-        code = process.poll()
-        text, position = _read_from(log, position)
-        last_output = time.monotonic() if text else last_output
-        while phases and any(mark in text for mark, _ in phases):
-            mark, label = phases.pop(0)
-            if mark in text:
-                say(label)
-        for step in _steps(folder)[num_said:]:
-            say(f"step {step.step}/{num_steps}: {_described(step)}")
-            num_said += 1
-        if code == 0:
-            return
-        if code is not None:
-            raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
-        if time.monotonic() - last_output > STALL_SECONDS:
-            raise RunFailedError(
-                f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
-            )
-        time.sleep(_POLL_SECONDS)
+    with log.open(errors="replace") as output:
+        while True:
+            code = process.poll()
+            text = output.read()  # what has come since
+            last_output = time.monotonic() if text else last_output
+            while phases and any(mark in text for mark, _ in phases):
+                mark, label = phases.pop(0)
+                if mark in text:
+                    say(label)
+            for step in _steps(folder)[num_said:]:
+                say(f"step {step.step}/{num_steps}: {_described(step)}")
+                num_said += 1
+            if code == 0:
+                return
+            if code is not None:
+                raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
+            if time.monotonic() - last_output > STALL_SECONDS:
+                raise RunFailedError(
+                    f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 def _described(step: Step) -> str:
@@ -232,13 +230,6 @@ def _described(step: Step) -> str:
             f"{step.tokens_per_step:.2f} tokens per step"
         )
     return f"{served}, reward {step.reward:.3f}"
-
-
-def _read_from(log: Path, position: int) -> tuple[str, int]:
-    with log.open("rb") as file:
-        file.seek(position)
-        data = file.read()
-    return data.decode(errors="replace"), position + len(data)
 
 
 def _steps(folder: Path) -> list[Step]:

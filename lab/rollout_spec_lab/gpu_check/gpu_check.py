@@ -6,6 +6,7 @@ fails, or has no time, is named in its place, and the others go on.
 
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
+from rollout_spec_lab.bench.timeline import StepSeconds, mean_times
 from rollout_spec_lab.gpu_check import PARTS, V2
 from rollout_spec_lab.gpu_check.plan import CheckPlan
 
@@ -192,17 +194,9 @@ def _reason(name: str, error: Exception) -> str:
 def step_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows as `timeline.step_times` has them, of the shortest context."""
     shortest = min(row["context"] for row in steps)
-    found: dict[tuple[bool, int], list[Mapping[str, Any]]] = {}
+    found: StepSeconds = defaultdict(list)
     for row in steps:
         if row["context"] == shortest:
-            key = (row["num_drafts"] > 0, row["num_rows"] * (1 + row["num_drafts"]))
-            found.setdefault(key, []).append(row)
-    return [
-        {
-            "drafted": drafted,
-            "num_tokens": tokens,
-            "seconds": sum(row["seconds"] for row in rows) / len(rows),
-            "num_steps": sum(row["num_steps"] for row in rows),
-        }
-        for (drafted, tokens), rows in sorted(found.items())
-    ]
+            num_tokens = row["num_rows"] * (1 + row["num_drafts"])
+            found[row["num_drafts"] > 0, num_tokens] += [row["seconds"]] * row["num_steps"]
+    return mean_times(found)

@@ -1,5 +1,6 @@
 """What `gpu-check` found as sentences, tables and a page; `record` is what its `--json` prints."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rol
 RIVALS = {"sam": ("suffix", "ngram"), "sam+model": ("sam", "model")}
 PREDICTIONS = {"step_times": "these step times", "roofline": "the roofline"}
 GROWTH = 1.25  # of a step's time, up to which its tokens are called cheap
+_ratio = functools.partial(rollouts.ratio, shape="{:.2f}")
 
 
 def write_check(record: Mapping[str, Any], folder: Path) -> dict[str, Path]:
@@ -114,13 +116,6 @@ def _rollouts(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _name(method: str) -> str:
     return NAMES.get(method, method)
-
-
-def _ratio(ratio: Mapping[str, Any]) -> str:
-    value, (low, high) = ratio["value"], ratio["ci95"]
-    if value is None:
-        return "–"
-    return f"{value:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
 
 
 def _steps(found: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from rollout_spec.certify.certify import Plan, engine, generate
 from rollout_spec.certify.counts import Response, Sample
 from rollout_spec.metrics import RequestCounters
+from rollout_spec.trace import num_alike
 
 POLICY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 256,
@@ -34,7 +35,8 @@ NUM_SAMPLES, NUM_TOKENS = 16, 64
 def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """After each engine what there is: of each its seconds until it could serve, and draft tokens.
 
-    `same`: of the tokens without drafts, those that a kind has too. Rounding may change some.
+    `same`: of the tokens without drafts, those before the first that a response of a kind has otherwise.
+    Rounding may change some.
     """
     plan = _plan(Path(job["folder"]), job["dtype"], job["engine"])
     samples = [Sample(number % 2, 1.0, number) for number in range(NUM_SAMPLES)]
@@ -54,14 +56,10 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "seconds": seconds,
             "num_draft_tokens": counters.num_draft_tokens,
             "num_accepted_tokens": counters.num_accepted_tokens,
-            "same": sum(_num_same(plain[one], responses[one]) for one in samples),
+            "same": sum(num_alike(plain[one].token_ids, responses[one].token_ids) for one in samples),
             "of": sum(len(plain[one].token_ids) for one in samples),
         }
         yield {"engines": found, "skipped": [f"{left}: not reached" for left in kinds if left not in found]}
-
-
-def _num_same(one: Response, other: Response) -> int:
-    return sum(a == b for a, b in zip(one.token_ids, other.token_ids, strict=False))
 
 
 def _plan(folder: Path, dtype: str, arguments: Mapping[str, Any]) -> Plan:

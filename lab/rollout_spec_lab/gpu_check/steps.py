@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm import SamplingParams
 
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
+from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
 
 BEGAN = time.monotonic()
@@ -83,7 +83,8 @@ class Timing:
 
     def _serve(self, cell: Cell, num_tokens: int) -> None:
         """Each row gets `num_tokens`; what is timed has run before."""
-        prompts = _random_prompts(self._engine, cell)
+        vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
+        prompts = random_prompts(cell.num_rows, vocab_size, seed=cell.context, num_tokens=cell.context)
         params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)] * cell.num_rows
         for mode in ("time", "waits", None) if cell.context == self._job["contexts"][0] else (None,):
             self._sampling.mode = mode
@@ -206,9 +207,3 @@ class _Sampler:
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
         sample = functools.partial(self._sampler, logits, input_batch, *args)
         return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)
-
-
-def _random_prompts(engine: Any, cell: Cell) -> list[list[int]]:
-    vocab_size = engine.vllm_config.model_config.get_vocab_size()
-    rng = np.random.default_rng(cell.context)
-    return rng.integers(0, vocab_size, (cell.num_rows, cell.context)).tolist()

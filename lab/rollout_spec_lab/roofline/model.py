@@ -41,8 +41,7 @@ class Model:
     num_experts_per_token: int = 0
     ties_embeddings: bool = False
     bytes_per_value: int = 2
-    shared_expert_size: int = 0
-    """Width of the shared experts, together: what every token takes beside its own."""
+    shared_expert_size: int = 0  # width of the shared experts, together: every token takes them too
     num_dense_layers: int = 0  # those without experts, where there are experts
     dense_size: int = 0  # width of these layers
     states: States | None = None  # of its recurrent layers
@@ -99,7 +98,7 @@ class Model:
         )
 
     @property
-    def num_linear_layers(self) -> int:
+    def num_recurrent_layers(self) -> int:
         return 0 if self.states is None else self.states.num_layers
 
     @property
@@ -119,8 +118,8 @@ class Model:
         expert_layer = self.num_experts + 3 * self.shared_expert_size
         dense_layer = 3 * (self.dense_size or self.intermediate_size)
         return self.hidden_size * (
-            self.num_linear_layers * (self.states.num_projected if self.states else 0)
-            + (self.num_layers - self.num_linear_layers) * attention
+            self.num_recurrent_layers * (self.states.num_projected if self.states else 0)
+            + (self.num_layers - self.num_recurrent_layers) * attention
             + self.num_expert_layers * expert_layer
             + (self.num_layers - self.num_expert_layers) * dense_layer
             + self.vocab_size

@@ -46,7 +46,8 @@ class Device:
     node_size: int = 8
 
 
-# lab/record/roofline.md has the datasheets, and the step times that efficiencies and launch_s are fitted to.
+# The fields in their order. lab/record/roofline.md has the datasheets, and the step times that the two
+# efficiencies and launch_s are fitted to.
 DEVICES: Mapping[str, Device] = {
     "h100": Device(989.4e12, 3.35e12, 80e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
     "h200": Device(989.4e12, 4.8e12, 141e9, 0.9, 0.72, 52e-6, 450e9, 10e-6, 50e9, 20e-6),
@@ -168,7 +169,7 @@ class Roofline(Times):
         """On a device: with more devices than KV heads every head is there more than once."""
         model = self.model
         heads = max(1, model.num_kv_heads // self.tensor_parallel)
-        num_layers = model.num_layers - model.num_linear_layers
+        num_layers = model.num_layers - model.num_recurrent_layers
         return 2 * num_layers * heads * model.head_dim * model.bytes_per_value
 
     def _state_bytes(self, num_tokens: int, num_rows: int, drafted: bool) -> float:

@@ -77,10 +77,7 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
