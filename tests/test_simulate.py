@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from rollout_spec.trace import Proposals, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
-TRACE = Path(__file__).parent / "data" / "policy_trace.jsonl.gz"
 FLAT = StepTimes.parse("1:0.01,1000:0.01")  # tokens cost nothing
 # Two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
 STEPPED = StepTimes.parse("1:0.05,2:0.052,4:0.06,8:0.085,16:0.088,32:0.17,64:0.3,256:1.2")
