@@ -58,7 +58,7 @@ class Rollout:
     names: Sequence[Any] = ()
     """The sample's name for each response, or None; empty if the trace has no names."""
     proposals: Sequence[Proposals] = ()
-    """One for each response; empty if no model drafted."""
+    """One for each response, simulated; empty if no model drafts."""
     turns: Sequence[npt.NDArray[np.int32]] = ()
     """Of an agent's samples: in each response, which then has what its tools said too, where the policy's
     turns begin and end, [num_turns, 2]. Empty: each response is one turn."""
@@ -86,7 +86,6 @@ def to_line(
     prompt_token_ids: Sequence[int],
     responses: Sequence[Sequence[int]] = (),
     names: Sequence[Any] = (),
-    proposals: Sequence[Proposals] = (),
     samples: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]] = (),
 ) -> str:
     """A line with its end. The arguments are `Rollout`'s; in the place of responses there may be samples with
@@ -95,7 +94,6 @@ def to_line(
         "responses": responses,
         "samples": [[{"input": before, "output": wrote} for before, wrote in turns] for turns in samples],
         "names": names,
-        "proposals": [{name: array.tolist() for name, array in each._asdict().items()} for each in proposals],
     }
     line = {"group": group, "step": step, "prompt_token_ids": prompt_token_ids}
     return json.dumps(line | {name: value for name, value in rest.items() if value}) + "\n"
@@ -198,19 +196,12 @@ def parse_rollout(fields: Mapping[str, Any], where: str) -> Rollout:
         raise TraceError(f"{where}: responses: must be a list of at least one response")
     if not isinstance(names, list) or (names and len(names) != len(responses)):
         raise TraceError(f"{where}: names: must be a list, with a name for each response")
-    proposals = fields.get("proposals", [])
-    if not isinstance(proposals, list) or (proposals and len(proposals) != len(responses)):
-        raise TraceError(f"{where}: proposals: must be a list, with an object for each response")
     return Rollout(
         group=group,
         step=step,
         prompt_token_ids=token_ids(fields["prompt_token_ids"], f"{where}: prompt_token_ids"),
         responses=[token_ids(tokens, f"{where}: responses[{i}]") for i, tokens in enumerate(responses)],
         names=names,
-        proposals=[
-            _proposals(each, len(response), f"{where}: proposals[{i}]")
-            for i, (each, response) in enumerate(zip(proposals, responses, strict=False))
-        ],
         turns=[np.cumsum(list(map(len, parts)), dtype=np.int32).reshape(-1, 2) for parts in turns or ()],
     )
 
@@ -226,24 +217,6 @@ def _samples(value: Any, where: str) -> list[list[list[int]]]:
         raise TraceError(f"{form}: {error!r}") from error
     if not all(found) or not all(isinstance(part, list) for parts in found for part in parts):
         raise TraceError(form)
-    return found
-
-
-def _proposals(value: Any, num_tokens: int, where: str) -> Proposals:
-    try:
-        found = Proposals(np.array(value["tokens"], np.int32), np.array(value["log_odds"], np.float32))
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise TraceError(
-            f"{where}: must have tokens and log_odds, lists of as many rows: {error!r}"
-        ) from error
-    if num_tokens == 0:  # JSON does not say how wide no rows are
-        return Proposals(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
-    if (
-        found.tokens.ndim != 2
-        or found.tokens.shape != found.log_odds.shape
-        or len(found.tokens) != num_tokens
-    ):
-        raise TraceError(f"{where}: must have a row of tokens and of log_odds for each token of the response")
     return found
 
 

@@ -9,13 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollout_spec import __version__
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.doctor import diagnosis
-from rollout_spec.trace import Proposals, to_line
+from rollout_spec.trace import to_line
 
 FOLDER = Path(__file__).parent
 TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
@@ -164,14 +163,6 @@ def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path,
     trace.write_text("".join(to_line("a", None, [1], responses) for responses in lines))
     assert main([options[0], str(trace), *options[1:]]) == 2
     assert capsys.readouterr().err == f"rollout-spec {options[0]}: {trace}: no token in any response\n"
-
-
-def test_a_recording_of_a_models_drafts_needs_times_of_the_model(tmp_path, capsys):
-    trace = tmp_path / "trace.jsonl"
-    drafts = Proposals(np.array([[2]], np.int32), np.zeros((1, 1), np.float32))
-    trace.write_text(to_line("a", None, [1], [[2]], proposals=[drafts]))
-    assert main(["simulate", str(trace), "--step-times", "1:0.1"]) == 2
-    assert f"no times of the model that drafts in {trace}" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):

@@ -3,11 +3,10 @@
 import gzip
 import json
 
-import numpy as np
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.trace import Proposals, TraceError, append_lines, read_trace, to_line
+from rollout_spec.trace import TraceError, append_lines, read_trace, to_line
 
 LINES = [to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]), to_line("b", None, [], [[5]])]
 
@@ -25,17 +24,6 @@ def test_what_is_written_is_read(tmp_path):
     assert one.prompt_token_ids.tolist() == [1, 2]
     assert [response.tolist() for response in one.responses] == [[3, 4], []]
     assert (other.group, other.step, other.names) == ("b", None, [])
-
-
-def test_a_models_drafts_are_read_back(tmp_path):
-    file = tmp_path / "trace.jsonl"
-    said = Proposals(np.array([[3, 4], [4, -1]], np.int32), np.array([[0.5, -np.inf], [9, 0]], np.float32))
-    none = Proposals(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32))
-    append_lines(file, [to_line("a", 1, [1, 2], [[3, 4], []], (), [said, none])])
-    [line] = read_trace(file)
-    assert [array.tolist() for array in line.proposals[0]] == [array.tolist() for array in said]
-    assert [array.dtype for array in line.proposals[0]] == [np.int32, np.float32]
-    assert len(line.proposals[1].tokens) == 0
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -89,11 +77,6 @@ GOOD = {"group": "g", "prompt_token_ids": [], "responses": [[1]]}
         ({"responses": [[1], [True]]}, r"responses\[1\]\[0\]: True is not"),
         ({"responses": [[1 << 32]]}, r"responses\[0\]\[0\]: 4294967296"),
         ({"responses": [[1], [2]], "names": ["a"]}, "names: must be a list, with a name for each response"),
-        ({"proposals": [1, 2]}, "proposals: must be a list, with an object for each response"),
-        ({"proposals": [1]}, r"proposals\[0\]: must have tokens and log_odds, lists"),
-        ({"proposals": [{"tokens": [[1 << 32]], "log_odds": [[1]]}]}, r"proposals\[0\]: must have tokens"),
-        ({"proposals": [{"tokens": [[1, 2]], "log_odds": [[1]]}]}, r"proposals\[0\]: must have a row of"),
-        ({"proposals": [{"tokens": [[1], [2]], "log_odds": [[1], [2]]}]}, r"proposals\[0\]: must have a row"),
     ],
 )
 def test_trace_errors_name_line_and_field(tmp_path, line, message):

@@ -91,7 +91,7 @@ MISTAKES = [
             ("--max-index-mb 4", "--max-index-mb: use --spec max_index_mb=4"),
             ("--methods sam --spec model_tokens=1", "--spec model_tokens=1: --model-acceptance sets it"),
             ("--methods suffix", "--methods suffix: must be one of ngram, suffix_server, suffix_server_t"),
-            ("--methods sam,sam+model", "--methods sam+model: {TRACE} has no model's drafts: give"),
+            ("--methods sam,sam+model", "--methods sam+model: needs --model-acceptance"),
             ("--methods sam --model-acceptance 1.1", "--model-acceptance 1.1: must be numbers from 0 to 1"),
             ("--num-speculative-tokens 65", "65 must be at least 1 and at most 64"),
             ("--history -1", "--history: -1 must be at least 0"),

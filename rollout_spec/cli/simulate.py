@@ -99,13 +99,8 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.engine import Engine
     from rollout_spec.predict.step_times import StepTimes
 
-    times, lines = StepTimes.parse(args.step_times), served_lines(args)
-    if any(line.proposals for line in lines):
-        raise UserError(
-            f"--step-times: a table has no times of the model that drafts in {args.traces[0]}; "
-            "`rollout-spec-lab simulate` predicts them"
-        )
-    return predict(args, lines, times, {"": Engine})
+    times = StepTimes.parse(args.step_times)
+    return predict(args, served_lines(args), times, {"": Engine})
 
 
 def served_lines(args: argparse.Namespace) -> list[Rollout]:

@@ -92,6 +92,8 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
     for method in methods:
         if method not in METHODS + OF_MODELS:
             raise UserError(f"--methods {method}: must be one of {', '.join(METHODS + OF_MODELS)}")
+        if method in OF_MODELS and not has_model:
+            raise UserError(f"--methods {method}: needs --model-acceptance")
     return methods
 
 
@@ -106,9 +108,6 @@ def _of_trace(
     rollouts.check_steps(lines, trace)
     if config.corpus:
         warn_of_same_texts(lines, config.corpus)
-    for method in (method for method in methods if method in drafters.OF_MODELS):
-        if not all(line.proposals for line in lines):
-            raise UserError(f"--methods {method}: {trace} has no model's drafts: give --model-acceptance")
     runs = drafters.all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
     results = drafters.measure(tracked(lines, trace.name), runs)
     if args.equal_drafts:

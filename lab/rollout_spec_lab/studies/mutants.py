@@ -72,7 +72,8 @@ TARGETS = (
     Target(
         ("rollout_spec/report/runs.py", "rollout_spec/report/measures.py"),
         ("tests/test_report.py", "tests/test_logs.py"),
-        "not runs_summary and not at_wandb and not does_not_know and not the_summary_has and not every_logger",
+        "not runs_summary and not at_wandb and not does_not_know and not the_summary_has "
+        "and not every_logger",
     ),
 )
 FILES = [file for target in TARGETS for file in target.files]
