@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
@@ -9,8 +10,9 @@ from rollout_spec.predict.engine import Cluster, step_together
 from rollout_spec.predict.load import requests_of
 from rollout_spec.predict.simulate import rollout
 from rollout_spec.predict.step_times import StepTimes
+from rollout_spec.trace import Proposals
 from rollout_spec_lab.roofline.engine import Cache, CachedEngine, ModelEngine, SimulatedModel
-from tests.test_simulate import BY_HAND, FLAT, OFF, noise, of_group, right_model, rollouts
+from tests.test_simulate import BY_HAND, FLAT, OFF, noise, of_group, rollouts
 
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 
@@ -24,6 +26,13 @@ def served(requests, engine):
     rollout([[engine]], [requests])
     assert not engine.has_work
     return engine.total
+
+
+def right_model(response, num_tokens):
+    """The drafts of one that is always right."""
+    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
+    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
+    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
 
 
 def modelled():

@@ -66,11 +66,10 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
 
 
 def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
-    """Every line `num_copies` times. A copy has groups and tokens of its own: the drafter learns nothing from
-    one copy about another."""
+    """Every line `num_copies` times, without drafts of a model. A copy has groups and tokens of its own: the
+    drafter learns nothing from one copy about another."""
     texts = [array for line in lines for array in (line.prompt_token_ids, *line.responses)]
-    drafts = [proposals.tokens for line in lines for proposals in line.proposals]
-    vocabulary = 1 + max((int(array.max()) for array in (*texts, *drafts) if array.size), default=0)
+    vocabulary = 1 + max((int(array.max()) for array in texts if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
     return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
@@ -82,10 +81,6 @@ def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
         group=f"{line.group}.{number}" if number else line.group,
         prompt_token_ids=line.prompt_token_ids + shift,
         responses=[response + shift for response in line.responses],
-        proposals=[
-            each._replace(tokens=np.where(each.tokens < 0, -1, each.tokens + shift))
-            for each in line.proposals
-        ],
     )
 
 
