@@ -11,7 +11,7 @@ from rollout_spec.drafting.gate.costs import Ranks
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.predict.engine import Cluster, Engine, StepWork
 from rollout_spec.predict.load import Request
-from rollout_spec.predict.replay import drafts_at
+from rollout_spec.predict.proposers import drafts_at
 from rollout_spec.predict.step_times import Times
 
 
