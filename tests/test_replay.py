@@ -1,6 +1,5 @@
 """The replay against hand-counted traces; what it says to a person: figures, the sentence, the page."""
 
-import gzip
 import json
 
 import numpy as np
@@ -10,17 +9,16 @@ from hypothesis import strategies as st
 
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
+from rollout_spec.predict.engine import TAIL_ROWS
 from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
-from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.report.outlook import headline, sentences
 from rollout_spec.trace import Rollout, read_trace, to_line
+from tests.text import int32
 
 
 def write_trace(path, *lines):
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", encoding="utf-8") as file:
-        file.writelines(to_line("g", None, prompt, responses) for prompt, responses in lines)
+    path.write_text("".join(to_line("g", None, prompt, responses) for prompt, responses in lines))
     return path
 
 
@@ -43,27 +41,28 @@ class Copier:
     def finish(self): ...
 
 
-def count(folder, *lines):
+def count(*lines):
     result = ReplayResult()
-    for line in read_trace(write_trace(folder / "trace.jsonl.gz", *lines)):
+    for prompt, responses in lines:
+        line = Rollout("g", None, int32(*prompt), [int32(*response) for response in responses])
         replay_line(Copier(), line, (), 4, result)
     return result
 
 
-def test_without_repetition_every_step_yields_one_token(tmp_path):
-    result = count(tmp_path, ([1, 2, 3], [[4, 5, 6, 7]]))
+def test_without_repetition_every_step_yields_one_token():
+    result = count(([1, 2, 3], [[4, 5, 6, 7]]))
     # The prefill yields 4; three steps yield 5, 6 and 7.
     assert (result.total.num_tokens, result.total.num_steps, result.total.num_draft_tokens) == (4, 3, 0)
     assert result.total.tokens_per_step == 1.0
     assert result.total.acceptance_rate == 0.0
     assert result.mean_acceptance_length == 1.0
-    result = count(tmp_path, ([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
+    result = count(([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
     assert (result.num_groups, len(result.responses)) == (2, 3)
     assert (result.total.num_tokens, result.total.num_steps) == (3, 1)
 
 
-def test_hand_counted_drafts(tmp_path):
-    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
+def test_hand_counted_drafts():
+    result = count(([1, 2, 3, 4, 5, 6], [[1, 2, 3, 4, 5, 6, 9]]))
     # Prefill: 1. Step 1 drafts 2 3 4 5, all accepted, and the target adds 6. Step 2 matches the whole of
     # 1 2 3 4 5 6, drafts 1 2 3 4 (what followed it was the response itself), and the target says 9.
     assert result.total.num_steps == 2
@@ -72,7 +71,7 @@ def test_hand_counted_drafts(tmp_path):
     assert result.mean_acceptance_length == 1 + 4 / 2
     assert result.total.acceptance_rate == 4 / 8
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
-    total = count(tmp_path, ([1, 2, 3, 4, 5, 6], [[1, 2, 3]])).total
+    total = count(([1, 2, 3, 4, 5, 6], [[1, 2, 3]])).total
     assert (total.num_steps, total.num_draft_tokens, total.num_accepted_tokens) == (1, 4, 2)
 
 
@@ -90,19 +89,19 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     assert outlook([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
 
 
-def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run(tmp_path):
+def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run():
     # Without drafts every step yields each row one token. Of 8 siblings 8, 7, 5, 4, 3, 2, 1, 1 run in steps 1
     # to 8: a quarter is 2, so the last three steps are the tail.
     lengths = (2, 3, 3, 4, 5, 6, 7, 9)
     texts = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, 1)]
-    result = count(tmp_path, ([1], texts))
+    result = count(([1], texts))
     assert result.total.num_draft_tokens == 0
     assert result.total.num_steps == sum(lengths) - len(lengths)
     assert (result.num_tail_steps, result.num_tail_tokens) == (4, 4)
     assert result.to_dict()["tail_tokens_per_step"] == 1.0
     # Of three siblings the last one is the tail; with drafts it gains more than one token a step.
     texts = [[7], [8], [1, 2, 3, 4, 5, 6, 9]]
-    result = count(tmp_path, ([1, 2, 3, 4, 5, 6], texts))
+    result = count(([1, 2, 3, 4, 5, 6], texts))
     assert (result.num_tail_steps, result.num_tail_tokens) == (2, 6)
     assert result.to_dict()["tail_tokens_per_step"] == 3.0
 

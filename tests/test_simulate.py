@@ -2,22 +2,21 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
-from rollout_spec.predict.load import assign, comes_back, copied, one_rollout, requests_of, rollouts_of
+from rollout_spec.predict import engine
+from rollout_spec.predict.engine import Cluster, Engine
+from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.simulate import rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
-TRACE = Path(__file__).parent / "data" / "policy_trace.jsonl.gz"
 FLAT = StepTimes.parse("1:0.01,1000:0.01")  # tokens cost nothing
 # Two CPU cores: 8 more tokens are free for 8 rows, 24 more double the time
 STEPPED = StepTimes.parse("1:0.05,2:0.052,4:0.06,8:0.085,16:0.088,32:0.17,64:0.3,256:1.2")
@@ -45,12 +44,11 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
-def served(requests, config, times, max_num_seqs, tail_rows=0, model=None, **more):
-    cluster = Cluster(1, max_num_seqs, **more)
-    engine = Engine(config, times, cluster, tail_rows=tail_rows, model=model)
-    rollout([[engine]], [requests])
-    assert not engine.has_work
-    return engine.total
+def served(requests, config, times, max_num_seqs, **more):
+    alone = Engine(config, times, Cluster(1, max_num_seqs, **more))
+    rollout([[alone]], [requests])
+    assert not alone.has_work
+    return alone.total
 
 
 def of_group(prompt, *lengths):
@@ -64,12 +62,13 @@ def seconds(lines, cluster, config, times):
 BY_HAND = StepTimes.parse("1:1,2:2,10:10")
 
 
-def test_a_rollout_without_drafts_by_hand():
+def test_a_rollout_without_drafts_by_hand(monkeypatch):
+    monkeypatch.setattr(engine, "TAIL_ROWS", 1)
     run = served(of_group(5, 3, 2), OFF, BY_HAND, 1)
     # 5 prompt tokens with the first row, then 2 more steps of it; the sibling's prompt is there already.
     assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
-    assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, 0.0)
-    both = served(of_group(5, 3, 2), OFF, BY_HAND, 2, tail_rows=1)
+    assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, run.seconds)
+    both = served(of_group(5, 3, 2), OFF, BY_HAND, 2)
     assert (both.seconds, both.tail_seconds) == ((5 + 2) + 2 + 1, 1.0)
     assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
 
@@ -99,85 +98,9 @@ class ContextTimes(StepTimes):
         return num_context + 1000 * num_tokens_of_others
 
 
-def right_model(response, num_tokens):
-    """The drafts of one that is always right."""
-    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
-    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
-    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
-
-
-def modelled(num_tokens=2, length=6):
-    """One request of 5 + 6 tokens that nothing but its model knows."""
-    [rollout] = noise(1, 1, length)
-    proposals = [right_model(response, num_tokens) for response in rollout.responses]
-    prompt = rollout.prompt_token_ids[:5]
-    return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
-
-
-PER_TOKEN = StepTimes.parse("1:1,10:10")
-MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
-
-
-def test_a_model_alone_drafts_in_every_step_by_hand():
-    run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
-    # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
-    assert run.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
-    assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
-
-
-def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
-    closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
-    assert closed.seconds == (5 + 6) + 6 * 0.125
-    assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
-    opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
-    # The gate says in a step that it is open, and the model drafts in the next.
-    assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
-    assert opened.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
-
-
-def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
-    """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
-    run = served(of_group(5, 4, 3), OFF, BY_HAND, 2, kv_tokens=14)
-    # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
-    assert run.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
-    assert (run.num_tokens, run.num_preemptions) == (7, 1)
-    tiny = served(of_group(5, 4, 3), OFF, FLAT, 4, kv_tokens=3)  # one row has more tokens: it runs alone
-    assert (tiny.num_tokens, tiny.num_steps) == (7, 7)
-    roomy = served(of_group(5, 4, 3), OFF, BY_HAND, 2)
-    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
-
-
-@pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
-def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps, monkeypatch):
-    """Beside its tokens each row takes some of the cache: both run, the second goes back, or waits."""
-    monkeypatch.setattr(StepTimes, "row_tokens", lambda self, num_speculative_tokens: row_tokens)
-    run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22)
-    assert (run.num_tokens, run.num_steps) == (7, num_steps)
-
-
-def test_the_newest_request_goes_back_wherever_its_row_is():
-    """The first ends at once, and the last row takes its place."""
-    requests = of_group(5, 1, 6, 9)
-    engine = Engine(OFF, FLAT, Cluster(1, 3, kv_tokens=18), tail_rows=0)
-    engine.enqueue(requests)
-    while engine.total.num_preemptions == 0:
-        step_together([engine])
-    assert engine._queue[0] == (requests[2], 4)
-    assert engine.total.num_tokens == 1 + 4 + 4 + 1
-
-
-@pytest.mark.parametrize("threshold", [64, "auto"])
-def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
-    requests = requests_of(rollouts(), None)
-    run = served(requests, SpecConfig(batch_threshold=threshold), FLAT, 16, 8, kv_tokens=1500)
-    assert run.num_tokens == sum(len(request.response) for request in requests)
-    assert run.num_preemptions > 10
-    assert run.num_accepted_tokens > 0.2 * run.num_tokens
-
-
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = of_group(5, 3, 1)
-    ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2), tail_rows=0) for _ in range(2)]
+    ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2)) for _ in range(2)]
     # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
     assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
@@ -186,27 +109,22 @@ def test_data_parallel_ranks_step_together_until_the_last_has_ended():
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
     [one] = noise(1, 2)
-    right, vocabulary = one.responses[0], 1 + max(map(np.max, (one.prompt_token_ids, *one.responses)))
-    other = one.responses[1] + vocabulary  # tokens that no text has
-    one = dataclasses.replace(one, proposals=[right_model(right, 2), right_model(other, 2)])
     copies = copied([one], 3)
     assert len({each.group for each in copies}) == 3 and copied([one], 1)[0].group == one.group
-    said = [[*each.responses, *(of.tokens[of.tokens >= 0] for of in each.proposals)] for each in copies]
-    tokens = [{*np.concatenate(each).tolist()} for each in said]
+    tokens = [{*np.concatenate([each.prompt_token_ids, *each.responses]).tolist()} for each in copies]
     assert not tokens[0] & tokens[1] and not tokens[1] & tokens[2]
-    for each in copies:
-        assert (each.proposals[0].tokens == right_model(each.responses[0], 2).tokens).all()
+    assert len(tokens[0]) == len(tokens[1]) == len(tokens[2])
 
 
 def test_a_response_without_a_token_takes_no_step():
-    given = Cluster(2, 4, None), SpecConfig(batch_threshold=8), STEPPED, 1
+    given = Cluster(2, 4, None), SpecConfig(batch_threshold=8), STEPPED
     with_empty = [line("0", 5, 0, 0), line("1", 5, 3, 0, 2)]
     assert simulate(with_empty, *given) == simulate([line("1", 5, 3, 2)], *given)
 
 
 def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
-    plain, filled = (served(lines, config, FLAT, 8, 8, fills_drafts=fills) for fills in (False, True))
+    plain, filled = (served(lines, config, FLAT, 8, fills_drafts=fills) for fills in (False, True))
     assert filled.num_tokens == plain.num_tokens
     assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
     assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens
@@ -222,8 +140,8 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     # A large group is split where it would load an engine by too much.
     one_group = requests_of([line("0", 5, *[3] * 40)], None)
     assert [len(part) for part in assign(one_group, 2)] == [24, 16]
-    one = simulate(lines, Cluster(1, 8, 6), OFF, STEPPED, 4)
-    two = simulate(lines, Cluster(2, 8, 6), OFF, STEPPED, 4)
+    one = simulate(lines, Cluster(1, 16, 6), OFF, STEPPED)
+    two = simulate(lines, Cluster(2, 16, 6), OFF, STEPPED)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
     assert two["tail_share"] > one["tail_share"] > 0.0
 
@@ -329,13 +247,3 @@ def test_step_times_that_cannot_be(text, message):
 def test_unlikely_step_times_are_used_and_one_line_says_why(caplog, text, doubt):
     StepTimes.parse(text)
     assert caplog.messages == ([f"step times: {doubt}"] if doubt else [])
-
-
-@pytest.mark.parametrize(("num_rows", "num_lines"), [(1, 4), (32, 4), (33, 5), (256, 32)])
-def test_one_rollout_copies_the_first_step_until_there_are_enough_requests(num_rows, num_lines):
-    """Whole lines of 6 and 10 responses, in turn; 32 requests at least."""
-    text = np.arange(4, dtype=np.int32)
-    recorded = [Rollout(f"group{step}", step, text, [text] * num) for step, num in ((1, 6), (1, 10), (2, 99))]
-    lines = one_rollout(recorded, num_rows)
-    assert [len(each.responses) for each in lines] == ([6, 10] * 16)[:num_lines]
-    assert {each.step for each in lines} == {None}

@@ -12,7 +12,7 @@ import torch
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
-from rollout_spec.cli.prompts import device_arguments, model_drafter
+from rollout_spec.cli.models import device_arguments, model_drafter
 from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout

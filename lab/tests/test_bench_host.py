@@ -15,7 +15,7 @@ from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
 from rollout_spec_lab.bench.host import Cell, HostPlan, make_record, requests_of, split
 from rollout_spec_lab.bench.host_device import Clock, Event
-from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec_lab.bench.load import one_rollout, rollout_of
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.tables import host_tables
 from rollout_spec_lab.cli import main
@@ -193,3 +193,15 @@ def test_a_trace_that_says_nothing_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert main(["bench", "host", name, "--methods", "off"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == error.count("bench host") == 1
+
+
+@pytest.mark.parametrize(("num_rows", "num_lines"), [(1, 4), (32, 4), (33, 5), (256, 32)])
+def test_one_rollout_copies_the_first_step_until_there_are_enough_requests(
+    num_rows: int, num_lines: int
+) -> None:
+    """Whole lines of 6 and 10 responses, in turn; 32 requests at least."""
+    text = np.arange(4, dtype=np.int32)
+    recorded = [Rollout(f"group{step}", step, text, [text] * num) for step, num in ((1, 6), (1, 10), (2, 99))]
+    lines = one_rollout(recorded, num_rows)
+    assert [len(each.responses) for each in lines] == ([6, 10] * 16)[:num_lines]
+    assert {each.step for each in lines} == {None}

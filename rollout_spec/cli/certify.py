@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, prompts
+from rollout_spec.cli import add_example, models, prompts
 from rollout_spec.cli.arguments import add_options, folder, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch-thresholds", parse_threshold, "N", [64], "rollout.spec.batch_threshold, also auto"),
         ("--group-sizes", count, "N", [4], "responses to each prompt"),
     )
-    prompts.add_model_drafter(drafting)
+    models.add_model_drafter(drafting)
     add_options(
         parser.add_argument_group("when a difference counts"),
         ("--tolerance", share, "X", None,
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     for k, threshold in itertools.product(args.num_speculative_tokens, args.batch_thresholds):
         SpecConfig(num_speculative_tokens=k, batch_threshold=threshold)
     fewest = min(args.num_speculative_tokens)
-    drafter = prompts.model_drafter(args.model_drafter, fewest) if args.model_drafter else None
-    model = prompts.model_folder(args.model)
+    drafter = models.model_drafter(args.model_drafter, fewest) if args.model_drafter else None
+    model = models.model_folder(args.model)
     quiet_vllm()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from rollout_spec.certify.certify import certify
@@ -122,7 +122,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
         group_sizes=[*dict.fromkeys(args.group_sizes)],
-        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **prompts.device_arguments()},
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **models.device_arguments()},
         model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )

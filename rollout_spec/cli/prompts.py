@@ -1,65 +1,9 @@
-"""What an engine is started with and serves: a model, one that drafts beside it, prompts."""
+"""Prompts that an engine serves: chats of a verl parquet file, and their token ids."""
 
-import argparse
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli.arguments import add_options
 from rollout_spec.config import UserError
-from rollout_spec.vllm.options import MODEL_METHODS
-
-# Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
-# the samples of one short prompt share its prefill.
-_CPU = {
-    "kv_cache_memory_bytes": 1 << 29,
-    "max_num_batched_tokens": 512,
-    "enforce_eager": True,
-    "block_size": 32,
-}
-
-
-def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
-    """`--model-drafter`, which `model_drafter` reads."""
-    help_ = "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head"
-    add_options(parser, ("--model-drafter", str, "METHOD:MODEL:N", None, help_))
-
-
-def model_drafter(text: str, most: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
-
-    Args:
-        most: draft tokens of a row.
-
-    Raises UserError: it is no such text, or MODEL is no model.
-    """
-    (method, _, rest), (_, _, given) = text.partition(":"), text.rpartition(":")
-    model = rest.removesuffix(given).removesuffix(":")
-    is_number = given.isascii() and given.isdigit() and 1 <= int(given) <= most
-    if method not in MODEL_METHODS or not is_number or not (model or method == "mtp"):
-        raise UserError(
-            f"--model-drafter {text}: must be METHOD:MODEL:NUMBER. METHOD: {', '.join(MODEL_METHODS)}. "
-            f"MODEL: a folder (may be empty for mtp). NUMBER: the tokens that it drafts, 1 to {most}."
-        )
-    found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
-    return found | ({"model": _checked(f"--model-drafter {text}", Path(model))} if model else {})
-
-
-def model_folder(model: Path) -> str:
-    """`--model`, a Hugging Face folder."""
-    return _checked(f"--model {model}", model)
-
-
-def _checked(option: str, model: Path) -> str:
-    if not (model / "config.json").is_file():
-        raise UserError(f"{option}: no Hugging Face folder (config.json is missing)")
-    return str(model)
-
-
-def device_arguments() -> dict[str, Any]:
-    """vLLM's arguments for this machine: its own defaults where there is an accelerator."""
-    import torch
-
-    return {} if torch.accelerator.is_available() else dict(_CPU)
 
 
 def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:

@@ -1,15 +1,12 @@
 """The load of a simulation: which requests come in which rollout, and which engine serves them.
 
 A load is the lines of a recording, perhaps copied, each with all responses or the first. The lines of one
-training step are one rollout, and all its requests are there from its beginning. `one_rollout` is the load by
-which devices and model runners are compared.
+training step are one rollout, and all its requests are there from its beginning.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -21,8 +18,6 @@ from rollout_spec.trace import Proposals, Rollout
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 _MAX_TOKEN = np.iinfo(np.int32).max
-LEAST_REQUESTS = 32
-"""That `one_rollout` has at least: with fewer, one long response decides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +65,11 @@ def comes_back(lines: Iterable[Rollout]) -> bool:
     return len(set(groups)) < len(groups)
 
 
-def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
-    """About as many requests as an engine runs at a time, whole and all there from the beginning.
-
-    The first training step's lines in their order, as copies again and again, until `num_rows` requests are
-    there, and `LEAST_REQUESTS`. So with `LEAST_REQUESTS` rows or more, all begin together, and the longest
-    response ends alone; with fewer rows, the others wait.
-    """
-    lines = [dataclasses.replace(line, step=None) for line in lines if line.step == lines[0].step]
-    wanted = max(LEAST_REQUESTS, num_rows)
-    num_responses = sum(len(line.responses) for line in lines)
-    many = copied(lines, math.ceil(wanted / num_responses))
-    totals = itertools.accumulate(len(line.responses) for line in many)
-    return many[: next(i for i, total in enumerate(totals, 1) if total >= wanted)]
-
-
 def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
-    """Every line `num_copies` times. A copy has groups and tokens of its own: the drafter learns nothing from
-    one copy about another."""
+    """Every line `num_copies` times, without drafts of a model. A copy has groups and tokens of its own: the
+    drafter learns nothing from one copy about another."""
     texts = [array for line in lines for array in (line.prompt_token_ids, *line.responses)]
-    drafts = [proposals.tokens for line in lines for proposals in line.proposals]
-    vocabulary = 1 + max((int(array.max()) for array in (*texts, *drafts) if array.size), default=0)
+    vocabulary = 1 + max((int(array.max()) for array in texts if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
     return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
@@ -102,10 +81,6 @@ def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
         group=f"{line.group}.{number}" if number else line.group,
         prompt_token_ids=line.prompt_token_ids + shift,
         responses=[response + shift for response in line.responses],
-        proposals=[
-            each._replace(tokens=np.where(each.tokens < 0, -1, each.tokens + shift))
-            for each in line.proposals
-        ],
     )
 
 

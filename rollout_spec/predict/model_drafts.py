@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexProposer, token_matrix
+from rollout_spec.predict.proposers import IndexProposer
+from rollout_spec.predict.replay import token_matrix
 from rollout_spec.trace import Proposals, Rollout
 
 # What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as
@@ -31,35 +32,14 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
         acceptance: how often the first, second, ... token of a draft is right where those before it are.
             There are as many tokens in a draft.
     """
-    rates = np.array(acceptance)
-
-    def nums_right(line: Rollout, guesses: list[Int32Array]) -> list[Int32Array]:
-        agrees = np.concatenate(guesses) == np.concatenate(line.responses)
-        share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
-        return [_nums_right(*each, rates, share) for each in zip(line.responses, guesses, strict=True)]
-
-    return with_drafts(lines, nums_right, acceptance)
-
-
-def with_drafts(
-    lines: Iterable[Rollout],
-    nums_right: Callable[[Rollout, list[Int32Array]], Sequence[Int32Array]],
-    acceptance: Sequence[float],
-) -> Iterator[Rollout]:
-    """The lines with drafts that are right as far as `nums_right` says.
-
-    Args:
-        nums_right: of each response, how many tokens are right of the draft after its first i tokens, [n];
-            from a line and what the suffix index alone would draft in its responses, -1: nothing.
-        acceptance: as `simulate_model` has it; what the model believes of its tokens.
-    """
-    log_odds = np.array([math.log(max(rate, 1e-6) / max(1 - rate, 1e-6)) for rate in acceptance], np.float32)
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
     with contextlib.closing(IndexProposer(config)) as index:
         for line in lines:
             guesses = _guesses(index, line)
-            each = zip(line.responses, guesses, nums_right(line, guesses), strict=True)
-            yield dataclasses.replace(line, proposals=[_proposals(*one, log_odds) for one in each])
+            agrees = np.concatenate(guesses) == np.concatenate(line.responses)
+            share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
+            each = zip(line.responses, guesses, strict=True)
+            yield dataclasses.replace(line, proposals=[_proposals(*one, acceptance, share) for one in each])
 
 
 def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
@@ -82,24 +62,35 @@ def _rng(response: Int32Array) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(response.tobytes()))
 
 
-def _nums_right(response: Int32Array, guesses: Int32Array, rates: np.ndarray, share: float) -> Int32Array:
-    """`share`: how often the index is right in this line."""
+def _nums_right(
+    response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float
+) -> Int32Array:
+    """How many tokens are right of the draft after the first i tokens of a response, [n]."""
     num = len(response)
     luck = _rng(response).random(num)
     agrees = guesses == response
     harder = EASIER * share / (1 - share)
     found = np.zeros(num, np.int32)
-    for depth, rate in enumerate(rates[:num]):
+    for depth, rate in enumerate(acceptance[:num]):
         here = slice(depth, num)  # the draft after i tokens has its token of this depth at i + depth
-        rate = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
-        found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rate)
+        rates = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
+        found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rates)
     return found
 
 
 def _proposals(
-    response: Int32Array, guesses: Int32Array, nums_right: Int32Array, log_odds: np.ndarray
+    response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float
 ) -> Proposals:
-    """Where a draft becomes wrong, it has the index's own wrong guess in a share of the places."""
+    """The model's drafts in a response. It believes of each token what is so on average.
+
+    Where a draft becomes wrong, it has the index's own wrong guess in a share of the places.
+
+    Args:
+        guesses: as `_guesses` gives them.
+        share: how often these are right in the line.
+    """
+    nums_right = _nums_right(response, guesses, acceptance, share)
+    log_odds = np.array([math.log(max(rate, 1e-6) / max(1 - rate, 1e-6)) for rate in acceptance], np.float32)
     num = len(response)
     _, whim = (rng := _rng(response)).random((2, num))
     says_guess = (guesses >= 0) & (guesses != response) & (whim < AGREEMENT)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_spec.predict.engine import TAIL_ROWS
 from rollout_spec.predict.load import assign, requests_of, rollouts_of
 from rollout_spec.predict.replay import Counts, Replayed, ReplayResult
-from rollout_spec.predict.simulate import TAIL_ROWS
 from rollout_spec.trace import Rollout
 
 SHORT = 16  # tokens: responses with fewer are one class of lengths

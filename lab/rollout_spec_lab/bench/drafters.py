@@ -15,7 +15,8 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexProposer, Proposer, ReplayResult, drafts_of_line, replay_line
+from rollout_spec.predict.proposers import IndexProposer, Proposer, drafts_of_line
+from rollout_spec.predict.replay import ReplayResult, replay_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for

@@ -210,9 +210,7 @@ def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: T
             if i != repeat or len(first) == 1
         ]
         lines = plan.load.lines(repeat, one["responses"])
-        found = simulate(
-            lines, cluster, config, times or StepTimes.of_rows(step_times(others)), plan.tail_threshold
-        )
+        found = simulate(lines, cluster, config, times or StepTimes.of_rows(step_times(others)))
         seconds += found["makespan_s"]
         num_tokens += sum(map(len, one["responses"]))
     return plain(ratio(num_tokens, seconds))

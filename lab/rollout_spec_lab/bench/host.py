@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from rollout_spec.config import ConfigError, UserError
 from rollout_spec.environment import environment
-from rollout_spec.predict.load import one_rollout
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import plain, ratio
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.engine import Method, take_turns
 from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.load import one_rollout
 from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
 

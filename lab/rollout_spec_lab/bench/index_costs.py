@@ -179,7 +179,7 @@ def measure_whole_steps(
 def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> NDArray[np.float64]:
     """Seconds in the drafter of every step of an engine that serves the requests."""
     config = SpecConfig(history=GROUP_SIZE, batch_threshold=num_rows, max_index_mb=max_index_mb)
-    engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), Cluster(1, num_rows), tail_rows=num_rows)
+    engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), Cluster(1, num_rows))
     assert engine.drafter is not None
     stopwatch = Stopwatch(time.perf_counter)
     stopwatch.time(engine.drafter, "add", "remove", "draft")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.config import UserError
+from rollout_spec.predict.load import copied
 from rollout_spec.trace import Rollout
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
+LEAST_REQUESTS = 32
+"""That `one_rollout` has at least: with fewer, one long response decides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +123,18 @@ def random_prompts(
     """Prompts without any structure: token ids drawn alike from the whole vocabulary."""
     rng = np.random.default_rng([seed, vocab_size])
     return rng.integers(0, vocab_size, (number, num_tokens)).tolist()
+
+
+def one_rollout(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
+    """About as many requests as an engine runs at a time, whole and all there from the beginning.
+
+    The first training step's lines in their order, as copies again and again, until `num_rows` requests are
+    there, and `LEAST_REQUESTS`. So with `LEAST_REQUESTS` rows or more, all begin together, and the longest
+    response ends alone; with fewer rows, the others wait.
+    """
+    lines = [dataclasses.replace(line, step=None) for line in lines if line.step == lines[0].step]
+    wanted = max(LEAST_REQUESTS, num_rows)
+    num_responses = sum(len(line.responses) for line in lines)
+    many = copied(lines, math.ceil(wanted / num_responses))
+    totals = itertools.accumulate(len(line.responses) for line in many)
+    return many[: next(i for i, total in enumerate(totals, 1) if total >= wanted)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
-from rollout_spec.cli.prompts import device_arguments
+from rollout_spec.cli.models import device_arguments
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve

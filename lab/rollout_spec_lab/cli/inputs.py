@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import prompts
+from rollout_spec.cli import models, prompts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, folder, number, path, spec_options
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
@@ -177,7 +177,7 @@ def needed_model_drafter(text: str | None, labels: Sequence[str], most: int) -> 
 
     Raises UserError: it is no drafter; a method needs one; nothing uses it.
     """
-    drafter = prompts.model_drafter(text, most) if text else None
+    drafter = models.model_drafter(text, most) if text else None
     using = [label for label in labels if Method(label).has_model]
     if using and drafter is None:
         raise UserError(f"--methods {','.join(labels)}: {using[0]} needs --model-drafter")
@@ -190,7 +190,7 @@ def model_folder(model: Path | None, dtype: str) -> str:
     """`--model`, a Hugging Face folder; the demo's, made where it is missing, for None."""
     if model is None:
         return str(make_model(Path(f".cache/models/smollm2-{dtype}"), dtype=dtype))
-    return prompts.model_folder(model)
+    return models.model_folder(model)
 
 
 def default_dtype() -> str:

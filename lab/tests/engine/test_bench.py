@@ -12,7 +12,8 @@ from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, record
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexProposer, ReplayResult, replay_line
+from rollout_spec.predict.proposers import IndexProposer
+from rollout_spec.predict.replay import ReplayResult, replay_line
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
 from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
