@@ -9,11 +9,11 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.predict import engine
-from rollout_spec.predict.engine import Cluster, Engine
+from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.simulate import rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Rollout
+from rollout_spec.trace import Proposals, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -44,8 +44,9 @@ def noise(num_groups=4, group_size=8, length=150):
     ]  # fmt: skip
 
 
-def served(requests, config, times, max_num_seqs, **more):
-    alone = Engine(config, times, Cluster(1, max_num_seqs, **more))
+def served(requests, config, times, max_num_seqs, model=None, **more):
+    cluster = Cluster(1, max_num_seqs, **more)
+    alone = Engine(config, times, cluster, model=model)
     rollout([[alone]], [requests])
     assert not alone.has_work
     return alone.total
@@ -96,6 +97,82 @@ class ContextTimes(StepTimes):
 
     def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0, num_rows=0):
         return num_context + 1000 * num_tokens_of_others
+
+
+def right_model(response, num_tokens):
+    """The drafts of one that is always right."""
+    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
+    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
+    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
+
+
+def modelled(num_tokens=2, length=6):
+    """One request of 5 + 6 tokens that nothing but its model knows."""
+    [rollout] = noise(1, 1, length)
+    proposals = [right_model(response, num_tokens) for response in rollout.responses]
+    prompt = rollout.prompt_token_ids[:5]
+    return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
+
+
+PER_TOKEN = StepTimes.parse("1:1,10:10")
+MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
+
+
+def test_a_model_alone_drafts_in_every_step_by_hand():
+    run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
+    # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
+    assert run.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
+    assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
+
+
+def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
+    closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
+    assert closed.seconds == (5 + 6) + 6 * 0.125
+    assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
+    opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
+    # The gate says in a step that it is open, and the model drafts in the next.
+    assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
+    assert opened.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
+
+
+def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
+    """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
+    run = served(of_group(5, 4, 3), OFF, BY_HAND, 2, kv_tokens=14)
+    # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
+    assert run.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
+    assert (run.num_tokens, run.num_preemptions) == (7, 1)
+    tiny = served(of_group(5, 4, 3), OFF, FLAT, 4, kv_tokens=3)  # one row has more tokens: it runs alone
+    assert (tiny.num_tokens, tiny.num_steps) == (7, 7)
+    roomy = served(of_group(5, 4, 3), OFF, BY_HAND, 2)
+    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
+
+
+@pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
+def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps, monkeypatch):
+    """Beside its tokens each row takes some of the cache: both run, the second goes back, or waits."""
+    monkeypatch.setattr(StepTimes, "row_tokens", lambda self, num_speculative_tokens: row_tokens)
+    run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22)
+    assert (run.num_tokens, run.num_steps) == (7, num_steps)
+
+
+def test_the_newest_request_goes_back_wherever_its_row_is():
+    """The first ends at once, and the last row takes its place."""
+    requests = of_group(5, 1, 6, 9)
+    alone = Engine(OFF, FLAT, Cluster(1, 3, kv_tokens=18))
+    alone.enqueue(requests)
+    while alone.total.num_preemptions == 0:
+        step_together([alone])
+    assert alone._queue[0] == (requests[2], 4)
+    assert alone.total.num_tokens == 1 + 4 + 4 + 1
+
+
+@pytest.mark.parametrize("threshold", [64, "auto"])
+def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
+    requests = requests_of(rollouts(), None)
+    run = served(requests, SpecConfig(batch_threshold=threshold), FLAT, 16, kv_tokens=1500)
+    assert run.num_tokens == sum(len(request.response) for request in requests)
+    assert run.num_preemptions > 10
+    assert run.num_accepted_tokens > 0.2 * run.num_tokens
 
 
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():

@@ -12,8 +12,7 @@ from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argume
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.engine import Cluster
-    from rollout_spec.predict.simulate import MakeEngine
+    from rollout_spec.predict.engine import Cluster, SimulatedModel
     from rollout_spec.predict.step_times import Times
     from rollout_spec.trace import Rollout
 
@@ -96,11 +95,10 @@ def add_drafter_arguments(
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.predict.engine import Engine
     from rollout_spec.predict.step_times import StepTimes
 
     times = StepTimes.parse(args.step_times)
-    return predict(args, served_lines(args), times, {"": Engine})
+    return predict(args, served_lines(args), times)
 
 
 def served_lines(args: argparse.Namespace) -> list[Rollout]:
@@ -113,14 +111,14 @@ def predict(
     args: argparse.Namespace,
     lines: Sequence[Rollout],
     times: Times,
-    engines: Mapping[str, MakeEngine],
+    model: SimulatedModel | None = None,
     num_ranks: int = 1,
 ) -> int:
     """Simulate every cluster with every configuration, and show the figures; returns the exit code.
 
     Args:
         lines: of `served_lines`.
-        engines: as in `simulate.compare`.
+        model: whose drafts they have, if any.
         num_ranks: data-parallel ranks of an engine.
     """
     from rollout_spec.cli.console import counted, show
@@ -132,25 +130,26 @@ def predict(
     spec = spec_options(args.spec, args.refused)
     ks = args.num_speculative_tokens or [SpecConfig.num_speculative_tokens]
     configs = configurations(spec, args.batch_thresholds, ks)
-    clusters = _clusters(args, num_ranks)
+    clusters = _clusters(args, times.kv_tokens, num_ranks)
     if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
         raise UserError(f"{args.traces[0]}: no token in any response")
     _check_use(args, spec, lines)
     if spec.get("corpus"):
         warn_of_same_texts(lines, spec["corpus"])
-    results = [compare(lines, cluster, configs, times, engines, counted) for cluster in clusters]
+    results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
     found = {"spec": spec, "results": results}
     show(found, args.json, headline(results), table(args.traces[0].name, results))
     return 0
 
 
-def _clusters(args: argparse.Namespace, num_ranks: int) -> list[Cluster]:
+def _clusters(args: argparse.Namespace, kv_tokens: float, num_ranks: int) -> list[Cluster]:
     from rollout_spec.predict.engine import Cluster
 
     return [
         Cluster(
             *combination,
             num_ranks=num_ranks,
+            kv_tokens=kv_tokens,
             fills_drafts=args.fill_drafts,
             tool_seconds=1.0 if args.tool_seconds is None else args.tool_seconds,
         )

@@ -1,7 +1,7 @@
 """A simulated engine: it serves recorded responses in virtual time, with the real drafter and gate.
 
-Requests are served first come, first served, at most max_num_seqs at a time. A step takes what `Times` says.
-A draft token is accepted exactly when it equals the recorded token.
+Requests are served first come, first served, at most max_num_seqs at a time and as many as the KV cache
+holds. A step takes what `Times` says. A draft token is accepted exactly when it equals the recorded token.
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
+from rollout_spec.predict.proposers import drafts_at
 from rollout_spec.predict.step_times import Times
 
 TAIL_ROWS = 8
@@ -31,8 +33,24 @@ class Cluster:
     max_num_seqs: int
     group_size: int | None = None  # the first responses of each line, None: all
     num_ranks: int = 1  # data-parallel ranks of a replica
+    kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
     fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
     tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
+
+
+class SimulatedModel(NamedTuple):
+    """A draft model of an engine. What it drafts was recorded or simulated, and is in the requests.
+
+    It makes one pass over all tokens of every step, and one more over the rows for each further draft token.
+    The further passes are left out while the gate lets nothing be drafted, and where they do not pay.
+    """
+
+    num_tokens: int  # the most that it drafts for a row
+    times: Times  # of a pass
+
+    def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
+        first = self.times.seconds(num_tokens, False, num_context)
+        return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
 
 
 @dataclasses.dataclass
@@ -46,6 +64,7 @@ class EngineRun(Counters):
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class StepWork(NamedTuple):
@@ -61,10 +80,12 @@ class Engine:
     """One rollout engine, or one of its data-parallel ranks.
 
     A prompt is prefilled in the step that admits its first request; siblings find it in the prefix cache.
+    When the KV cache is full, the newest request goes back to the queue and is prefilled again later, as in
+    vLLM.
 
     Args:
-        config: of the drafter; method=off: there is none.
-        most_model_tokens: as `Drafter` has it.
+        config: of the drafter. method=off: there is none, and all that the model drafts is verified.
+        model: a model that drafts too.
     """
 
     def __init__(
@@ -72,21 +93,25 @@ class Engine:
         config: SpecConfig,
         times: Times,
         cluster: Cluster,
-        most_model_tokens: int = 0,
+        model: SimulatedModel | None = None,
     ) -> None:
         self.total = EngineRun()
-        self._times, self._cluster = times, cluster
+        self.times, self._cluster, self._model = times, cluster, model
         self.drafter: Drafter | None = None
+        num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
             self.drafter = Drafter(
                 config,
                 lambda: self.total.seconds,
                 fills=cluster.fills_drafts,
-                most_model_tokens=most_model_tokens,
+                most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
             )
+            num_draft_tokens = config.num_speculative_tokens
+        self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
-        self._queue: deque[Request] = deque()
+        self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._running: list[Request] = []  # by row, as the arrays below
+        self._admitted: dict[str, None] = {}  # names of running requests, the newest last
         self._drafts: list[list[int]] = []
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
         self._begin = 0.0
@@ -107,7 +132,7 @@ class Engine:
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
-        self._queue.extend(requests)
+        self._queue.extend((request, 0) for request in requests)
         num_rows = min(self._cluster.max_num_seqs, len(requests))
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
@@ -119,14 +144,26 @@ class Engine:
 
     def begin_step(self) -> StepWork:
         self._take_back()
-        num_tokens = self._admit()  # which brings rows to verify
+        num_tokens = 0 if self._preempt() else self._admit()
         num_tokens += self._num_verified
         return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
 
     def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
         num_tokens, num_context, num_rows, drafted = work
-        return self._times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
+        seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
+        if self._model is None:
+            return seconds
+        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._num_passes))
+
+    @property
+    def _num_passes(self) -> int:
+        """The model's passes in this step that draft."""
+        if self._model is None:
+            return 0
+        if self.drafter is None:
+            return self._model.num_tokens
+        return self.drafter.num_passes
 
     def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
         """End the step that has begun; returns the number of tokens that it gave.
@@ -146,7 +183,7 @@ class Engine:
         self._levels[:num_running] += np.array(nums_new, np.int32)
         self._drafts = self._draft(nums_new, ranks)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
-            self._end(int(row))
+            self._remove(int(row))
         return num_gained
 
     def _verify(self) -> list[int]:
@@ -166,10 +203,31 @@ class Engine:
 
     def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
         """Drafts for the next step, by row."""
-        if self.drafter is None:
+        model = self._drafts_of_model()
+        if self.drafter is not None:
+            names = [request.name for request in self._running]
+            # If the model did not draft for it, the next step has begun already, without drafts of the index.
+            in_time = self._model is None or model is not None
+            return self.drafter.draft(
+                names, nums_new, self._token_ids, self._levels,
+                ranks=ranks, in_time=in_time, model_drafts=model,
+            )  # fmt: skip
+        if model is None:
             return [[] for _ in self._running]
-        names = [request.name for request in self._running]
-        return self.drafter.draft(names, nums_new, self._token_ids, self._levels, ranks=ranks)
+        rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
+        return [
+            [token for token in tokens[: max(0, room)] if token >= 0]
+            for tokens, room in zip(model.tokens.tolist(), rooms.tolist(), strict=True)
+        ]
+
+    def _drafts_of_model(self) -> ModelDrafts | None:
+        if not self._num_passes:
+            return None
+        nums_done = [
+            int(level) - len(request.prompt_token_ids)
+            for level, request in zip(self._levels, self._running, strict=False)
+        ]
+        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
 
     @property
     def _num_context(self) -> int:
@@ -181,6 +239,11 @@ class Engine:
         return len(self._running) + sum(map(len, self._drafts))
 
     @property
+    def _num_kept(self) -> float:
+        """Tokens of the KV cache that the step fills."""
+        return self._num_context + self._num_verified + len(self._running) * self._row_tokens
+
+    @property
     def idle_until(self) -> float:
         """When the first tool answers, if nothing else is to do; 0.0: something is."""
         if self._running or self._queue:
@@ -190,62 +253,68 @@ class Engine:
     def _take_back(self) -> None:
         """Take the turns whose tools have answered."""
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:
-            self._queue.append(self._at_tools.popleft()[1])
+            self._queue.append((self._at_tools.popleft()[1], 0))
+
+    def _preempt(self) -> bool:
+        """Send the newest requests back until the rest has room, or one is left; whether any went."""
+        num_before = self.total.num_preemptions
+        while len(self._running) > 1 and self._num_kept > self._cluster.kv_tokens:
+            newest = next(reversed(self._admitted))
+            row = next(i for i, request in enumerate(self._running) if request.name == newest)
+            request = self._running[row]
+            self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
+            self._remove(row, has_ended=False)
+            self.total.num_preemptions += 1
+        return self.total.num_preemptions > num_before
 
     def _admit(self) -> int:
         """Fill the batch from the queue; returns the number of tokens to prefill."""
-        num_tokens = 0
-        while self._queue and len(self._running) < self._cluster.max_num_seqs and self._has_room():
-            request = self._queue.popleft()
-            num_tokens += self._num_to_prefill(request)
+        num_tokens, needed = 0, self._num_kept
+        while self._queue and len(self._running) < self._cluster.max_num_seqs:
+            request, num_done = self._queue[0]
+            needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
+            if self._running and needed > self._cluster.kv_tokens:
+                break
+            self._queue.popleft()
+            self._start(request, num_done)
+            shared, own = request.num_group_tokens, len(request.prompt_token_ids)
+            if request.num_cached or request.group in self._prefilled:
+                own -= request.num_cached or (own if shared is None else shared)
             self._prefilled.add(request.group)
-            self._start(request)
+            num_tokens += own + num_done
         return num_tokens
 
-    def _has_room(self) -> bool:
-        """Whether memory has, for the first of the queue."""
-        return True
-
-    def _num_to_prefill(self, request: Request) -> int:
-        shared, num_tokens = request.num_group_tokens, len(request.prompt_token_ids)
-        if request.num_cached or request.group in self._prefilled:
-            num_tokens -= request.num_cached or (num_tokens if shared is None else shared)
-        return num_tokens
-
-    def _start(self, request: Request) -> None:
-        """Give a request the next row."""
+    def _start(self, request: Request, num_done: int) -> None:
+        """Give a request the next row; `num_done` tokens of its response exist."""
         row, prompt = len(self._running), request.prompt_token_ids
         end = len(prompt) + len(request.response)
         self._token_ids[row, : len(prompt)] = prompt
         self._token_ids[row, len(prompt) : end] = request.response
-        self._levels[row], self._ends[row] = len(prompt), end
+        self._levels[row], self._ends[row] = len(prompt) + num_done, end
         self._running.append(request)
+        self._admitted[request.name] = None
         self._drafts.append([])
         if self.drafter is not None:
             self.drafter.add(
                 request.name, prompt, end, request.group, request.num_group_tokens, request.sample
             )
 
-    def _end(self, row: int) -> None:
-        """The turn of a row has ended; its sample too, or a tool has the next turn."""
-        request = self._remove(row)
-        if request.next_turn is not None:
-            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
-        elif self.drafter is not None:
-            self.drafter.end_samples([request.sample])
-
-    def _remove(self, row: int) -> Request:
+    def _remove(self, row: int, *, has_ended: bool = True) -> None:
         """Take a request out of the batch; the last row takes its place, as in vLLM's."""
         last = len(self._running) - 1
         request = self._running[row]
+        del self._admitted[request.name]
         if self.drafter is not None:
             self.drafter.remove(request.name)
+            if has_ended and request.next_turn is None:
+                self.drafter.end_samples([request.sample])
+        if has_ended and request.next_turn is not None:
+            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
         self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
         self._running.pop()
         self._drafts.pop()
-        return request
 
 
 def step_together(ranks: Sequence[Engine]) -> int:

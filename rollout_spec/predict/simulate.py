@@ -8,12 +8,10 @@ from typing import Any
 
 from rollout_spec.config import SpecConfig, parse_threshold
 from rollout_spec.drafting.history import History
-from rollout_spec.predict.engine import Cluster, Engine, EngineRun, step_together
+from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
-
-MakeEngine = Callable[[SpecConfig, Times, Cluster], Engine]
 
 
 def configurations(
@@ -35,13 +33,12 @@ def compare(
     cluster: Cluster,
     configs: Sequence[SpecConfig],
     times: Times,
-    engines: Mapping[str, MakeEngine],
+    model: SimulatedModel | None,
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> dict[str, Any]:
-    """One cluster with each configuration, the first of which has no drafts, and each kind of engines.
+    """One cluster with each configuration, the first of which has no drafts; then again with the model.
 
     Args:
-        engines: by what drafts in them beside the index; "": nothing, these come first.
         progress: of a title and a number of tokens: gives what is told how many were served.
 
     Returns:
@@ -50,12 +47,12 @@ def compare(
     """
     num_tokens = sum(num for line in lines for num in line.num_generated[: cluster.group_size])
     runs = []
-    for (drafter, make_engine), config in itertools.product(engines.items(), configs):
+    for drafter, config in itertools.product((None, model) if model else (None,), configs):
         threshold = config.batch_threshold if config.enabled else "off"
-        name = "+".join(filter(None, ("sam" if config.enabled else "", drafter))) or "off"
+        name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
         title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
         with progress(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, times, make_engine, advance)
+            figures = simulate(lines, cluster, config, times, on_tokens=advance, model=drafter)
         k = config.num_speculative_tokens if config.enabled else None
         setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
         runs.append({**setting, **figures})
@@ -78,8 +75,8 @@ def simulate(
     cluster: Cluster,
     config: SpecConfig,
     times: Times,
-    make_engine: MakeEngine = Engine,
     on_tokens: Callable[[int], None] | None = None,
+    model: SimulatedModel | None = None,
 ) -> dict[str, Any]:
     """The rollouts of a recording on a cluster, one after the other; each ends with its slowest replica.
 
@@ -88,17 +85,19 @@ def simulate(
     Args:
         lines: at least one response must have a token.
         on_tokens: called with the number of tokens of each step.
+        model: that drafts too.
 
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most TAIL_ROWS
         requests running (in a data-parallel rank); tokens_per_s; tokens_per_step, of one request;
-        acceptance_rate (0 without drafts).
+        acceptance_rate (0 without drafts); num_preemptions.
     """
     times = times if config.enabled else times.without_drafter
-    replicas = [
-        [make_engine(config, times, cluster) for _ in range(cluster.num_ranks)]
-        for _ in range(cluster.num_replicas)
-    ]
+
+    def engine() -> Engine:
+        return Engine(config, times, cluster, model=model)
+
+    replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
     engines = list(itertools.chain.from_iterable(replicas))
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
@@ -157,4 +156,5 @@ def _figures(runs: Sequence[EngineRun], makespan: float) -> dict[str, Any]:
         "tokens_per_s": total.num_tokens / makespan,
         "tokens_per_step": total.num_tokens / total.num_row_steps,
         "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),
+        "num_preemptions": total.num_preemptions,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Times(abc.ABC):
-    """The seconds of an engine's steps."""
+    """The seconds of an engine's steps, and what its KV cache has room for."""
 
     @abc.abstractmethod
     def seconds(
@@ -44,6 +45,15 @@ class Times(abc.ABC):
             num_tokens_of_others: tokens of the other data-parallel ranks, which step at the same time.
             num_rows: requests in the step.
         """
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens that the KV cache of a data-parallel rank holds."""
+        return math.inf
+
+    def row_tokens(self, num_speculative_tokens: int) -> float:
+        """Tokens that would fill what a running request takes of the KV cache beside its own; mostly 0."""
+        return 0.0
 
     @property
     def without_drafter(self) -> Times:

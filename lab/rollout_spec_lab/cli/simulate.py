@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example, rollouts, simulate
@@ -14,7 +13,7 @@ from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
 from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.simulate import MakeEngine
+    from rollout_spec.predict.engine import SimulatedModel
     from rollout_spec.trace import Rollout
     from rollout_spec_lab.roofline.roofline import Roofline
 
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     times = _times(args, lines)
     args.num_speculative_tokens = _most_draft_tokens(args.num_speculative_tokens, times)
     _check_cache(args, lines, times)
-    return simulate.predict(args, lines, times, _engines(args, lines, times), args.dp)
+    return simulate.predict(args, lines, times, _model(args, lines, times), args.dp)
 
 
 def _times(args: argparse.Namespace, lines: Sequence[Rollout]) -> Roofline:
@@ -99,15 +98,11 @@ def _check_cache(args: argparse.Namespace, lines: Sequence[Rollout], times: Roof
         )
 
 
-def _engines(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> Mapping[str, MakeEngine]:
-    """Engines of the device; if the lines have the drafts of a model, those with the model too."""
-    from rollout_spec_lab.roofline.engine import Cache, CachedEngine, ModelEngine, SimulatedModel
+def _model(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> SimulatedModel | None:
+    """The model whose drafts the lines have, if any."""
+    from rollout_spec.predict.engine import SimulatedModel
 
-    cache = Cache(times.kv_tokens, times.row_tokens)
-    engines: dict[str, MakeEngine] = {"": partial(CachedEngine, cache=cache)}
     num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
     if num_tokens and args.dp > 1:
         raise UserError(f"--dp {args.dp}: engines refuse a draft model on ranks that share experts; use --tp")
-    if num_tokens:
-        engines["model"] = partial(ModelEngine, cache=cache, model=SimulatedModel(num_tokens, times.head))
-    return engines
+    return SimulatedModel(num_tokens, times.head) if num_tokens else None
