@@ -8,6 +8,7 @@ import pytest
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY, TURN_KEY
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, token_ids
 from tests.engine.serving import BAD_WORDS, Request, sampling, serve
+from tests.text import save_corpus
 
 LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
@@ -22,6 +23,16 @@ def greedy(max_tokens=LENGTH, **settings):
 def generate(llm, prompts=PROMPTS, params=None):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
+
+
+def test_a_corpus_drafts_and_changes_no_token(make_engine, tmp_path):
+    plain = generate(make_engine())
+    num_steps = []
+    for corpus in ("", str(save_corpus(tmp_path / "corpus.jsonl", plain))):
+        llm = make_engine({"corpus": corpus})
+        assert generate(llm) == plain
+        num_steps.append(proposer_of(llm).take_counters().num_steps)
+    assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
 
 
 def test_turns_go_on_where_their_sample_stands(make_engine):
