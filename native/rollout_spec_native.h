@@ -27,7 +27,7 @@
  *
  * No function is thread safe for one index; different indexes are independent.
  * A function that fails changes nothing, but memory may stay reserved, idle groups and spare text (below) be gone, and
- * num_texts_left_out count. Not so rs_corpus_add.
+ * num_texts_left_out count. After rs_corpus_add a part of the text may be there.
  * `error` is written on failure only. It may be NULL.
  * An array of no tokens may be NULL too; no other pointer may.
  *
@@ -142,9 +142,11 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
  * not indexed again. Else the sequence begins at the root, all its tokens are its own. */
 rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error);
 
-/* A running sequence is in no batch until it is resumed; a parked one is in the batches again. Then what its row and its
- * text begin with is kept, and indexed only as far as it was not. RS_EINVAL, of a parked one: its group is gone. */
+/* From now on a running sequence is in no batch. */
 rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error);
+
+/* A parked sequence may be in batches again. What its row and its text begin with is kept, and indexed only as far as it
+ * was not. RS_EINVAL: its group is gone. */
 rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), indexed or not, and how

@@ -117,7 +117,7 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
 
 static bool forget_most_spare_text(rs_index *index);
 
-static bool is_worth_spare_text(const rs_sequence *sequence) {
+static bool may_take_spare_text(const rs_sequence *sequence) {
     return sequence->kind == RS_RUNNING || sequence->kind == RS_PROMPT;
 }
 
@@ -127,7 +127,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     do {
         status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity,
                             num_before + (uint64_t)num_tokens, sizeof *sequence->text);
-    } while (status != RS_OK && is_worth_spare_text(sequence) && forget_most_spare_text(index));
+    } while (status != RS_OK && may_take_spare_text(sequence) && forget_most_spare_text(index));
     if (status != RS_OK) {
         index->num_texts_left_out++;
         return status;
@@ -296,7 +296,7 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
         if (is_prompt || rs_is_whole(index, index->groups + group)) {
             status = append(index, index->groups + group, sequence, num_behind < max_tokens ? num_behind : max_tokens);
         }
-    } while (status != RS_OK && is_worth_spare_text(sequence) && forget_most_spare_text(index));
+    } while (status != RS_OK && may_take_spare_text(sequence) && forget_most_spare_text(index));
     rs_sequence_note_behind(index, sequence);
     if (is_prompt && sequence->at.indexed == sequence->end) {
         restart_all(index, group);

@@ -235,6 +235,11 @@ METRICS = (
         "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
     ),
     Metric(
+        "share_off_probe", "engine", lambda counts: _ratio(counts.num_steps_off_probe, counts.num_steps),
+        "Share of steps without drafts because the gate measured what plain steps take.",
+        "Nothing to do: with `batch_threshold=auto` they are few.",
+    ),
+    Metric(
         "num_model_passes", "model", lambda counts: counts.num_model_passes,
         "Passes of a model that drafts beside the text.",
         "Compare it with `num_model_passes_left_out`.",

@@ -38,7 +38,7 @@ def applied() -> list[Patch]:
 
 
 def record(patch: Patch) -> None:
-    """Register a change that is not one function replaced: an import hook, an environment variable."""
+    """Register a change that no function below makes: an import hook, an environment variable."""
     _applied[patch.name] = patch
 
 

@@ -55,6 +55,7 @@ def test_the_metrics_of_two_servers_by_hand():
             "achieved_gain": 1.5,
             "share_off_threshold": 0.0,
             "share_off_cost": 0.1,
+            "share_off_probe": 0.05,
         }
     )
 
@@ -68,7 +69,7 @@ def test_an_engines_line_by_hand():
     )  # fmt: skip
     assert engine_summary(engine) == (
         "acceptance_rate 0.75, share_on 0.8, draft_ms 0.25, achieved_gain 1.25, "
-        "share_off_threshold 0, share_off_cost 0.15, num_model_passes 60, "
+        "share_off_threshold 0, share_off_cost 0.15, share_off_probe 0.05, num_model_passes 60, "
         "num_model_passes_left_out 30, model_share 0.75, model_acceptance_rate 0.95"
     )
 

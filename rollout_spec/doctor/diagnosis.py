@@ -178,7 +178,7 @@ def _hydra_group() -> Iterator[Check]:
 
     from rollout_spec.config import SpecConfig
     from rollout_spec.verl import plugin_state
-    from rollout_spec.verl.model_drafter import drafter_options
+    from rollout_spec.verl.model_drafter import spec_options
 
     if plugin_state.failure is not None:
         yield Check("rollout.spec", FAIL, plugin_state.failure, REINSTALL)
@@ -189,7 +189,7 @@ def _hydra_group() -> Iterator[Check]:
     if not OmegaConf.is_dict(options):
         yield Check("rollout.spec", FAIL, f"+rollout.spec=sam gives {options!r}, not a group", REINSTALL)
         return
-    spec = SpecConfig.from_mapping(drafter_options(options, None))
+    spec = SpecConfig.from_mapping(spec_options(options, None))
     yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
 
 

@@ -194,7 +194,8 @@ class Drafter:
             levels: int32, shape [>= num_rows], how many tokens each row has.
             ranks: of the step that has ended, where data-parallel ranks step together.
             ended: when it ended, by the clock; by default now.
-            in_time: False where the next step has begun already: nothing is drafted then.
+            in_time: False where the next step takes no drafts: it has begun, or a model has drafted nothing
+                for it.
             model_drafts: what a model drafts after the tokens that each row has now, row for row, with as
                 many columns as it has taken passes in the step that has ended; None: just the first.
             rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.

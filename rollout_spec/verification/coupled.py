@@ -6,7 +6,8 @@ same noise, so a request gets the same tokens whatever was drafted, in any batch
 exactly as often as by rejection sampling: with the target's probability of it.
 
 Read from top to bottom: `CoupledStep` holds the noise of a step's rows, `coupled_sample` verifies its
-drafts, `keyed_sample` draws a token, `shortfall` says by how much another token missed being drawn.
+drafts, `race` draws a token, `keyed_sample` does so alone, `shortfall` says by how much another token missed
+being drawn, `log_odds` how sure a model is of its draft.
 """
 
 from typing import Any
@@ -102,13 +103,7 @@ def coupled_sample(
 
 
 def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row, by noise that depends on the row's key and position only.
-
-    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
-    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
-    masses that run, so a token is drawn with (its block's share) x (its share of the block): the softmax. A
-    row needs noise for vocab_size / 128 + 128 runners instead of one for every token. Ties go to the lowest
-    token id.
+    """Draw one token a row by `race`, with noise that depends on the row's key and position only.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
@@ -174,7 +169,13 @@ def _draw(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row, by the two races of `keyed_sample`.
+    """Draw one token a row.
+
+    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
+    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
+    masses that run, so a token is drawn with (its block's share) x (its share of the block): the softmax. A
+    row needs noise for vocab_size / 128 + 128 runners instead of one for every token. Ties go to the lowest
+    token id.
 
     A block's sum lies between its largest probability and 128 times that. So most blocks cannot win, and
     only the others are summed.

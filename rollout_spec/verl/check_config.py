@@ -34,7 +34,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     ours = {name: option for name, option in options.items() if name != model_drafter.OPTION}
     SpecConfig.from_mapping(ours)
     model_drafter.check_model_drafter(options, mtp)
-    spec = SpecConfig.from_mapping(model_drafter.drafter_options(options, mtp))
+    spec = SpecConfig.from_mapping(model_drafter.spec_options(options, mtp))
     refuse_old_version()
     _refuse_old_verl()
     _check_trainer(config, spec)
@@ -72,9 +72,10 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     """The group has set the engine's arguments, and nothing else contradicts them."""
     asked = value(config, "rollout.spec"), value(config, MTP)
-    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != model_drafter.drafter_options(*asked):
+    if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != model_drafter.spec_options(*asked):
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    drafter, scheduler = model_drafter.engine_drafter(*asked), model_drafter.engine_scheduler(*asked)
+    drafter = model_drafter.engine_speculative_config(*asked)
+    scheduler = model_drafter.engine_scheduler(*asked)
     off = f"remove it; with rollout.spec=off only rollout.spec.{model_drafter.OPTION} may draft"
     require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
     if scheduler is not None:

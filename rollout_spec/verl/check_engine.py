@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig, refuse_first
-from rollout_spec.verl.model_drafter import OPTION, asked_drafter
+from rollout_spec.verl.model_drafter import OPTION, asked_model
 from rollout_spec.verl.recurrent_policy import states_of
 from rollout_spec.verl.settings import (
     ENGINE,
@@ -55,7 +55,7 @@ class _Drafter(NamedTuple):
 def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
-    asked = asked_drafter(options, value(config, MTP))
+    asked = asked_model(options, value(config, MTP))
     drafter = _Drafter(**asked) if asked else None
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
         return  # without drafts, or with those that verl configures itself

@@ -49,7 +49,8 @@ class Calls:
 
     A copy in this process is the same object. A copy that is sent to another process counts for itself; its
     calls' names also say which copy it is, by the order in which copies were sent. If several processes load
-    one copy (one `ray.put`), all but the first that makes a call add a number below 0; outside Ray each does.
+    one copy (one `ray.put`), the first that makes a call counts as the copy, and each other one adds a number
+    of its own, below 0. Outside Ray nobody can say which is the first, so each adds one.
     """
 
     def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:

@@ -37,7 +37,7 @@ class Drafters:
         await self.call(ProposerControl.note_new_weights, self.take_ended())
 
     def take_ended(self) -> Ended:
-        """What has ended since the last call: a drafter cannot tell it from what goes on."""
+        """What has ended since the last call, which a drafter cannot see by itself."""
         taken = Ended(self._aborted, self._finished, self._samples)
         self._aborted, self._finished, self._samples = [], [], []
         return taken

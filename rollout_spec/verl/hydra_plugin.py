@@ -16,7 +16,7 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import plugin_state
 from rollout_spec.verl.check_config import check_config, num_places
 from rollout_spec.verl.configs import CONFIGS, group_router_file
-from rollout_spec.verl.model_drafter import OPTION, drafter_options, engine_drafter, engine_scheduler
+from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import V1_TRAINER_ONLY, say
@@ -35,8 +35,8 @@ def install() -> None:
     ConfigStore.instance().store("rollout_spec_options", defaults, package="rollout.spec")
     # OmegaConf keeps no mappings but its own.
     for name, resolve in (
-        ("options", lambda *asked: OmegaConf.create(drafter_options(*asked))),
-        ("drafter", lambda *asked: (drafter := engine_drafter(*asked)) and OmegaConf.create(drafter)),
+        ("options", lambda *asked: OmegaConf.create(spec_options(*asked))),
+        ("drafter", lambda *asked: (found := engine_speculative_config(*asked)) and OmegaConf.create(found)),
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
         ("group_router", group_router),

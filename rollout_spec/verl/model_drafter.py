@@ -20,7 +20,7 @@ _KEYS = ("method", "model", "num_speculative_tokens")
 _Options = Mapping[str, Any]  # plain, or OmegaConf's
 
 
-def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
+def asked_model(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
     """vLLM's method and model, and the model's tokens per step; None where no model drafts.
 
     Args:
@@ -34,16 +34,16 @@ def asked_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None
     return None
 
 
-def drafter_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
-    """The options of an engine's drafter, for `SpecConfig`."""
+def spec_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
+    """The options of our drafter in an engine, for `SpecConfig`."""
     options = {name: value for name, value in spec.items() if name != OPTION}
-    drafter = asked_drafter(spec, mtp) if spec["method"] == "sam" else None
+    drafter = asked_model(spec, mtp) if spec["method"] == "sam" else None
     return options | ({"model_tokens": drafter["num_speculative_tokens"]} if drafter else {})
 
 
-def engine_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
+def engine_speculative_config(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None leaves it to verl."""
-    drafter = asked_drafter(spec, mtp)
+    drafter = asked_model(spec, mtp)
     if spec["method"] != "sam":
         return drafter if spec.get(OPTION) else None
     num_speculative_tokens = spec["num_speculative_tokens"]
@@ -54,11 +54,11 @@ def engine_drafter(spec: _Options, mtp: _Options | None) -> dict[str, Any] | Non
 
 def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
     """vLLM's `scheduler_cls`, which counts drafts; None leaves it to vLLM where nothing drafts."""
-    return SCHEDULER if spec["method"] == "sam" or asked_drafter(spec, mtp) else None
+    return SCHEDULER if spec["method"] == "sam" or asked_model(spec, mtp) else None
 
 
 def check_model_drafter(options: _Options, mtp: _Options | None) -> None:
-    """Check how a model is asked for; the arguments are those of `asked_drafter`.
+    """Check how a model is asked for; the arguments are those of `asked_model`.
 
     Raises ConfigError: naming the option.
     """

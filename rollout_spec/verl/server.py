@@ -113,7 +113,7 @@ class SpecHttpServer(vLLMHttpServer):
             self._drafters.end_sample(sample)
 
     async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
-        """Verl's gate, where a request waits for a weight sync."""
+        """Where verl lets a request wait for a weight sync."""
         rejected = await super()._park_until_admitted(request_id)
         if rejected is None:
             self._windows.admit()

@@ -9,8 +9,10 @@ from rollout_spec.vllm.control import Ended, ProposerControl
 
 
 class ServerHistory:
-    """Passes texts on only between two weights: no engine step waits. `is_quiet`: the engine has no
-    request."""
+    """Passes texts on only between two weights, or into a checkpoint: no engine step waits else.
+
+    `is_quiet`: whether the engine has no request.
+    """
 
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet

@@ -60,10 +60,10 @@ def give_runner_drafter(module: Any) -> None:
 
     Raises PatchError: the two methods are gone, or called in another way.
     """
-    from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
-
     if has_custom_class():
         return
+    from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+
     runner = module.NPUModelRunner
     guard_parameters(_DRAFTER, runner, "propose_draft_token_ids", ("self", "valid_sampled_token_ids"))
 

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
-from rollout_spec.config import ConfigError, SpecConfig, refuse_first
+from rollout_spec.config import AUTO, ConfigError, SpecConfig, refuse_first
 from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
@@ -29,7 +29,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 
     Raises:
         ConfigError: naming the option or vLLM's setting.
-        PatchError: the installed vLLM's samplers are not what `sampler` was written for.
+        PatchError: the installed vLLM's samplers are not what `mrv1.sampler` was written for.
     """
     config = engine_options(vllm_config)
     if config is None:
@@ -179,12 +179,12 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (parallel.pipeline_parallel_size > 1,
          f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
          "reach one stage only"),
-        (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == "auto",
+        (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
          "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
          "external_launcher, where each tensor-parallel rank would choose by its own clock"),
         (verified_by not in ("standard", "block"),
-         f"speculative_config.rejection_sample_method={verified_by}: must be standard with {of_ours}: it "
-         "changes what the policy says"),
+         f"speculative_config.rejection_sample_method={verified_by}: must be standard or block with "
+         f"{of_ours}: it changes what the policy says"),
         (getattr(speculative, "num_speculative_tokens_per_batch_size", None),  # from 0.24 on
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),

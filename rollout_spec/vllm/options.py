@@ -48,11 +48,13 @@ def check_spelling(additional_config: Any) -> None:
 
 
 def names_our_drafter(vllm_config: VllmConfig) -> bool:
+    """Whether `speculative_config` is that of our drafter alone."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.model == PROPOSER
 
 
 def has_model_drafter(vllm_config: VllmConfig) -> bool:
+    """Whether it is that of a model, with our drafter beside it or not."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in MODEL_METHODS
 
@@ -64,6 +66,7 @@ def drafts_with_model(vllm_config: VllmConfig) -> bool:
 
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
+    """Whether our drafter drafts, alone or beside a model."""
     return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
 
 

@@ -155,14 +155,14 @@ def _bind_proposers() -> None:
 def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm import recurrent_policies
+    from rollout_spec.vllm import upstream
     from rollout_spec.vllm.top_k_top_p import cut_rows_alike
 
     if getattr(worker, "model_runner", None) is None:
         return
     if failure:
         raise ConfigError(failure)
-    recurrent_policies.keep_states_right(worker.vllm_config)
+    upstream.keep_states_right(worker.vllm_config)
     if not config.coupled:
         return
     if not current_platform.is_out_of_tree():

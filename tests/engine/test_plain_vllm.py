@@ -128,7 +128,7 @@ LAUNCHED = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
         (LOOPED, {}, r"^recurrent_kv_cache_mode=last_loop: [^\n]*run this policy without drafts\Z"),
         (LAUNCHED, {"batch_threshold": "auto"}, r"batch_threshold=auto: must be a number with"),
         ({"pipeline_parallel_size": 2}, {}, r"pipeline_parallel_size=2: must be 1 with rollout\.spec\.met"),
-        (LOSSY, {}, r"synthetic: must be standard with [^\n]*changes what the policy says"),
+        (LOSSY, {}, r"synthetic: must be standard or block with [^\n]*changes what the policy says"),
         ({"async_scheduling": True}, {}, r"^async_scheduling: needs vLLM's MRV2[^\n]*\Z"),
         pytest.param(
             {"speculative_config": SPECULATIVE | {BY_BATCH: [[1, 64, 8]]}},
@@ -231,7 +231,11 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
     [
         ("sampler.Sampler.forward", "vllm-keyed-sampler"),
         ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
-        ("rejection_sampler.RejectionSampler.forward", "vllm-min-tokens-bonus"),
+        ("rejection_sampler.RejectionSampler.forward", "vllm-coupled-verification"),
+        (
+            "logits_processor.builtin.MinTokensLogitsProcessor.apply_with_spec_decode",
+            "vllm-min-tokens-bonus",
+        ),
         ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
         ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
     ],
@@ -269,6 +273,6 @@ def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engin
 
     runner = proposer_of(make_engine({}, fresh=True))._runner
     runner.rejection_sampler = Another(runner.sampler)
-    message = "'vllm-min-tokens-bonus' does not fit .*: Another.forward takes self, metadata, "
+    message = "'vllm-coupled-verification' does not fit .*: Another.forward takes self, metadata, "
     with pytest.raises(PatchError, match=message):
         RowSampling(runner).install()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
 
 if TYPE_CHECKING:
@@ -76,13 +77,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> HostPlan:
+    from rollout_spec_lab.bench.engine import Method
     from rollout_spec_lab.bench.host import HostPlan, drafting
 
     spec = inputs.spec_of(args, REFUSED)
+    methods = inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting)
+    if any(Method(drafting(label)).has_model for label in methods):
+        raise UserError(f"--methods {args.methods}: no model drafts here")
     longest = args.max_tokens or (None if args.rollout else 1024)
     return HostPlan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),
-        methods=inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting), spec=spec,
+        methods=methods, spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, warm_up_steps=args.warm_up_steps,
         steps=None if args.rollout else args.steps, max_tokens=longest, repeats=args.repeats,
     )  # fmt: skip

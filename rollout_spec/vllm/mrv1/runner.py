@@ -33,8 +33,8 @@ from rollout_spec.vllm.mrv1 import sampler, speculators
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
+from rollout_spec.vllm.prompt_rows import in_prompt
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
-from rollout_spec.vllm.recurrent_policies import in_prompt
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")

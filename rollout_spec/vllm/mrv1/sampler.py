@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import sampler as vllm_sampler
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from rollout_spec.patches import guard_class, guard_parameters, put_before
+from rollout_spec.patches import guard_class, guard_parameters, put_before, record
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.keys import keys_of
@@ -63,7 +64,8 @@ class RowSampling:
         put_before(RowSampler, sampler, KEYED)
         if verifier is not None:
             verifier.sampling = self
-            put_before(RowVerifier, verifier, MIN_TOKENS)
+            put_before(RowVerifier, verifier, COUPLED)
+            record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
@@ -77,7 +79,7 @@ class RowSampling:
         """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
 
         Args:
-            nums_sampled: int64 [num_rows], on the device: of these tokens, those that the batch lacks.
+            nums_sampled: int64 [num_rows], on the device: sampled tokens that the batch does not have yet.
         """
         levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
         known = np.stack([np.array(self._row_keys, np.int64), levels])
@@ -85,7 +87,7 @@ class RowSampling:
         return keys, positions + nums_sampled
 
     def with_generators(self, metadata: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
-        """It gets a `RowGenerators`. The batch's own are cleared."""
+        """The metadata with the noise of its rows. The batch's own generators are cleared."""
         batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
         if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
@@ -162,7 +164,10 @@ class CoupledTopKTopPSampler(torch.nn.Module):
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     guard_class(KEYED, RowSampler, Sampler)
-    guard_class(MIN_TOKENS, RowVerifier, RejectionSampler)
+    guard_class(COUPLED, RowVerifier, RejectionSampler)
+    guard_parameters(
+        MIN_TOKENS, MinTokensLogitsProcessor, "apply_with_spec_decode", ("self", "logits", "num_draft_tokens")
+    )
     guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
     _check_top_k_top_p(TopKTopPSampler)
     for module in rejection_samplers():

@@ -38,7 +38,8 @@ class HostDrafts:
 
     In each step vLLM calls `begin_step`, `give_drafts`, `take_sampled` and `report`, in this order. It is
 
-    - the receiver of tokens: `take_sampled` sends them, `_receive` waits for them, and drafts after them;
+    - the receiver of tokens: `take_sampled` sends them, `_draft_after_arrivals` waits for them, and drafts
+      after them;
     - the giver of the drafts that a step verifies: `give_drafts`;
     - the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
 
@@ -51,7 +52,7 @@ class HostDrafts:
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
         self.proposer = SuffixProposer(runner.vllm_config)
-        self.proposer.bind(self._batch, config, self._receive)
+        self.proposer.bind(self._batch, config, self._draft_after_arrivals)
         self.sampled_tokens: torch.Tensor | None = None
         self.takes_model_drafts = True
         self.num_passes = self.proposer.most_model_tokens
@@ -69,7 +70,7 @@ class HostDrafts:
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
-        self._receive(plan.num_in_flight or 0)
+        self._draft_after_arrivals(plan.num_in_flight or 0)
         self.takes_model_drafts = plan.room > 0 or not plan.is_ahead
         if plan.num_passes is not None:
             self.num_passes = plan.num_passes
@@ -129,7 +130,7 @@ class HostDrafts:
             The drafts of requests that have some, and how many tokens each request has.
         """
         of_rows = [rooms.get(name, 0) for name in self._batch.input_batch.req_ids]
-        drafts = self._receive(in_time=True, rooms=np.array(of_rows, np.int32))
+        drafts = self._draft_after_arrivals(in_time=True, rooms=np.array(of_rows, np.int32))
         filling = {
             name: draft[: rooms[name]]
             for name, draft in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
@@ -172,7 +173,7 @@ class HostDrafts:
         with torch.cuda.stream(self._stream):
             self._arrivals.append(Arrival(input_batch.req_ids, *arriving))
         if not self._plan.is_ahead:
-            self._drafts = self._receive(in_time=True)
+            self._drafts = self._draft_after_arrivals(in_time=True)
         return self.no_drafts(input_batch)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -180,7 +181,9 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _receive(self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None) -> DraftTokenIds:
+    def _draft_after_arrivals(
+        self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Any = None
+    ) -> DraftTokenIds:
         """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
 
         in_time, rooms: as of `Drafter.draft`, after the last step.

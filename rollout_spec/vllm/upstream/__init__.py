@@ -3,13 +3,15 @@
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
 that the fix knows. Each file has `PATCH`; `WHERE`, the module that is wrong, by the engines that need it
 right; `fix`, which mends the module, and may do so again; and `applies`, if not every vLLM has the fault.
-`fixes` finds them by itself. They never draw a token, and know no drafter.
-May import: `patches`, `recurrent`, `vllm.options`, `vllm.recurrent_policies`, numpy, torch, vllm.
+`fixes` finds them by itself. They never draw a token. Which drafter an engine has, only `refused_requests`
+asks: what vLLM cannot serve together with drafts has an end of its own for each.
+May import: `patches`, `recurrent`, `vllm.options`, `vllm.prompt_rows`, numpy, torch, vllm.
 """
 
 import importlib
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 # Which engines need a fix. Where it does not fit, ALL keep vLLM's fault, which they have without drafts too.
 # Any others are refused: drafts would change what a request gets.
@@ -36,3 +38,14 @@ def mend(fix: ModuleType, module: ModuleType) -> None:
     """Apply the fix where vLLM has the fault; raises what `fix` does."""
     if applies(fix, module):
         fix.fix(module)
+
+
+def keep_states_right(vllm_config: Any) -> None:
+    """Fix what vLLM does with the states of a worker's recurrent layers, if it drafts; it has its runner.
+
+    Raises PatchError: the installed vLLM is not one that the fixes were written for.
+    """
+    if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
+        is_mrv2 = vllm_config.use_v2_model_runner
+        for fix, name in fixes(RECURRENT_MRV2 if is_mrv2 else RECURRENT_MRV1):
+            mend(fix, importlib.import_module(name))
