@@ -19,7 +19,7 @@ from rollout_spec.certify.numerics import explain, rounding
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.certificate import render_html
 from rollout_spec.report.responses import Agreement
-from rollout_spec.verification.coupled import keyed_sample
+from tests.drawn import keyed_sample
 
 VOCAB_SIZE = 128
 CONFIGURATION = Configuration(8, 64, 4, 0.6)

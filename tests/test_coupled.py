@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout_spec.verification import blocks, coupled, noise, prefixes
+from tests.drawn import keyed_sample
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
 
@@ -156,7 +157,7 @@ def test_the_token_is_the_one_that_wins_both_races(name, torch_device, monkeypat
     monkeypatch.setattr(blocks, "CHUNK_SIZE", 1 << 14)
     logits = STRUCTURED[name].expand(1500, -1)
     keys, positions = torch.arange(1500) * 2**51 + 11, torch.arange(1500) % 7
-    tokens = coupled.keyed_sample(logits.to(torch_device), keys, positions).cpu()
+    tokens = keyed_sample(logits.to(torch_device), keys, positions).cpu()
     drawn = noise_by_hand(keys, positions, 128 - -logits.shape[1] // 128)
     assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
 
@@ -185,8 +186,8 @@ def ragged():
 def test_a_step_draws_at_each_place_what_a_plain_step_draws_there():
     counts, keys, positions, logits, after = ragged()
     of_drafts = keys.repeat_interleave(tensor(counts)), tensor([10, 11, 40, 41, 42, 8])
-    expected = coupled.keyed_sample(logits, *of_drafts).tolist()
-    expected_after = coupled.keyed_sample(after, keys, tensor([12, 3, 43, 9])).tolist()
+    expected = keyed_sample(logits, *of_drafts).tolist()
+    expected_after = keyed_sample(after, keys, tensor([12, 3, 43, 9])).tolist()
     assert len(set(expected)) > 3 and len(set(expected_after)) > 2
     for is_first in (True, False):
         step = coupled.CoupledStep(keys, positions, counts)
@@ -202,7 +203,7 @@ def test_a_step_draws_at_each_place_what_a_plain_step_draws_there():
 def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     counts, keys, positions, logits, _ = ragged()
     places = tensor([10, 11, 40, 41, 42, 8])
-    sampled = coupled.keyed_sample(logits, keys.repeat_interleave(tensor(counts)), places).tolist()
+    sampled = keyed_sample(logits, keys.repeat_interleave(tensor(counts)), places).tolist()
     best = logits.argmax(-1).tolist()
     assert all(own != other for own, other in zip(sampled, best, strict=True))
     hot = [t > 0 for t, n in zip(temperature, counts, strict=True) for _ in range(n)]
@@ -254,11 +255,11 @@ def test_rows_without_a_number_do_no_harm(vocab_size):
     """Not to the others; and what they get does not depend on these either."""
     logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(2)) * 4
     keys = torch.arange(6)
-    expected = coupled.keyed_sample(logits, keys, keys)
+    expected = keyed_sample(logits, keys, keys)
     logits[2], logits[4] = torch.nan, -torch.inf
     logits[5, 700] = torch.inf
-    alone = [coupled.keyed_sample(logits[i : i + 1], keys[i : i + 1], keys[i : i + 1]) for i in range(6)]
-    tokens = coupled.keyed_sample(logits, keys, keys)
+    alone = [keyed_sample(logits[i : i + 1], keys[i : i + 1], keys[i : i + 1]) for i in range(6)]
+    tokens = keyed_sample(logits, keys, keys)
     assert tokens[[0, 1, 3]].tolist() == expected[[0, 1, 3]].tolist()
     assert torch.equal(tokens, torch.cat(alone))
     assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
@@ -277,9 +278,9 @@ def test_ties_go_to_the_lowest_token_id(monkeypatch):
     logits = torch.zeros(1, 2 * second + second // 2)
     logits[0, :3] = -torch.inf
     logits[0, second] = -torch.inf  # the third block is not whole, the first and second tie or lose
-    assert int(coupled.keyed_sample(logits, tensor([1]), tensor([1]))) == second + 1
+    assert int(keyed_sample(logits, tensor([1]), tensor([1]))) == second + 1
     logits[0, second + 1 : second + 3] = -torch.inf
-    assert int(coupled.keyed_sample(logits, tensor([1]), tensor([1]))) == 3
+    assert int(keyed_sample(logits, tensor([1]), tensor([1]))) == 3
 
 
 @pytest.mark.parametrize("name", ["random", "whole blocks", "a higher peak", "near ties", "a steep slope"])

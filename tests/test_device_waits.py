@@ -40,6 +40,7 @@ from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
+from tests.drawn import keyed_sample
 from tests.test_proposer import vllm_config
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
@@ -327,7 +328,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     hot, ends = torch.tensor(temperature), torch.tensor([9 + 1, 10 + 1, 11 + 2])
     logits = flat(3, VOCAB_SIZE).contiguous()
     for number in range(2):
-        drawn = coupled.keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
+        drawn = keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
         expected = torch.where(hot > 0, drawn, logits.argmax(dim=-1))
         assert [row[number] for row in drafts] == expected.tolist()
     # The rows' keys go to the device in one copy; each pass with a sampled row has its race.

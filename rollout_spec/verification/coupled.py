@@ -6,8 +6,8 @@ same noise, so a request gets the same tokens whatever was drafted, in any batch
 exactly as often as by rejection sampling: with the target's probability of it.
 
 Read from top to bottom: `CoupledStep` holds the noise of a step's rows, `coupled_sample` verifies its
-drafts, `race` draws a token, `keyed_sample` does so alone, `shortfall` says by how much another token missed
-being drawn, `log_odds` how sure a model is of its draft.
+drafts, `race` draws a token, `shortfall` says by how much another token missed being drawn, `log_odds` how
+sure a model is of its draft.
 """
 
 from typing import Any
@@ -55,11 +55,11 @@ class CoupledStep:
         self._drawn: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """`keyed_sample` at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
+        """What is drawn at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
         return race(logits, self._noise(logits)[: len(self.draft_requests)])
 
     def sample_after(self, logits: torch.Tensor) -> torch.Tensor:
-        """`keyed_sample` after the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
+        """What is drawn after the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
         return race(logits, self._noise(logits)[len(self.draft_requests) :])
 
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def coupled_sample(
     Returns:
         int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
 
-    Memory: as `keyed_sample`.
+    Memory: as `race`.
     """
     if sampling_metadata.all_greedy:
         own = argmax(target_logits)
@@ -102,33 +102,19 @@ def coupled_sample(
     return matching_prefixes(own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len)
 
 
-def keyed_sample(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row by `race`, with noise that depends on the row's key and position only.
-
-    Args:
-        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
-        keys: int64 [n], not negative (`noise.make_key`).
-        positions: int64 [n], the token's place in its sequence, prompt included.
-
-    Returns:
-        int64 [n]. A row's token does not depend on the other rows.
-
-    Memory: one temporary of 16 MiB or of the logits' size, whichever is less, and at most
-    32 x (128 + vocab_size / 128) bytes a row: less than 0.1 of its logits from a vocabulary of 32,000 on.
-    """
-    return race(logits, _draw(noise.row_seeds(keys.cpu(), positions.cpu()), logits))
-
-
 def shortfall(
     logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """By how much a token missed being drawn: 0 for the token that `keyed_sample` draws.
+    """By how much a token missed being drawn: 0 for the token that is drawn.
 
     The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise): about
     the least error of a logit that could have made it win.
 
     Args:
-        token_ids: int64 [n]; the other arguments as in `keyed_sample`.
+        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
+        keys: int64 [n], not negative (`noise.make_key`).
+        positions: int64 [n], the token's place in its sequence, prompt included.
+        token_ids: int64 [n].
 
     Returns:
         float32 [n]; inf for a token of probability 0, also where float32 can only say 0 of its whole block
@@ -181,11 +167,14 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     only the others are summed.
 
     Args:
-        logits: float32 [n, vocab_size].
+        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
 
     Returns:
-        int64 [n].
+        int64 [n]. A row's token does not depend on the other rows.
+
+    Memory: one temporary of 16 MiB or of the logits' size, whichever is less, and at most
+    32 x (128 + vocab_size / 128) bytes a row: less than 0.1 of its logits from a vocabulary of 32,000 on.
     """
     of_blocks = drawn[:, BLOCK_SIZE:]
     peaks = block_peaks(logits)

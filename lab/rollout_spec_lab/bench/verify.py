@@ -213,10 +213,10 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
         "noise_that_differs": int((ulps > 0).sum()), "noise_largest_ulps": int(ulps.max()),
     }  # fmt: skip
     for name, values in (("peaked", logits), ("flat", logits / 3)):  # less peaked: closer races
-        there = coupled.keyed_sample(values, keys, positions).cpu()
-        here = coupled.keyed_sample(values.cpu(), keys, positions)
+        there = _drawn(values, keys, positions).cpu()
+        here = _drawn(values.cpu(), keys, positions)
         rows = [slice(i, i + 1) for i in range(NUM_ALONE)]
-        alone = torch.cat([coupled.keyed_sample(values[i], keys[i], positions[i]) for i in rows])
+        alone = torch.cat([_drawn(values[i], keys[i], positions[i]) for i in rows])
         missed = coupled.shortfall(values.cpu(), keys, positions, there)
         found[name] = {
             "tokens": len(here), "differ_from_cpu": int((here != there).sum()),
@@ -224,6 +224,10 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
             "differ_alone": int((alone.cpu() != there[:NUM_ALONE]).sum()),
         }  # fmt: skip
     return found
+
+
+def _drawn(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return coupled.CoupledStep(keys, positions, [0] * len(logits)).sample_after(logits)
 
 
 def sentences(record: Mapping[str, Any]) -> Iterator[str]:
