@@ -269,7 +269,10 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
         ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 3, null, 1]')),
     ],
 )
-def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, server_of, monkeypatch):
+@pytest.mark.parametrize("method", ["sam", "keyed"])
+def test_the_noise_follows_from_the_name_else_the_callers_seed(
+    sent, expected, method, server_of, monkeypatch
+):
     keys: list[int] = []
 
     async def generate(self, _, sampling_params, request_id):
@@ -278,7 +281,7 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(sent, expected, s
         return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
 
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    asyncio.run(server_of(None, {"method": "sam"}).generate([1, 2], sent, "one"))
+    asyncio.run(server_of(None, {"method": method}).generate([1, 2], sent, "one"))
     assert keys == [make_key(*expected)]
 
 

@@ -60,10 +60,12 @@ def told_to_vllm(config):
 
 def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
     asked, default = head | {"num_speculative_tokens": 4}, SpecConfig.model_tokens
-    only_trained, few = {f"{OWN}.enable": True}, {"rollout.spec.num_speculative_tokens": 4}
+    only_trained = {f"{OWN}.enable": True}
+    one, few = ({"rollout.spec.num_speculative_tokens": num} for num in (1, 4))
     for config, expected in (
         (changed(SAM_MEGATRON, MTP), ({"method": "mtp", "num_speculative_tokens": 15}, 2, SCHEDULER)),
         (changed(OFF, MTP), ({"method": "mtp", "num_speculative_tokens": 2}, default, SCHEDULER)),
+        (changed(OFF, MTP, KEYED, one), ({"method": "mtp", "num_speculative_tokens": 2}, default, SCHEDULER)),
         (changed(SAM_MEGATRON, only_trained, few), (speculative_config(4), default, SCHEDULER)),
         (changed(OFF, only_trained), (None, default, None)),
         (changed(SAM, LOADED, drafter=asked), ({**head, "num_speculative_tokens": 15}, 4, SCHEDULER)),

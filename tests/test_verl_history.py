@@ -156,7 +156,8 @@ def test_a_history_goes_with_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "history", "kept"), [("sam", 2, True), ("sam", 0, False), ("off", 2, False)]
+    ("method", "history", "kept"),
+    [("sam", 2, True), ("sam", 0, False), ("off", 2, False), ("keyed", 2, False)],
 )
 def test_history_is_kept_where_it_is_drafted_from(method, history, kept):
     spec = {"method": method, "history": history}

@@ -267,7 +267,9 @@ def _step(value: Any, where: str) -> int | None:
     """A whole number, also as text: 3, 3.0, "3", "step_3"."""
     if value is None:
         return None
-    if number := _STEP.fullmatch(str(value)):
+    if type(value) in (int, float) and value % 1 == 0:
+        return int(value)
+    if isinstance(value, str) and (number := _STEP.fullmatch(value)):
         return int(number[1])
     raise TraceError(f"{where}: the step is {value!r:.40}, no whole number; --columns step= reads no steps")
 

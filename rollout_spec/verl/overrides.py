@@ -16,6 +16,7 @@ _MISSPELT = (
     r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
     rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
 )
+_KEYED = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
@@ -26,8 +27,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
     _refuse_misspelt(arguments, has_method=bool(chosen))
     for method in itertools.chain(*chosen):
         if method not in ("sam", "off"):
-            of_keyed = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
-            raise ConfigError(f"rollout.spec={method}: must be one of sam, off; {of_keyed}")
+            raise ConfigError(f"rollout.spec={method}: must be one of sam, off; {_KEYED}")
     _refuse_options(arguments, is_sweep=any(len(methods) > 1 for methods in chosen))
 
 
@@ -37,7 +37,7 @@ def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
     patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
     for argument in arguments:
         if any(re.match(pattern, argument) for pattern in patterns):
-            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off")
+            raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off; {_KEYED}")
 
 
 def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:

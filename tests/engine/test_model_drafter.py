@@ -235,6 +235,8 @@ def test_requests_are_guarded_where_a_model_drafts_alone(heads, monkeypatch):
             process(**grammar)
     config.scheduler_config.async_scheduling = False
     assert process(**grammar).sampling_params.structured_outputs
+    config.additional_config["rollout_spec"]["method"] = "off"  # plain vLLM
+    assert process(logprob_token_ids=[65]).prompt_token_ids == [65]
 
 
 def with_eagle(heads, spec, **arguments):

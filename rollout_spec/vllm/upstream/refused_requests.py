@@ -18,8 +18,9 @@ PATCH = Patch(
 
 def refusal(vllm_config: Any, request: Any) -> str | None:
     """Why an engine with drafts does not take this EngineCoreRequest of vLLM's; None where it does."""
-    has_ours = asked_options(vllm_config.additional_config) is not None or names_our_drafter(vllm_config)
-    if not has_ours or vllm_config.speculative_config is None:  # whoever drafts
+    options = asked_options(vllm_config.additional_config)
+    is_ours = names_our_drafter(vllm_config) or (options is not None and options.get("method") != "off")
+    if not is_ours or vllm_config.speculative_config is None:  # whoever drafts
         return None
     if request.resumable:
         return "streaming input (resumable): vLLM takes what comes after a stop for a part of the turn"
