@@ -66,12 +66,11 @@ def _run_at_end(text: _Text) -> str | None:
     return f"token {text[-1]}" if is_run else None
 
 
-def prompts_within(lines: Iterable[Any]) -> Iterator[str]:
-    """Says it where most responses begin with their prompt."""
+def prompts_within(lines: Iterable[tuple[_Text, Sequence[_Text]]]) -> Iterator[str]:
+    """Says it where most responses begin with their prompt; a line is a prompt and its responses."""
     num = num_within = 0
-    for line in lines:
-        prompt = line.prompt_token_ids if isinstance(line, Rollout) else line.prompt
-        for response in line.responses if len(prompt) >= LONG else ():
+    for prompt, responses in lines:
+        for response in responses if len(prompt) >= LONG else ():
             begin = response[: len(prompt)]
             num += 1
             num_within += begin == prompt if isinstance(begin, str) else np.array_equal(begin, prompt)

@@ -139,7 +139,8 @@ def _doubts(found: Sequence[_Row], tokenizer: Path | None, columns: Columns | No
     if tokenizer and not any(texts):
         yield "--tokenizer: has no effect, because these rollouts are token ids"
     yield from padding([response for one in found for response in one.responses])
-    yield from prompts_within(found)
+    prompts = (one.prompt if isinstance(one, _Group) else one.prompt_token_ids for one in found)
+    yield from prompts_within(zip(prompts, (one.responses for one in found), strict=True))
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
