@@ -205,10 +205,11 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import client, router, server, trainer_hooks
+        from rollout_spec.verl import client, router, trainer_hooks
+        from rollout_spec.verl.private_methods import PRIVATE_METHODS
 
         trainer_hooks.install()
-        for patch in (server.PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
+        for patch in (PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
             yield _patch(patch, "in agent loops and servers: ")
     yield from map(_patch, applied())
 

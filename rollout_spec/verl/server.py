@@ -11,9 +11,10 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
-from rollout_spec.patches import Patch, guard_all, guard_parameters, record
+from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.verl.configs import group_router_file
 from rollout_spec.verl.drafters import Drafters
+from rollout_spec.verl.private_methods import PRIVATE_METHODS
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import GROUPED, RankRouter
 from rollout_spec.verl.server_history import ServerHistory
@@ -25,12 +26,6 @@ from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
-PRIVATE_METHODS = Patch(
-    name="verl-private-methods",
-    reason="our server overrides methods that verl does not promise",
-    upstream="verl/workers/rollout/vllm_rollout/vllm_async_server.py, vLLMHttpServer",
-    until="verl has public methods in their place",
-)
 guard_all(PRIVATE_METHODS, (
     (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
     (vLLMHttpServer, "_resolve_sleep_level", ("self",)),

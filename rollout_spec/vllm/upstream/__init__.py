@@ -3,8 +3,7 @@
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
 that the fix knows. Each file has `PATCH`; `WHERE`, the module that is wrong, by the engines that need it
 right; `fix`, which mends the module, and may do so again; and `applies`, if not every vLLM has the fault.
-`fixes` finds them by itself. They never draw a token. Which drafter an engine has, only `refused_requests`
-asks: what vLLM cannot serve together with drafts has an end of its own for each.
+`fixes` finds them by itself. They never draw a token and, but for `refused_requests`, know no drafter.
 May import: `patches`, `recurrent`, `vllm.options`, `vllm.prompt_rows`, numpy, torch, vllm.
 """
 
