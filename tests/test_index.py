@@ -83,6 +83,13 @@ def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
     assert survivals(4) == survivals(0) != [[0.0] * 4]
 
 
+def test_what_was_indexed_before_a_cut_counts_once(index):
+    sequences, one = int32(index.open_sequence(index.open_group(int32()))), np.ones(1, np.int32)
+    for row in ([5, 6, 7, 5, 6, 7, 8], [5, 6, 7, 5, 6, 9], [5, 6, 7, 5, 6, 9, 5]):
+        index.index_and_draft(sequences, np.array([row], np.int32), int32(0), int32(len(row)), one)
+    assert index.stats().num_tokens == 7 + 2
+
+
 DRAFTS = [[6, 7, 5, 6], [7, 5, 6, 7]]  # of `arguments`
 
 

@@ -463,3 +463,20 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
         # A bait costs about every other step one token; without one drafting all but ends.
         assert wasted.mean() < (0.75 if bait else 0.1)
         assert wasted[len(wasted) // 2 :].mean() < (0.75 if bait else 0.02)
+
+
+def test_a_failed_step_learns_nothing():
+    text = speak(np.random.default_rng(7), 209)
+    drafts = []
+    for broken in (False, True):
+        with SuffixIndex(num_speculative_tokens=8) as index:
+            sequence = index.open_sequence(index.open_group(int32()))
+            drafts.append([])
+            for level, draft, _ in decode(index, sequence, lambda level, _: int(text[level]), 200):
+                drafts[-1].append(draft)
+                if broken:
+                    with pytest.raises(ValueError, match="must not be negative"):
+                        index.index_and_draft(
+                            int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
+                        )
+    assert drafts[0] == drafts[1] and any(drafts[0])
