@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout_spec.verification import blocks, coupled, noise, prefixes
+from rollout_spec.verification.transfers import fetched
 from tests.drawn import keyed_sample
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
@@ -50,6 +51,11 @@ def noise_by_hand(keys, positions, num):
 def test_rows_may_come_as_numbers_of_32_bits():
     numbers = np.arange(3, dtype=np.int32) + 2**30
     assert torch.equal(noise.row_seeds(numbers, numbers), noise.row_seeds(numbers.tolist(), numbers.tolist()))
+
+
+def test_tokens_on_the_host_are_not_copied():
+    tokens = torch.arange(4, dtype=torch.int32)
+    assert all(np.shares_memory(values, tokens.numpy()) for values in fetched(tokens, tokens.view(2, 2)))
 
 
 def test_the_extreme_words_are_finite(monkeypatch):

@@ -47,8 +47,8 @@ TARGETS = (
         ),
         ("tests/test_coupled.py", "tests/test_device_waits.py", "tests/test_ascend.py"),
         "races or little or a_step_draws or a_step_keeps or shortfall or infinity or lowest or number "
-        "or words or every_part or arithmetic or extreme or known or by_hand or accelerator or npus "
-        "or waits_first",
+        "or words or every_part or arithmetic or extreme or known or by_hand or accelerator or not_copied "
+        "or npus or waits_first",
         is_silent=True,
     ),
     Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
