@@ -59,9 +59,18 @@ class EngineCounters(Counters):
     num_steps_off_threshold: int = 0  # more rows than batch_threshold
     num_steps_off_cost: int = 0  # no draft paid for its cost
     num_steps_off_probe: int = 0  # to measure a step without drafts
-    # Over the steps with drafts that the automatic gate could compare
-    gate_seconds: float = 0.0  # what they took
-    gate_plain_seconds: float = 0.0  # what steps without drafts would have for the same tokens
+    # Over the steps without prompts that the automatic gate timed; what it believed of them
+    num_timed_steps: int = 0
+    timed_seconds: float = 0.0
+    error_seconds: float = 0.0  # between that and what it expected of each
+    believed_plain_seconds: float = 0.0  # what each would have taken without drafts
+    # Of these, over the steps with drafts
+    num_drafted_steps: int = 0
+    drafted_seconds: float = 0.0
+    drafted_as_plain_seconds: float = 0.0  # what steps without drafts would have taken for the same tokens
+    # Over those without
+    plain_seconds: float = 0.0
+    believed_of_plain_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -135,6 +144,12 @@ def _load_imbalance(servers: Sequence[RolloutReport]) -> float | None:
     # Engines that served nothing may train: verl's separate_async has such.
     nums = [server.num_generated_tokens for server in servers if server.num_generated_tokens]
     return _ratio(max(nums) * len(nums), sum(nums)) if len(nums) > 1 else None
+
+
+def _achieved_gain(counts: EngineCounters) -> float | None:
+    gain = _ratio(counts.drafted_as_plain_seconds, counts.drafted_seconds)
+    belief = _ratio(counts.plain_seconds, counts.believed_of_plain_seconds)
+    return gain and gain * (belief or 1.0)
 
 
 METRICS = (
@@ -217,11 +232,28 @@ METRICS = (
         "Above 1: other work runs on the host's cores, or very many requests decode.",
     ),
     Metric(
-        "achieved_gain", "engine", lambda counts: _ratio(counts.gate_plain_seconds, counts.gate_seconds),
-        "Measured speed of steps with drafts over plain ones, with `batch_threshold=auto`. A whole rollout "
-        "gains less.",
+        "achieved_gain", "engine", _achieved_gain,
+        "Speed of steps with drafts over plain ones, with `batch_threshold=auto`. What plain steps would "
+        "have taken is the gate's belief, corrected by those that it measured. A whole rollout gains less.",
         "Below 1 for long: step times vary too much to predict. Look for other work on the machine, or set "
         "`batch_threshold` to a number.",
+    ),
+    Metric(
+        "plain_step_ms", "engine",
+        lambda counts: _ratio(counts.believed_plain_seconds * 1e3, counts.num_timed_steps),
+        "Milliseconds that the gate believes a step takes without drafts and prompts, in the mean.",
+        "Compare with `drafted_step_ms`: drafts pay while tokens per step grow by more than the time does.",
+    ),
+    Metric(
+        "drafted_step_ms", "engine",
+        lambda counts: _ratio(counts.drafted_seconds * 1e3, counts.num_drafted_steps),
+        "Milliseconds that steps with drafts took, without prompts.",
+        "Far above `plain_step_ms`: drafts are dear here, so the gate takes few.",
+    ),
+    Metric(
+        "gate_error", "engine", lambda counts: _ratio(counts.error_seconds, counts.timed_seconds),
+        "How far the gate was off: what steps took less what it believed, over what they took.",
+        "Above 0.3 for long: step times vary; look for other work on the machine.",
     ),
     Metric(
         "share_off_threshold", "engine",
@@ -231,7 +263,7 @@ METRICS = (
     ),
     Metric(
         "share_off_cost", "engine", lambda counts: _ratio(counts.num_steps_off_cost, counts.num_steps),
-        "Share of steps without drafts because drafts would gain less than 2 % over a plain step.",
+        "Share of steps without drafts because drafts would gain less than 1 % over a plain step.",
         "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
     ),
     Metric(

@@ -32,7 +32,8 @@ OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
 def logged():
     report = RolloutReport(
         EngineCounters(
-            num_steps=2, num_steps_on=1, num_row_steps=2, gate_seconds=1.0, num_draft_tokens=2,
+            num_steps=2, num_steps_on=1, num_row_steps=2, num_draft_tokens=2, num_timed_steps=1,
+            timed_seconds=1.0, num_drafted_steps=1, drafted_seconds=1.0,
             num_model_passes=1, num_model_draft_tokens=1,
         ),
         [RequestCounters(9, 4, 3, 6, 2)],

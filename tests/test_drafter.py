@@ -8,7 +8,8 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting.drafter import FILLER, Drafter
-from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
+from rollout_spec.drafting.gate.gains import DraftGains
+from rollout_spec.drafting.gate.step import Step, Work
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
@@ -31,11 +32,15 @@ class Batch:
         self.levels[row] = len(prompt)
         self.drafter.add(name, prompt, max_level, group)
 
-    def step(self, tokens, *, in_time=True, model=None, rooms=None):
+    def step(self, tokens, *, in_time=True, model=None, rooms=None, work=None):
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        more = {"in_time": in_time, "rooms": None if rooms is None else np.array(rooms, np.int32)}
+        more = {
+            "work": work,
+            "in_time": in_time,
+            "rooms": None if rooms is None else np.array(rooms, np.int32),
+        }
         if model is not None:
             log_odds = np.full(np.shape(model), 9, np.float32)
             more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
@@ -129,27 +134,50 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
     assert share_drafted(100) > 0.8
 
 
-def test_the_gate_is_told_what_a_step_took_where_it_can_be_compared():
-    now = iter([1.0, 3.0, 4.0, 8.0, 16.0, 32.0])
+def test_the_gate_is_told_what_a_step_took_unless_the_engine_may_have_been_idle():
+    """Then no request of the step before is in it, or weights were synced since."""
+    now = iter([1.0, 3.0, 4.0, 8.0, 108.0, 109.0, 999.0])
     batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
     steps = steps_told(batch.drafter._gate)
     batch.add("a")
     batch.step([[10]])
     batch.step([[11, 12]])
     batch.add("b")
-    batch.step([[13], []])
+    batch.step([[13], []], work=Work(9, 8))
     batch.step([[14], [10]])
-    batch.step([[15], [11]])
-    batch.drafter.remove(batch.request_ids.pop())
-    batch.step([[16]])
+    for name in ("a", "b"):
+        batch.drafter.remove(name)
+    batch.request_ids, batch.levels[0] = [], 0
+    batch.add("c")
+    batch.step([[10]])
+    batch.step([[11]], work=Work(24, 3, True, 7))
+    batch.drafter.note_new_weights()
+    batch.step([[12]])
+
+    def step(seconds, num_rows, num_context, num_new_tokens, *work):
+        return Step(*Work(*work), num_rows, num_context, num_new_tokens, seconds)
+
     assert steps == [
-        Step(num_rows=1, num_context=5, num_new_tokens=1, seconds=None),
-        Step(num_rows=1, num_context=7, num_new_tokens=2, seconds=2.0),
-        Step(num_rows=1, num_context=8, num_new_tokens=1, seconds=None),  # another batch, and a prefill in it
-        Step(num_rows=2, num_context=14, num_new_tokens=2, seconds=None),
-        Step(num_rows=2, num_context=16, num_new_tokens=2, seconds=8.0),
-        Step(num_rows=1, num_context=11, num_new_tokens=1, seconds=16.0),  # one has ended, none is new
+        step(None, 1, 5, 1, 1),
+        step(2.0, 1, 7, 2, 1),
+        step(1.0, 1, 8, 1, 9, 8),
+        step(4.0, 2, 14, 2, 2),
+        step(None, 1, 5, 1, 1),
+        step(1.0, 1, 6, 1, 24, 3, True, 7),
+        step(None, 1, 7, 1, 1),
     ]
+
+
+def test_a_step_is_taken_for_one_with_the_drafts_that_it_was_given():
+    batch = make(num_speculative_tokens=4)
+    steps = steps_told(batch.drafter._gate)
+    for name in ("a", "b"):
+        batch.add(name)
+    given = batch.step([[10, 11, 12], [10]])
+    batch.step([[13], [11]])
+    assert sum(map(len, given)) == 2 and [(each.num_tokens, each.has_drafts) for each in steps] == [
+        (2, False), (4, True),
+    ]  # fmt: skip
 
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
@@ -234,35 +262,6 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
     else:
         assert kept[-1] == row[0, 50:350].tolist()
         assert len(kept) == 1 + (how == "without thoughts" and sample is None)
-
-
-@pytest.mark.parametrize(
-    ("num_new", "of", "synced", "seconds"),
-    [
-        # Steps with new rows count where less than a quarter is without; none does across a weight sync.
-        (2, 3, -1, [None, None, 0.125] * 2),
-        (4, 5, -1, [0.125] * 6),
-        (1, 1, 296, [0.125, 0.125, None, 0.125, 0.125, 0.125]),
-    ],
-)
-def test_which_times_the_gate_hears(num_new, of, synced, seconds):
-    """Of 300 steps of an eighth of a second: one row, at some of them a new one."""
-    now = 0.0
-    drafter = Drafter(SpecConfig(batch_threshold="auto"), clock=lambda: now)
-    steps = steps_told(drafter._gate)
-    text, name = np.array([[*PROMPT, 10]], np.int32), ""
-    for i in range(300):
-        now += 0.125
-        if i == synced:
-            drafter.note_new_weights()
-            now += 60.0
-        if i % of < num_new:
-            if name in drafter.request_ids:
-                drafter.remove(name)
-            name = str(i)
-            drafter.add(name, PROMPT, 64)
-        drafter.draft([name], [1], text, np.array([text.shape[1]], np.int32))
-    assert [step.seconds for step in steps[-6:]] == seconds
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
@@ -437,9 +436,8 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):
     """All were prefilled in it: it verifies no drafts, and neither does the step after."""
-    choices: list[Choice] = []
-    learn = Costs.learn
-    monkeypatch.setattr(Costs, "learn", lambda self, *args: (choices.append(args[1]), learn(self, *args))[1])
+    promised: list[float] = []
+    monkeypatch.setattr(DraftGains, "learn", lambda self, *args: promised.append(args[0]))
     ticks = itertools.count()
     batch = Batch(Drafter(SpecConfig(), lambda: next(ticks)), length=256)
     batch.add("a", max_level=256)
@@ -447,7 +445,7 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
         pass
     batch.step([[]])
     batch.step([[10]])
-    assert choices[-1] == NOTHING
+    assert promised[-1] == 0.0
 
 
 def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():

@@ -70,9 +70,11 @@ def scheduled(new=(), drafts=None):
     """A step of vLLM's scheduler, in which these requests are new."""
     common = {"prompt_token_ids": TEXT, "prefill_token_ids": TEXT, "sampling_params": None}
     requests = [SimpleNamespace(req_id=name, **common) for name in new]
+    nums = {name: 1 + len(tokens) for name, tokens in (drafts or {}).items()}
     return SimpleNamespace(
         finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=requests,
         scheduled_spec_decode_tokens=drafts or {},
+        num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(nums.values()),
     )  # fmt: skip
 
 

@@ -19,8 +19,10 @@ def logged(*reports):
 def test_the_metrics_of_two_servers_by_hand():
     one = RolloutReport(
         engine=EngineCounters(num_steps=10, num_steps_on=4, num_draft_tokens=20, draft_seconds=0.02,
-                              num_steps_off_cost=4, num_steps_off_probe=2, gate_seconds=2.0,
-                              gate_plain_seconds=3.0),
+                              num_steps_off_cost=4, num_steps_off_probe=2, num_timed_steps=8,
+                              timed_seconds=4.0, error_seconds=0.5, believed_plain_seconds=2.0,
+                              num_drafted_steps=4, drafted_seconds=2.0, drafted_as_plain_seconds=3.0,
+                              plain_seconds=2.0, believed_of_plain_seconds=4.0),
         requests=[
             RequestCounters(num_decoded_tokens=12, num_decode_steps=6, num_drafts=3, num_draft_tokens=13,
                             num_accepted_tokens=6),
@@ -52,7 +54,10 @@ def test_the_metrics_of_two_servers_by_hand():
             "acceptance_rate": 0.5,
             "share_on": 34 / 40,
             "draft_ms": 2.0,
-            "achieved_gain": 1.5,
+            "achieved_gain": 0.75,  # 1.5, but plain steps took half of what the gate believes
+            "plain_step_ms": 250.0,
+            "drafted_step_ms": 500.0,
+            "gate_error": 0.125,
             "share_off_threshold": 0.0,
             "share_off_cost": 0.1,
             "share_off_probe": 0.05,
@@ -63,7 +68,7 @@ def test_the_metrics_of_two_servers_by_hand():
 def test_an_engines_line_by_hand():
     engine = EngineCounters(
         num_steps=1000, num_steps_on=800, num_draft_tokens=4000, num_accepted_tokens=3000, draft_seconds=0.25,
-        num_steps_off_cost=150, num_steps_off_probe=50, gate_seconds=4.0, gate_plain_seconds=5.0,
+        num_steps_off_cost=150, num_steps_off_probe=50, drafted_seconds=4.0, drafted_as_plain_seconds=5.0,
         num_model_passes=60, num_model_passes_left_out=30, num_model_draft_tokens=3000,
         num_model_accepted_tokens=2850,
     )  # fmt: skip

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.predict import engine
 from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
@@ -66,11 +65,11 @@ BY_HAND = StepTimes.parse("1:1,2:2,10:10")
 def test_a_rollout_without_drafts_by_hand(monkeypatch):
     monkeypatch.setattr(engine, "TAIL_ROWS", 1)
     run = served(of_group(5, 3, 2), OFF, BY_HAND, 1)
-    # 5 prompt tokens with the first row, then 2 more steps of it; the sibling's prompt is there already.
-    assert run.seconds == (5 + 1) + 1 + 1 + 1 + 1
+    # 5 prompt tokens with the first row, then 2 more steps of it; the sibling computes one of them again.
+    assert run.seconds == 5 + 1 + 1 + 1 + 1
     assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, run.seconds)
     both = served(of_group(5, 3, 2), OFF, BY_HAND, 2)
-    assert (both.seconds, both.tail_seconds) == ((5 + 2) + 2 + 1, 1.0)
+    assert (both.seconds, both.tail_seconds) == ((5 + 1) + 2 + 1, 1.0)
     assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
@@ -81,10 +80,10 @@ def test_agents_wait_for_their_tools():
     first, second = requests_of([agents], None)
     assert [turn.num_tokens for turn in first.turns] == [7, 12] and second.num_tokens == 8
     run = served([first], OFF, BY_HAND, 1, tool_seconds=100.0)
-    assert (run.seconds, run.num_tokens) == ((5 + 1) + 1 + 100 + (3 + 1) + 1, 4)
+    assert (run.seconds, run.num_tokens) == (5 + 1 + 100 + 3 + 1, 4)
     # The other one runs meanwhile; of its prompt the tool's token is new.
-    both = served([first, second], OFF, BY_HAND, 1, tool_seconds=3.0)
-    assert (both.seconds, both.num_tokens) == ((5 + 1) + 1 + (1 + 1) + 1 + (3 + 1) + 1, 6)
+    both = served([first, second], OFF, BY_HAND, 1, tool_seconds=2.0)
+    assert (both.seconds, both.num_tokens) == (5 + 1 + 1 + 1 + 3 + 1, 6)
     drafted = served([first, second], SpecConfig(batch_threshold=4), BY_HAND, 2, tool_seconds=3.0)
     assert drafted.num_tokens == 6
 
@@ -121,30 +120,30 @@ MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 def test_a_model_alone_drafts_in_every_step_by_hand():
     run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
-    assert run.seconds == (5 + 1) + 3 + 2 + 3 * 2 * 0.125
+    assert run.seconds == 5 + 3 + 2 + 3 * 2 * 0.125
     assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
 
 
 def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
     closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
-    assert closed.seconds == (5 + 6) + 6 * 0.125
+    assert closed.seconds == 5 + 5 + 6 * 0.125
     assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
     opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
     # The gate says in a step that it is open, and the model drafts in the next.
     assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
-    assert opened.seconds == (5 + 1) + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
+    assert opened.seconds == 5 + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
 
 
 def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     """Two rows of 5 tokens fit, with a token each, and of 6, but not of 7."""
     run = served(of_group(5, 4, 3), OFF, BY_HAND, 2, kv_tokens=14)
     # Alone the first row ends; the second comes back with 5 + 2 tokens, of which the prompt is cached.
-    assert run.seconds == (5 + 2) + 2 + 1 + 1 + (2 + 1)
+    assert run.seconds == (5 + 1) + 2 + 1 + 1 + 2
     assert (run.num_tokens, run.num_preemptions) == (7, 1)
     tiny = served(of_group(5, 4, 3), OFF, FLAT, 4, kv_tokens=3)  # one row has more tokens: it runs alone
     assert (tiny.num_tokens, tiny.num_steps) == (7, 7)
     roomy = served(of_group(5, 4, 3), OFF, BY_HAND, 2)
-    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 2) + 2 + 2 + 1, 0)
+    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 1) + 2 + 2 + 1, 0)
 
 
 @pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
@@ -153,6 +152,13 @@ def test_fewer_requests_run_where_each_keeps_states(row_tokens, num_steps, monke
     monkeypatch.setattr(StepTimes, "row_tokens", lambda self, num_speculative_tokens: row_tokens)
     run = served(of_group(5, 4, 3), OFF, FLAT, 2, kv_tokens=22)
     assert (run.num_tokens, run.num_steps) == (7, num_steps)
+
+
+def test_prompts_are_prefilled_in_chunks_beside_rows_that_decode():
+    run = served(of_group(5, 3, 2), OFF, BY_HAND, 2, max_num_batched_tokens=3)
+    # 3 of the prompt; 2 of it and the one that the sibling computes again; then both rows.
+    assert run.seconds == 3 + 3 + 2 + 1 + 0
+    assert (run.num_tokens, run.num_steps) == (5, 4)
 
 
 def test_the_newest_request_goes_back_wherever_its_row_is():
@@ -178,9 +184,9 @@ def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = of_group(5, 3, 1)
     ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2)) for _ in range(2)]
-    # The first step: each prefills its prompt of 5 and verifies a token. Then the first rank is alone.
-    assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 6000) + 1000 + 1000
-    assert [rank.total.seconds for rank in ranks] == [8005.0, 8005.0]
+    # The first step: each prefills its prompt of 5. Then the first rank is alone.
+    assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 5000) + 1000 + 1000
+    assert [rank.total.seconds for rank in ranks] == [7005.0, 7005.0]
     assert [rank.total.num_tokens for rank in ranks] == [3, 1]
 
 
@@ -229,9 +235,11 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     lines, on = rollouts(8), SpecConfig(batch_threshold="auto")
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
-    begin = AutoGate.begin
-    monkeypatch.setattr(AutoGate, "begin", lambda self, step: begin(self, step._replace(ranks=None)))
-    assert seconds(lines, cluster, on, STEPPED) > 1.1 * drafted
+    end = Engine.end_step
+    monkeypatch.setattr(
+        Engine, "end_step", lambda self, seconds, *_: end(self, seconds, self._work.num_tokens, None)
+    )
+    assert seconds(lines, cluster, on, STEPPED) > 1.01 * drafted
 
 
 def test_the_lines_of_a_step_are_one_rollout():

@@ -60,6 +60,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("cluster (with several values, every combination is simulated)"),
         ("--replicas", number(int, 1, MAX_ENGINES), "N", [1], "engines"),
         ("--max-num-seqs", positive, "N", [64], "requests that an engine runs at a time"),
+        ("--max-num-batched-tokens", positive, "N", 8192, "tokens of a step at most, prompts included"),
         ("--group-size", positive, "N", [], "the first N responses of each line (all)"),
     )
 
@@ -150,6 +151,7 @@ def _clusters(args: argparse.Namespace, kv_tokens: float, num_ranks: int) -> lis
             *combination,
             num_ranks=num_ranks,
             kv_tokens=kv_tokens,
+            max_num_batched_tokens=args.max_num_batched_tokens,
             fills_drafts=args.fill_drafts,
             tool_seconds=1.0 if args.tool_seconds is None else args.tool_seconds,
         )

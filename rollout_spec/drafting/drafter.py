@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import Ranks, Step
 from rollout_spec.drafting.gate.gate import make_gate
+from rollout_spec.drafting.gate.step import Step, Work
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
-from rollout_spec.drafting.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
 
 FILLER = 0  # a token id of any vocabulary
@@ -89,7 +88,8 @@ class Drafter:
         self._has_model = most_model_tokens > 0
         self._gate = make_gate(config, self._fill_to, most_model_tokens)
         self._clock = clock
-        self._step_seconds = StepSeconds()
+        self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
+        self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
         self.next_step_waits = False  # for drafts, as they may pay
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
@@ -98,6 +98,7 @@ class Drafter:
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
+        self._num_given = 0  # draft tokens that it gave the next one
         self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
 
     @property
@@ -178,7 +179,7 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         *,
-        ranks: Ranks | None = None,
+        work: Work | None = None,
         ended: float | None = None,
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
@@ -192,7 +193,8 @@ class Drafter:
                 that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
-            ranks: of the step that has ended, where data-parallel ranks step together.
+            work: what the step that has ended processed; by default a token of each decoding row and the
+                drafts that it was given.
             ended: when it ended, by the clock; by default now.
             in_time: False where the next step takes no drafts: it has begun, or a model has drafted nothing
                 for it.
@@ -215,16 +217,19 @@ class Drafter:
             self._gate.discard()
             others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        has_new_rows = self._map_rows(request_ids)
+        goes_on = self._map_rows(request_ids)
         assert self._rows is not None
         all_decode = 0 not in nums_new_tokens
-        now = self._clock() if ended is None else ended
+        num_decoding = num_rows - nums_new_tokens.count(0)
+        if work is None:
+            work = Work(num_decoding + self._num_given, has_drafts=self._num_given > 0)
+        self._num_given = 0
         step = Step(
-            num_rows=num_rows - nums_new_tokens.count(0),
+            *work,
+            num_rows=num_decoding,
             num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
             num_new_tokens=sum(nums_new_tokens),
-            seconds=self._step_seconds.end_step(now, all_decode=all_decode, has_new_rows=has_new_rows),
-            ranks=ranks,
+            seconds=self._end_step(self._clock() if ended is None else ended, goes_on),
             num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
             model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens),
         )
@@ -243,6 +248,7 @@ class Drafter:
             drafts = self._choose_for_next_step(rows, proposed, num_rows)
             self._model_share.count_drafted(request_ids, drafts, model_drafts)
             self._fill_up(drafts, nums_new_tokens)
+            self._num_given = sum(map(len, drafts))
         else:  # these drafts come too late for a step; what the gate says of them decides for the next one
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
@@ -259,14 +265,22 @@ class Drafter:
         while has_more and has_time():
             has_more = self.index.catch_up(PIECE_TOKENS)
 
+    def _end_step(self, now: float, goes_on: bool) -> float | None:
+        """A step ends now; returns what it took. None: without a request that goes on, the engine may have
+        waited for one, slept, or taken new weights.
+        """
+        seconds = None if self._last_end is None or not goes_on else now - self._last_end
+        self._last_end, self._last_seconds = now, seconds or 0.0
+        return seconds
+
     def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether there is one that was no row of the step before."""
+        """Whether there is one that was a row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._rows is not None and self._row_ids == request_ids:
-            return False
+            return True
         self._rows = self._tracked_rows(request_ids)
         last, self._row_ids = self._row_ids, list(request_ids)
-        return not set(last).issuperset(request_ids)
+        return not set(last).isdisjoint(request_ids)
 
     def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
@@ -298,7 +312,7 @@ class Drafter:
             least_survival or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
         if self.index.has_behind:  # also where nobody waits for a device
-            end = self._clock() + min(STEP_SHARE * self._step_seconds.last, MOST_SECONDS)
+            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
             self._forget_dropped(rows, result.num_draft_tokens)
@@ -362,4 +376,4 @@ class Drafter:
 
     def note_new_weights(self) -> None:
         """The target's weights have changed: the time until the next step is no step's."""
-        self._step_seconds.forget_last_end()
+        self._last_end = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout_spec.drafting.gate.costs import ModelShares
+from rollout_spec.drafting.gate.step import ModelShares
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.trace import num_alike

@@ -8,13 +8,13 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
@@ -35,6 +35,7 @@ class Cluster:
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
     fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
+    max_num_batched_tokens: int = 8192  # of a step, prompts included; verl's default
     tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
 
 
@@ -68,9 +69,11 @@ class EngineRun(Counters):
 
 
 class StepWork(NamedTuple):
-    """What an engine, or a data-parallel rank, has to do in a step; the fields are arguments of `Times`."""
+    """What an engine, or a data-parallel rank, has to do in a step; all but one are arguments of `Times`."""
 
     num_tokens: int
+    num_prompt_tokens: int
+    """Of these, those that are prefilled."""
     num_context: int
     num_rows: int
     drafted: bool
@@ -79,9 +82,9 @@ class StepWork(NamedTuple):
 class Engine:
     """One rollout engine, or one of its data-parallel ranks.
 
-    A prompt is prefilled in the step that admits its first request; siblings find it in the prefix cache.
-    When the KV cache is full, the newest request goes back to the queue and is prefilled again later, as in
-    vLLM.
+    A step prefills as many tokens of prompts as `max_num_batched_tokens` leaves beside the rows that decode;
+    siblings find a prompt in the prefix cache. When the KV cache is full, the newest request goes back to the
+    queue and is prefilled again later, as in vLLM.
 
     Args:
         config: of the drafter. method=off: there is none, and all that the model drafts is verified.
@@ -113,6 +116,7 @@ class Engine:
         self._running: list[Request] = []  # by row, as the arrays below
         self._admitted: dict[str, None] = {}  # names of running requests, the newest last
         self._drafts: list[list[int]] = []
+        self._unfilled: list[int] = []  # tokens of each that are still to be prefilled
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
         self._begin = 0.0
 
@@ -144,13 +148,16 @@ class Engine:
 
     def begin_step(self) -> StepWork:
         self._take_back()
-        num_tokens = 0 if self._preempt() else self._admit()
-        num_tokens += self._num_verified
-        return StepWork(num_tokens, self._num_context, len(self._running), any(self._drafts))
+        may_admit, num_verified = not self._preempt(), self._num_verified
+        num_prompt_tokens = self._prefill(self._cluster.max_num_batched_tokens - num_verified, may_admit)
+        num_tokens = num_verified + num_prompt_tokens
+        num_rows, drafted = len(self._running), any(self._drafts)
+        self._work = StepWork(num_tokens, num_prompt_tokens, self._num_context, num_rows, drafted)
+        return self._work
 
     def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
-        num_tokens, num_context, num_rows, drafted = work
+        num_tokens, _, num_context, num_rows, drafted = work
         seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
@@ -165,12 +172,12 @@ class Engine:
             return self._model.num_tokens
         return self.drafter.num_passes
 
-    def end_step(self, seconds: float, ranks: Ranks | None = None) -> int:
+    def end_step(self, seconds: float, num_tokens: int, number: int | None) -> int:
         """End the step that has begun; returns the number of tokens that it gave.
 
         Args:
             seconds: that it took, the same for all data-parallel ranks.
-            ranks: what `Drafter.draft` is told of them.
+            num_tokens, number: of the step, as `Work` has them.
         """
         total, num_running = self.total, len(self._running)
         total.seconds += seconds
@@ -181,14 +188,15 @@ class Engine:
         num_gained = sum(nums_new)
         total.num_tokens += num_gained
         self._levels[:num_running] += np.array(nums_new, np.int32)
-        self._drafts = self._draft(nums_new, ranks)
+        work = Work(num_tokens, self._work.num_prompt_tokens, self._work.drafted, number)
+        self._drafts = self._draft(nums_new, work)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
 
     def _verify(self) -> list[int]:
         """The number of tokens that every row gets: the accepted ones of its draft, and one more."""
-        nums_new = [1] * len(self._running)
+        nums_new = [int(not num) for num in self._unfilled]
         for row, draft in enumerate(self._drafts):
             if not draft:
                 continue
@@ -201,7 +209,7 @@ class Engine:
             self.total.num_accepted_tokens += accepted
         return nums_new
 
-    def _draft(self, nums_new: list[int], ranks: Ranks | None) -> list[list[int]]:
+    def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
         """Drafts for the next step, by row."""
         model = self._drafts_of_model()
         if self.drafter is not None:
@@ -210,14 +218,14 @@ class Engine:
             in_time = self._model is None or model is not None
             return self.drafter.draft(
                 names, nums_new, self._token_ids, self._levels,
-                ranks=ranks, in_time=in_time, model_drafts=model,
+                work=work, in_time=in_time, model_drafts=model,
             )  # fmt: skip
         if model is None:
             return [[] for _ in self._running]
         rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
         return [
-            [token for token in tokens[: max(0, room)] if token >= 0]
-            for tokens, room in zip(model.tokens.tolist(), rooms.tolist(), strict=True)
+            [token for token in tokens[: max(0, room) if num_new else 0] if token >= 0]
+            for tokens, room, num_new in zip(model.tokens.tolist(), rooms.tolist(), nums_new, strict=True)
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:
@@ -236,7 +244,7 @@ class Engine:
     @property
     def _num_verified(self) -> int:
         """Tokens that the rows bring to the step: one each, and their drafts."""
-        return len(self._running) + sum(map(len, self._drafts))
+        return self._unfilled.count(0) + sum(map(len, self._drafts))
 
     @property
     def _num_kept(self) -> float:
@@ -267,10 +275,19 @@ class Engine:
             self.total.num_preemptions += 1
         return self.total.num_preemptions > num_before
 
-    def _admit(self) -> int:
-        """Fill the batch from the queue; returns the number of tokens to prefill."""
+    def _prefill(self, num_left: int, may_admit: bool) -> int:
+        """Prefill `num_left` tokens at most, those of the batch first; returns how many."""
+        num_tokens = 0
+        for row, num in enumerate(self._unfilled):
+            part = max(0, min(num, num_left - num_tokens))
+            self._unfilled[row] -= part
+            num_tokens += part
+        return num_tokens + (self._admit(num_left - num_tokens) if may_admit else 0)
+
+    def _admit(self, num_left: int) -> int:
+        """Fill the batch from the queue, while there are tokens left; returns how many it has prefilled."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._running) < self._cluster.max_num_seqs:
+        while self._queue and len(self._running) < self._cluster.max_num_seqs and num_tokens < num_left:
             request, num_done = self._queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
             if self._running and needed > self._cluster.kv_tokens:
@@ -281,7 +298,10 @@ class Engine:
             if request.num_cached or request.group in self._prefilled:
                 own -= request.num_cached or (own if shared is None else shared)
             self._prefilled.add(request.group)
-            num_tokens += own + num_done
+            own = max(1, own + num_done)  # vLLM computes the last one again
+            part = min(own, num_left - num_tokens)
+            self._unfilled[-1] = own - part
+            num_tokens += part
         return num_tokens
 
     def _start(self, request: Request, num_done: int) -> None:
@@ -294,6 +314,7 @@ class Engine:
         self._running.append(request)
         self._admitted[request.name] = None
         self._drafts.append([])
+        self._unfilled.append(0)
         if self.drafter is not None:
             self.drafter.add(
                 request.name, prompt, end, request.group, request.num_group_tokens, request.sample
@@ -312,9 +333,10 @@ class Engine:
             self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
         for rows in (self._token_ids, self._levels, self._ends):
             rows[row] = rows[last]
-        self._running[row], self._drafts[row] = self._running[last], self._drafts[last]
-        self._running.pop()
-        self._drafts.pop()
+        by_row: tuple[list[Any], ...] = (self._running, self._drafts, self._unfilled)
+        for values in by_row:
+            values[row] = values[last]
+            values.pop()
 
 
 def step_together(ranks: Sequence[Engine]) -> int:
@@ -327,7 +349,7 @@ def step_together(ranks: Sequence[Engine]) -> int:
     seconds = max(
         rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True)
     )
-    known = None
-    if len(ranks) > 1:  # what vLLM tells each of them
-        known = Ranks(ranks[0].total.num_steps, max(work.num_tokens for work in works))
-    return sum(rank.end_step(seconds, known) for rank in ranks)
+    # What vLLM tells each of several.
+    number = ranks[0].total.num_steps if len(ranks) > 1 else None
+    most_tokens = max(work.num_tokens for work in works)
+    return sum(rank.end_step(seconds, most_tokens, number) for rank in ranks)

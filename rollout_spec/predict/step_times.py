@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import isotonic_regression
 
 from rollout_spec.config import UserError
-from rollout_spec.drafting.gate.step_cost import never_falling
 
 _Point = tuple[float, float, float]
 SECONDS = (1e-9, 1e6)  # the least and the most that a step may take
@@ -141,4 +141,4 @@ def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArr
         )
     if (twice := at[1:][at[1:] == at[:-1]]).size:
         raise StepTimesError(f"step times: {twice[0]:g} tokens have more than one time")
-    return at, never_falling(seconds, weights)
+    return at, isotonic_regression(seconds, weights=weights).x

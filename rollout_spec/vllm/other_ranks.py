@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.patches import Patch, wrap
 
 _WATCH = Patch(
@@ -23,15 +23,11 @@ V2_NAME = "dispatch_cg_and_sync_dp"
 
 
 class OtherRanks:
-    """The steps of the ranks, as a worker sees them.
-
-    Attributes:
-        ranks: of the last step; None where it is not known, as with a platform's own model runner.
-    """
+    """The steps of the ranks, as a worker sees them."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self.ranks: Ranks | None = None
         self._num_steps = 0
+        self._most_tokens: int | None = None  # None: not known, as with a platform's own model runner
         self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
         self._runner: Any = None
 
@@ -69,7 +65,13 @@ class OtherRanks:
             nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
             self._num_steps += 1
             graphs = self._compilation.cudagraph_capture_sizes or ()
-            self.ranks = Ranks(self._num_steps, most_tokens(num_own, int(nums_tokens.max()), graphs))
+            self._most_tokens = most_tokens(num_own, int(nums_tokens.max()), graphs)
+
+    def seen(self, work: Work | None) -> Work | None:
+        """What a step processed, as all ranks see it: as long as the busiest rank needs it takes."""
+        if work is None or self._most_tokens is None:
+            return work
+        return work._replace(num_tokens=self._most_tokens, number=self._num_steps)
 
 
 # A patched function outlives the engine that asked for it: so it holds none of them.

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -55,7 +56,8 @@ class SuffixProposer:
         has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
         self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
         self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
-        self.other_ranks = OtherRanks(vllm_config)
+        self._other_ranks = OtherRanks(vllm_config)
+        self._work: Work | None = None
         self._runner: Any = None  # a `Runner`, once there is one
         self.config = SpecConfig()
         self.receive: Callable[[], object] = lambda: None
@@ -78,7 +80,7 @@ class SuffixProposer:
         if self.is_used:
             logger.info("rollout_spec: drafting is active in this engine: %s", config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
-                self.other_ranks.watch(runner)
+                self._other_ranks.watch(runner)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is no model to load; the last moment before serving to see that the plugin has run."""
@@ -122,8 +124,20 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
-        nums_new_tokens, ranks = list(map(len, sampled_token_ids)), self.other_ranks.ranks
-        return self.draft(nums_new_tokens, token_ids_cpu, num_tokens_no_spec, ranks=ranks)
+        return self.draft(
+            list(map(len, sampled_token_ids)), token_ids_cpu, num_tokens_no_spec, work=self.work
+        )
+
+    def note_work(self, scheduler_output: Any, has_waited: bool = False) -> None:
+        """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
+        nums, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        num_tokens, num_drafts = scheduler_output.total_num_scheduled_tokens, sum(map(len, drafts.values()))
+        self._work = Work(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
+
+    @property
+    def work(self) -> Work | None:
+        """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
+        return self._other_ranks.seen(self._work)
 
     @property
     def wants_room(self) -> bool:

@@ -48,6 +48,15 @@ def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
     return title, [*SETTING, *baselines], rows
 
 
+def gate_table(record: dict[str, Any]) -> Table:
+    """What `bench gate` measured: a row for each scenario."""
+    columns = ["scenario", "gate / plain", "gate / oracle", "oracle / plain", "full, gate", "full, oracle"]
+    rows = [
+        [row["scenario"], *(f"{value:.3f}" for value in list(row.values())[1:])] for row in record["results"]
+    ]
+    return "Tokens per second; full: the share of steps with a full batch that have drafts", columns, rows
+
+
 def host_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench host` measured: a row for each number of rows, device and method."""
     first = record["plan"]["methods"][0]

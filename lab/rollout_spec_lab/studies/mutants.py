@@ -62,11 +62,11 @@ TARGETS = (
     Target(
         tuple(
             f"rollout_spec/drafting/{name}.py"
-            for name in ("gate/costs", "gate/gate", "step_seconds", "groups", "history")
+            for name in ("gate/step_seconds", "gate/gate", "gate/gains", "groups", "history")
         ),
         tuple(
             f"tests/test_{name}.py"
-            for name in ("gate", "gate_costs", "drafter", "groups", "history", "proposer")
+            for name in ("gate", "step_seconds", "drafter", "groups", "history", "proposer")
         ),
         "not promises_that",
     ),

@@ -5,23 +5,25 @@ probability that a draft is accepted up to and with a token) at which a token is
 in this step. `choose` then keeps the tokens that pay. A gate that drafts nothing is called closed.
 """
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.costs import NOTHING, Choice, Costs, Step
-from rollout_spec.drafting.gate.passes import Passes
+from rollout_spec.drafting.gate.gains import DraftGains
+from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
 
-# Steps in a row that must agree before a gate opens or closes: a single arrival must not flip it.
-HYSTERESIS_STEPS = 4
+# Steps in a row that must agree before a fixed gate opens or closes, since a single arrival must not flip it;
+# steps at most until an automatic gate that has closed weighs drafts again.
+PATIENCE = 4
 
 # The automatic gate. Steps are engine steps.
 MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
-NUM_TRIES = 8  # steps whose drafts are filled up though by a guess they do not pay: the guess is far off
-MARGIN = 0.02  # the share of a plain step's tokens that drafts must gain
-LOOK_EVERY = 16  # steps, in one of which a closed gate weighs drafts all the same
-FORGET_STEPS = 256  # without drafts, in which two thirds of the belief in what they cost are lost
+MARGIN = 0.01  # the share by which drafts must give more tokens per second than a plain step
+PROBE_EVERY = 256  # steps, of which one goes without drafts, to measure a plain step, and two with some
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
@@ -30,11 +32,10 @@ _Float32 = npt.NDArray[np.float32]
 class Gate:
     """What a gate is asked; of itself it measures nothing and drafts nothing.
 
-    Args:
-        most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
+    most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
 
     Attributes:
-        counters: the steps that it left without drafts, and what `Costs` counts.
+        counters: the steps that it left without drafts, and what it believed of them.
         fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
         probes_soon: whether the step after the next one goes without drafts, to be measured.
         num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
@@ -50,14 +51,10 @@ class Gate:
         return None
 
     def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
-        """How much of each draft to verify.
+        """How much of each draft to verify, int32 [n].
 
-        Args:
-            survivals: float32 [n, K], of the draft up to and with this token; falling along a row.
-            numbers: int32 [n], draft tokens of each row.
-
-        Returns:
-            int32 [n], at most `numbers`.
+        survivals: float32 [n, K], of the draft up to and with this token; falling along a row.
+        numbers: int32 [n], draft tokens of each row: the most.
         """
         return numbers
 
@@ -66,7 +63,7 @@ class Gate:
 
 
 def make_gate(config: SpecConfig, fill_to: int = 0, most_model_tokens: int = 0) -> Gate:
-    """The gate that the options describe; `fill_to` as of `Costs`, `most_model_tokens` as of `Gate`."""
+    """The gate that the options describe; the arguments are those of `AutoGate`."""
     if isinstance(config.batch_threshold, str):
         return AutoGate(fill_to, most_model_tokens)
     return FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
@@ -75,10 +72,8 @@ def make_gate(config: SpecConfig, fill_to: int = 0, most_model_tokens: int = 0) 
 class FixedGate(Gate):
     """A fixed threshold on the number of decoding requests (the CANN recipe's rule), with hysteresis.
 
-    Args:
-        batch_threshold: draft while at most this many requests decode; 0 never drafts.
-        min_survival: what `begin` gives, always.
-        most_model_tokens: as of `Gate`; as many passes the model takes, always.
+    batch_threshold: draft while at most this many requests decode; 0 never drafts.
+    min_survival: what `begin` gives, always. The model takes all its passes.
     """
 
     def __init__(self, batch_threshold: int, min_survival: float, most_model_tokens: int = 0) -> None:
@@ -90,7 +85,7 @@ class FixedGate(Gate):
     def begin(self, step: Step) -> float | None:
         says_open = step.num_rows <= self._batch_threshold
         self._num_against = 0 if says_open == self._is_open else self._num_against + 1
-        if self._is_open is None or self._num_against >= HYSTERESIS_STEPS:
+        if self._is_open is None or self._num_against >= PATIENCE:
             self._is_open, self._num_against = says_open, 0
         self.fills = bool(self._is_open)
         if self._is_open:
@@ -99,110 +94,154 @@ class FixedGate(Gate):
         return None
 
 
+def _is_probe(number: int) -> bool:
+    """Whether the step after that one is measured without drafts; more often at first: engines start slowly.
+
+    Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some also
+    where a step gets room for drafts because the one before it asked for it.
+    """
+    return number % PROBE_EVERY == 0 or number & (number - 1) == 0
+
+
 class AutoGate(Gate):
-    """Drafts where the expected gain is more than the measured cost.
+    """Drafts where that gives more tokens per second than a plain step.
 
-    A draft token pays while its survival is more than what its time would give elsewhere: seconds of the
-    token x tokens per second. So a step verifies, over all rows, the tokens most likely to be accepted, as
-    many as pay. What steps take and drafts give `Costs` learns.
+    Over all rows a step verifies the likeliest tokens, as many as give most tokens per second. `StepSeconds`
+    learns what steps take, `DraftGains` what drafts give.
 
-    Args:
-        fill_to: as in `Costs`. Then all steps with drafts take equally long: a step verifies every draft that
-            is proposed, or is a plain step.
-        most_model_tokens: as of `Gate`; the gate chooses how many passes pay.
+    Data-parallel ranks that step together take as long as the busiest. Each decides by itself, as if the
+    others decided the same. All measure plain steps at the same time: beside a rank with drafts a plain step
+    takes as long, so drafts would seem to cost nothing.
+
+    fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0. Then all steps
+        with drafts take equally long: a step verifies every draft that is proposed, or is plain.
+    most_model_tokens: as of `Gate`; the gate chooses how many passes pay.
     """
 
     def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
         super().__init__(most_model_tokens)
-        self._costs, self._passes = Costs(self.counters, fill_to), Passes(most_model_tokens)
-        self._is_filled = fill_to > 0
-        self._choice = NOTHING  # of the step now running
-        self._least_verified = MIN_SURVIVAL  # the least survival in the latest budget
-        self._num_tries = NUM_TRIES if fill_to else 0
-        self._num_refused = 0  # steps in a row in which no draft paid
-        self._steps_until_look = 0
+        self._fill_to = fill_to
+        self._seconds, self._gains = StepSeconds(fills=fill_to > 0), DraftGains(most_model_tokens)
+        self._num_steps = 0
+        self._step: Step  # that ended last
+        self._is_probe = self._is_trial = (
+            False  # whether the step now running measures what the gate would not do
+        )
+        self._promised = 0.0  # tokens, of the drafts of the step now running
+        self._price = 0.0  # the least survival that the last step with drafts took
+        self._least_asked = MIN_SURVIVAL
+        self._num_refused = self._steps_until_look = 0
+        # The busiest rank's tokens / our rows, where ranks step together. The least is that of a plain step.
+        self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
 
     def begin(self, step: Step) -> float | None:
-        excess = self._costs.learn(step, self._choice)
-        self.probes_soon = self._costs.probes_soon
-        if excess is not None and step.num_passes:
-            self._passes.learn_share(step.num_passes, excess)
+        self._learn(self._seen(step))
+        self.discard()
+        number = self._num_steps if step.number is None else step.number
+        self._num_steps += 1
+        self._is_probe = not self._seconds.is_known or _is_probe(number)
+        self.probes_soon = _is_probe(number + 2)
+        self._is_trial = _is_probe(number + 3) or _is_probe(number + 4)
+        if self._is_probe:
+            self.counters.num_steps_off_probe += 1
+            return None
+        if self._steps_until_look and not self._is_trial:
+            self._steps_until_look -= 1
+            self.counters.num_steps_off_cost += 1
+            return None
+        return self._least_asked
+
+    def _seen(self, step: Step) -> Step:
+        """Where ranks step together, it is no plain step if another rank may have verified drafts."""
+        self._step = step
+        if step.number is None:
+            return step
+        self._tokens_per_row.append(step.num_tokens / step.num_rows)
+        others = not self._is_probe and step.num_tokens > self._num_busiest_rows
+        return step._replace(has_drafts=step.has_drafts or others)
+
+    def _learn(self, step: Step) -> None:
+        if step.seconds is not None:
+            self._count(step, step.seconds, self._seconds.learn(step, step.seconds))
+        self._gains.learn(self._promised, step.num_new_tokens - step.num_rows if self._promised else 0)
         if step.model_shares is not None:
             verified, accepted = step.model_shares
             # Each took the place of a token that is accepted about as often as the last that was verified.
-            self._passes.learn_gains(accepted - verified * self._least_verified)
-        self._choice, self.fills = NOTHING, False
-        if self._costs.is_probe:
-            self.counters.num_steps_off_probe += 1
-            return None
-        if self._num_refused >= HYSTERESIS_STEPS:
-            # What made drafts dear may be over: believe it less and less, and weigh drafts now and then.
-            self._costs.forget_drafts(1.0 / FORGET_STEPS)
-            self._steps_until_look -= 1
-            if self._steps_until_look > 0:
-                self.counters.num_steps_off_cost += 1
-                return None
-        return max(MIN_SURVIVAL, self._least_verified / 2)
+            self._gains.learn_passes(accepted - verified * self._price)
+
+    def _count(self, step: Step, seconds: float, expected: float) -> None:
+        """Count what was believed of a step, so that a user can see it; not of prompts, which differ."""
+        if not expected or step.num_prompt_tokens:
+            return
+        plain, counters = self._plain_seconds(), self.counters
+        counters.num_timed_steps += 1
+        counters.timed_seconds += seconds
+        counters.error_seconds += abs(seconds - expected)
+        counters.believed_plain_seconds += plain
+        if step.has_drafts:
+            counters.num_drafted_steps += 1
+            counters.drafted_seconds += seconds
+            counters.drafted_as_plain_seconds += plain / step.num_rows * step.num_new_tokens
+        else:
+            counters.plain_seconds += seconds
+            counters.believed_of_plain_seconds += expected
+
+    @property
+    def _num_busiest_rows(self) -> int:
+        """Rows of the busiest rank: no rank's step is shorter than its."""
+        return round(max(1.0, min(self._tokens_per_row, default=1.0)) * self._step.num_rows)
+
+    def _plain_seconds(self) -> float:
+        """Of a step like the last one without prompts and drafts; a model's first pass always runs."""
+        num_passes = min(1, self._step.num_passes)
+        step = self._step._replace(num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
+        return float(self._seconds.expected(step, self._num_busiest_rows))
+
+    def _drafted_seconds(self, most: int) -> npt.NDArray[np.float64]:
+        """Of a step like the last one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
+        step = self._step._replace(num_prompt_tokens=0, has_drafts=True)
+        nums = np.full(most, step.num_rows * self._fill_to) if self._fill_to else 1 + np.arange(most)
+        return self._seconds.expected(step, np.maximum(self._num_busiest_rows, step.num_rows + nums))
 
     def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
-        self._steps_until_look = LOOK_EVERY
         is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
-        num, gain = self._best_budget(sorted_survivals)
-        if self._costs.step.num_passes:
-            self._passes.choose(self._costs.gain)
-            self.num_passes = self._passes.num
-        if not num:
-            self._fill_empty()
+        num, plain = len(sorted_survivals), self._plain_seconds()
+        seconds = self._drafted_seconds(max(1, num))
+        if not num:  # where drafts are filled up, the step has them if that takes no longer
+            self.fills = self._fill_to > 0 and seconds[0] <= plain
             return numbers
-        if not self._drafts_for(gain):
-            self._num_refused += 1
-            self.counters.num_steps_off_cost += 1
-            self._least_verified = max(MIN_SURVIVAL, self._least_verified / 2)
-            return np.zeros_like(numbers)
-        self._num_refused = 0
-        self._least_verified = float(sorted_survivals[num - 1])
-        is_chosen = (survivals >= np.float32(self._least_verified)) & is_draft
+        num_rows = self._num_busiest_rows
+        tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.calibration
+        best = int(np.argmax(tokens / seconds))
+        rate = float(tokens[best] / seconds[best])
+        self._choose_passes(rate)
+        if rate * plain > (1.0 + MARGIN) * num_rows:
+            self._num_refused = 0
+        elif not self._is_trial:
+            return self._refuse(numbers)
+        self._price = float(sorted_survivals[best])
+        # The next step may want less likely ones. That is found step by step: to draft takes the host time.
+        self._least_asked = max(MIN_SURVIVAL, min(self._price / 2, 2 * self._least_asked))
+        is_chosen = (survivals >= np.float32(self._price)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
-        # There may be more of the last survival than the budget has.
-        self._choice, self.fills = self._choice_of(sorted_survivals[: chosen.sum()]), True
+        # There may be more of the last survival than the best number has.
+        self._promised, self.fills = float(sorted_survivals[: chosen.sum()].sum()), True
         return chosen
 
-    def _drafts_for(self, gain: float) -> bool:
-        """Whether the step has drafts that gain `gain` tokens; the first few tries have them in any case."""
-        if gain > MARGIN * self._costs.most_rows:
-            return True
-        if self._num_tries:
-            self._num_tries -= 1
-            return True
-        return False
+    def _refuse(self, numbers: _Int32) -> _Int32:
+        """No draft pays; one that pays is looked for at once, then in the second, third, ... step."""
+        self._steps_until_look = min(self._num_refused, PATIENCE - 1)
+        self._num_refused += 1
+        self.counters.num_steps_off_cost += 1
+        self._least_asked = max(MIN_SURVIVAL, self._least_asked / 2)
+        return np.zeros_like(numbers)
 
-    def _fill_empty(self) -> None:
-        """Nothing is proposed: where drafts are filled up, the step has them if that takes no longer."""
-        if not self._is_filled:
-            return
-        choice = self._choice_of(np.zeros(0))
-        if choice.expected_seconds <= self._costs.plain_seconds:
-            self._choice, self.fills = choice, True
-
-    def _choice_of(self, survivals: npt.NDArray[np.float64]) -> Choice:
-        """The step that verifies draft tokens of these survivals."""
-        num = len(survivals)
-        seconds = float(self._costs.drafted_seconds(np.array([num]))[0])
-        return Choice(self._costs.num_verified(num), float(survivals.sum()), seconds)
+    def _choose_passes(self, rate: float) -> None:
+        """For the next step that waits for drafts, where the engine gives so many tokens per second."""
+        if self._step.num_passes:
+            seconds = self._seconds.expected_pass(self._num_busiest_rows)
+            self.num_passes = self._gains.num_passes(rate * seconds / self._num_busiest_rows)
 
     def discard(self) -> None:
-        self._choice, self.fills = NOTHING, False
-
-    def _best_budget(self, survivals: npt.NDArray[np.float64]) -> tuple[int, float]:
-        """How many draft tokens to verify, and the tokens that they gain above what their time would give.
-
-        survivals: of all rows' draft tokens, the largest first.
-        """
-        if not len(survivals):
-            return 0, 0.0
-        costs, plain = self._costs.drafted_seconds(1 + np.arange(len(survivals))), self._costs.plain_seconds
-        tokens = self._costs.gain * self._costs.most_rows  # that the time of a plain step gives
-        net_gains = np.cumsum(survivals * self._costs.calibration) - tokens / plain * (costs - plain)
-        best = int(np.argmax(net_gains))
-        return best + 1, float(net_gains[best])
+        self._promised, self.fills = 0.0, False

@@ -53,6 +53,12 @@ PROMPTS = Patch(
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._determine_batch_execution_and_padding",
     until="MRV1 knows a chunk of a prompt by more than its length",
 )
+WORK = Patch(
+    name="vllm-note-work",
+    reason="the gate learns what steps take from the tokens that they process, and a proposer is not told",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model",
+    until="vLLM hands a proposer the scheduler's output",
+)
 IDLE_HOST = Patch(
     name="vllm-idle-host",
     reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text that is behind",
@@ -76,8 +82,8 @@ GRAPHS = Patch(
 )
 # What an engine's processes apply to themselves, as far as it asks for it.
 ENGINE_PATCHES = (
-    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, IDLE_HOST, SHARED_NOISE, LAST_TOKENS,
-    GRAPHS,
+    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, WORK, IDLE_HOST, SHARED_NOISE,
+    LAST_TOKENS, GRAPHS,
 )  # fmt: skip
 
 
@@ -96,6 +102,16 @@ class PromptsRunner(GPUModelRunner):
         if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
             kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class NotingRunner(GPUModelRunner):
+    """It tells the proposer what a step processes."""
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        proposer = proposer_of(self)
+        assert proposer is not None
+        proposer.note_work(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
 
 class CatchingUpRunner(GPUModelRunner):
@@ -140,7 +156,8 @@ class BesideTextRunner(SharedNoiseRunner):
             batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
             drafts = proposer.draft(
                 list(map(len, output.sampled_token_ids)), batch.token_ids_cpu, batch.num_tokens_no_spec,
-                in_time=self.model_passes.num_now > 0, model_drafts=self.model_passes.on_host(),
+                work=proposer.work, in_time=self.model_passes.num_now > 0,
+                model_drafts=self.model_passes.on_host(),
             )  # fmt: skip
             self.drafts = DraftTokenIds(list(output.req_ids), drafts)
             attach(output, Report(proposer.num_passes))
@@ -155,6 +172,7 @@ def check_runner() -> None:
     sampler.check_engine_patches()
     guard_class(PLAIN_STEPS, PlainStepsRunner, GPUModelRunner)
     guard_class(PROMPTS, PromptsRunner, GPUModelRunner)
+    guard_class(WORK, NotingRunner, GPUModelRunner)
     guard_class(IDLE_HOST, CatchingUpRunner, GPUModelRunner)
 
 
@@ -187,6 +205,7 @@ def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
         proposer.bind(runner, config)
         record(LAST_TOKENS)
         runner.effective_drafter_max_model_len = 1 << 31
+        put_before(NotingRunner, runner, WORK)
         if current_platform.is_cuda_alike() and proposer.is_used:
             put_before(CatchingUpRunner, runner, IDLE_HOST)
     return proposer

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
-from rollout_spec.drafting.gate.costs import Ranks
+from rollout_spec.drafting.gate.step import Work
 
 
 class Arrival:
-    """A step's tokens on their way to the host, and what the step's ranks knew of each other."""
+    """A step's tokens on their way to the host, and what the step has processed."""
 
-    def __init__(self, request_ids: list[str], ranks: Ranks | None, *on_device: torch.Tensor) -> None:
-        self.request_ids, self.ranks = request_ids, ranks
+    def __init__(self, request_ids: list[str], work: Work | None, *on_device: torch.Tensor) -> None:
+        self.request_ids, self.work = request_ids, work
         self._on_device = on_device  # held until they have been copied
         self._on_host = [async_copy_to_np(each) for each in on_device]
         self._event = torch.cuda.Event(blocking=True)

@@ -93,6 +93,7 @@ class HostDrafts:
         given = scheduler_output.scheduled_spec_decode_tokens
         drafts = {name: tokens for name, tokens in given.items() if tokens and tokens[0] >= 0}
         self._nums_drafts = {name: len(tokens) for name, tokens in drafts.items()}
+        self.proposer.note_work(scheduler_output, has_waited=self._plan.room > 0)
         if not drafts:
             return
         tokens, states = np.zeros((len(drafts), self._num_tokens), np.int64), self._runner.req_states
@@ -168,7 +169,7 @@ class HostDrafts:
         if not self.proposer.is_used:
             return self.no_drafts(input_batch)
         assert self.sampled_tokens is not None
-        arriving = self.proposer.other_ranks.ranks, self.sampled_tokens, num_sampled, *model_drafts
+        arriving = self.proposer.work, self.sampled_tokens, num_sampled, *model_drafts
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._arrivals.append(Arrival(input_batch.req_ids, *arriving))
@@ -205,7 +206,7 @@ class HostDrafts:
         nums_new = self._batch.extend(arrival.request_ids, tokens, nums)
         model_drafts = self._batch.place(arrival.request_ids, nums, *drafted) if drafted else None
         drafts = self.proposer.draft(
-            nums_new, self._batch.tokens, self._batch.levels, ranks=arrival.ranks, ended=arrival.ended,
+            nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
             in_time=in_time and bool(drafted) == self._has_model, model_drafts=model_drafts, rooms=rooms,
         )  # fmt: skip
         return DraftTokenIds(list(self._batch.input_batch.req_ids), drafts)

@@ -1,0 +1,39 @@
+"""`rollout-spec-lab bench gate`: the automatic gate beside an oracle, in an engine made of time."""
+
+import argparse
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec_lab.cli.inputs import add_output
+
+HELP = "judge the gate: scenarios that hurt, beside plain steps and an oracle"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    scenarios = parser.add_argument_group("what is served")
+    scenarios.add_argument("scenarios", metavar="SCENARIO", nargs="*", help="names of scenarios (all)")
+    add_options(
+        scenarios,
+        ("--file", path, "FILE", None, "JSON with scenarios of your own, in place of ours"),
+        ("--seeds", number(int, 1), "N", 2, "serve each scenario N times"),
+    )
+    add_output(parser, "the JSON, and a picture beside it", "FILE")
+    add_example(parser, "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import counted, show
+    from rollout_spec.environment import environment
+    from rollout_spec.files import as_json, write_files
+    from rollout_spec_lab.bench.gate import SCENARIOS, draw, judge, read_scenarios
+    from rollout_spec_lab.bench.tables import gate_table
+
+    found = read_scenarios(args.file or SCENARIOS, args.scenarios)
+    with counted("scenarios", len(found)) as advance:
+        results = [row for row in judge(found, args.seeds) if advance(1) is None]
+    record = {"environment": environment(), "seeds": args.seeds, "results": results}
+    if args.output:
+        picture = args.output.with_suffix(".png").name
+        write_files(args.output.parent, {args.output.name: as_json(record), picture: draw(results)})
+    show(record, args.json, gate_table(record))
+    return 0

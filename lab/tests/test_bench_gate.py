@@ -1,0 +1,85 @@
+"""The judge of gates sees what a gate can do wrong. Time is virtual: nothing depends on the machine."""
+
+import json
+from unittest import mock
+
+import pytest
+
+from rollout_spec.config import UserError
+from rollout_spec.drafting.gate import step_seconds
+from rollout_spec.drafting.gate.step_seconds import StepSeconds
+from rollout_spec_lab import cli
+from rollout_spec_lab.bench.gate import SCENARIOS, Engine, Gated, Oracle, Plain, Scenario, read_scenarios
+
+DEAR = {"knee": 64, "slope": 9e-5, "repeats": (0.1, 0.8, 0.2), "requests": 96, "rollouts": 1}
+BURSTS = Scenario(**DEAR, prompt=8000, budget=2048, length=(4.5, 0.5))
+LOADS = {
+    "bursts": BURSTS,
+    "free": Scenario(requests=96, rollouts=1),
+    "cold": Scenario(**DEAR, cold=(5, 20.0)),
+    "dear later": Scenario(requests=96, rollouts=1, drafted=0.03, drafted_from=300),
+    "small budget": Scenario(
+        budget=2048,
+        prompt=2000,
+        rows=256,
+        requests=512,
+        knee=128,
+        slope=9e-5,
+        repeats=(0.1, 0.8, 0.3),
+        rollouts=1,
+    ),
+    "ahead": Scenario(**DEAR, ahead=True, drafted=1e-3),
+}
+
+
+def speed(scenario, chooser):
+    return Engine(scenario, chooser, 0).serve().tokens_per_s
+
+
+@pytest.mark.parametrize("name", ["bursts", "free", "cold", "dear later", "ahead"])
+def test_the_gate_never_loses_and_is_near_the_oracle(name):
+    plain, ours, best = (speed(LOADS[name], chooser()) for chooser in (Plain, Gated, Oracle))
+    assert ours > 0.97 * plain and ours > 0.85 * best
+
+
+LEARN = StepSeconds.learn
+
+
+def taking_prompts_for_decoding(self, step, seconds):
+    num_decoded = step.num_tokens - step.num_prompt_tokens
+    return LEARN(self, step._replace(num_prompt_tokens=0, num_tokens=num_decoded), seconds)
+
+
+def taking_odd_steps_as_they_are(self, step, seconds):
+    with mock.patch.object(step_seconds, "ODD", 1e9):
+        return LEARN(self, step, seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("small budget", taking_prompts_for_decoding), ("dear later", taking_odd_steps_as_they_are)],
+)
+def test_a_broken_gate_is_seen(name, broken):
+    right = speed(LOADS[name], Gated())
+    with mock.patch.object(StepSeconds, "learn", broken):
+        assert speed(LOADS[name], Gated()) < 0.97 * right
+
+
+def test_scenarios_are_data(tmp_path, capsys):
+    assert len(read_scenarios(SCENARIOS, [])) > 20
+    file = tmp_path / "scenarios.json"
+    file.write_text(json.dumps({"mine": {"requests": 8, "rows": 4, "rollouts": 1, "length": [3, 0.1]}}))
+    output = tmp_path / "gate.json"
+    assert (
+        cli.main(["bench", "gate", "--file", str(file), "--seeds", "1", "--output", str(output), "--json"])
+        == 0
+    )
+    [row] = json.loads(capsys.readouterr().out)["results"]
+    assert row["scenario"] == "mine" and row["gate_over_plain"] > 0.5
+    assert output.exists() and output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for content, message in (("[]", "no scenarios"), ('{"a": {"speed": 1}}', "no scenarios")):
+        file.write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_scenarios(file, [])
+    with pytest.raises(UserError, match="no scenario of"):
+        read_scenarios(SCENARIOS, ["nothing"])

@@ -1,0 +1,100 @@
+"""What an engine step takes, learned from every step."""
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from rollout_spec.drafting.gate.step import Step
+
+MEMORY = 512  # steps after which what was measured has mostly faded
+ODD = 3.0  # times as slow or as fast as expected: a step that was disturbed, or that of another engine
+# Plain steps, mostly decoding, before anything is believed; odd steps in a row that mean another engine;
+# steps between fits.
+ENOUGH = 8
+DOUBT = 0.01  # the weight, in steps, of the belief that each of the columns below takes no time
+
+# The columns: a constant; of a curve its slope, by how much it becomes steeper at each bend, and by how much
+# it jumps there; then what verified tokens, prompts, context, slower code and a model's passes take besides.
+_BENDS = 2.0 ** np.arange(3, 15)  # tokens
+_KNOTS = np.array([0.0, *_BENDS, 2 * _BENDS[-1]])
+_SLOPES = slice(1, 2 + len(_BENDS))
+_JUMPS = slice(_SLOPES.stop, _SLOPES.stop + len(_BENDS))
+_NUM_COLUMNS = _JUMPS.stop + 6
+_TENS, _CONTEXT = 0.1, 1e-5  # so that doubt weighs all columns alike
+
+_Floats = npt.NDArray[np.float64]
+
+
+class StepSeconds:
+    """Seconds of a step, as the sum of the columns; none takes less than no time.
+
+    A fit by non-negative least squares (Lawson and Hanson 1974) of relative errors, to sums that fade. So a
+    step that was disturbed hardly counts, and one that was fast counts much. What is not seen any more fades
+    towards taking no time, and so is tried again.
+
+    Args:
+        fills: plain steps run the slower code, not steps with drafts: what fills drafts up is there for that.
+    """
+
+    def __init__(self, fills: bool = False) -> None:
+        self._fills = fills
+        self._forget()
+
+    def _forget(self) -> None:
+        self._squares, self._products = np.zeros((_NUM_COLUMNS, _NUM_COLUMNS)), np.zeros(_NUM_COLUMNS)
+        self._curve, self._jumps = np.zeros(len(_KNOTS)), np.zeros(1 + len(_BENDS))
+        self._rest = np.zeros(_NUM_COLUMNS - _JUMPS.stop)
+        self._num_plain = self._num_steps = self._num_odd = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were seen. Where prompts come all the time there may be no plain ones."""
+        return self._num_plain >= ENOUGH or self._num_steps >= MEMORY
+
+    def expected(self, step: Step, nums_verified: npt.ArrayLike) -> _Floats:
+        """Seconds of steps like this one, float64, if they verify so many tokens besides their prompts."""
+        nums = np.asarray(nums_verified, float)
+        all_tokens = nums + step.num_prompt_tokens
+        curve = np.interp(all_tokens, _KNOTS, self._curve) + self._jumps[np.searchsorted(_BENDS, all_tokens)]
+        return np.asarray(curve + nums * _TENS * self._rest[0] + float(self._rest[1:] @ self._extras(step)))
+
+    def expected_pass(self, num_rows: int) -> float:
+        """Seconds of one pass of a model over so many rows."""
+        return float(self._rest[-2] + self._rest[-1] * num_rows * _TENS)
+
+    def learn(self, step: Step, seconds: float) -> float:
+        """The step took so long; returns what was expected, 0.0 if nothing was known."""
+        num_verified = step.num_tokens - step.num_prompt_tokens
+        expected = float(self.expected(step, num_verified))
+        is_odd = expected > 0.0 and not 1.0 / ODD < seconds / expected < ODD
+        self._num_odd = self._num_odd + 1 if is_odd else 0
+        if self._num_odd == ENOUGH:
+            self._forget()
+        steeper, jumps = np.maximum(0.0, step.num_tokens - _BENDS) * _TENS, step.num_tokens > _BENDS
+        curve = [1.0, step.num_tokens * _TENS, *steeper, *jumps]
+        columns = np.array([*curve, num_verified * _TENS, *self._extras(step)]) / seconds
+        # At first it forgets sooner: engines start slowly.
+        keep = 1.0 - 1.0 / min(max(self._num_steps / 2, ENOUGH), MEMORY)
+        self._squares = keep * self._squares + columns[:, None] * columns
+        self._products = keep * self._products + columns
+        self._num_steps += 1
+        self._num_plain += not (step.has_drafts or is_odd) and step.num_prompt_tokens <= num_verified
+        if self._num_steps < 2 * ENOUGH or self._num_steps % ENOUGH == 0:
+            self._fit()
+        return expected
+
+    def _extras(self, step: Step) -> _Floats:
+        prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _CONTEXT
+        passes, is_slower_code = step.num_passes, step.has_drafts != self._fills
+        return np.array([prompts, context, is_slower_code, passes, passes * step.num_rows * _TENS])
+
+    def _fit(self) -> None:
+        """To all that was learned. Doubt is relative too."""
+        doubt = np.full(_NUM_COLUMNS, DOUBT * self._squares[0, 0] / min(self._num_steps, MEMORY))
+        doubt[0] /= 100  # a step takes some time
+        root = np.linalg.cholesky(self._squares + np.diag(doubt))
+        found = nnls(root.T, np.linalg.solve(root, self._products))[0]
+        slopes = np.cumsum(found[_SLOPES]) * _TENS
+        self._curve = found[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
+        self._jumps = np.concatenate([[0.0], np.cumsum(found[_JUMPS])])
+        self._rest = found[_JUMPS.stop :]
