@@ -271,7 +271,7 @@ def test_the_summary_has_the_documented_keys(runs, tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"summary.json", "report.html", "report.png"}
     assert set(summary) == {
         *("off", "on", "speedup", "speedup_ci95", "drift", "has_drifted", "corrected_speedup"),
-        *("first_step_agreement", "measures", "warnings"),
+        *("first_step_agreement", "measures", "warnings", "made_by"),
     }
     assert summary["first_step_agreement"] is None, "these rollouts were recorded without names"
     assert set(summary["measures"]) == {measure.name for measure in MEASURES}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example, models, prompts
-from rollout_spec.cli.arguments import add_options, folder, number, path
+from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
     )  # fmt: skip
     output = parser.add_argument_group("output")
-    add_options(
-        output, ("--output", folder, "DIR", None, "write certificate.json and certificate.html there")
-    )
+    kind = folder_for("certificate.json", "certificate.html")
+    add_options(output, ("--output", kind, "DIR", None, "write certificate.json and certificate.html there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
     add_example(parser, f"{command} --output outputs/certificate")
@@ -99,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
     source = str(args.train_file or "our own")
     record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
     headline = Headline(f"With drafts and without: {record['verdict']}.")
-    show(record, args.json, headline, *tables(record), *sentences(record))
-    if args.output:
-        write_certificate(record, args.output)
+    try:
+        if args.output:
+            write_certificate(record, args.output)
+    finally:  # a reader of the output may go away
+        show(record, args.json, headline, *tables(record), *sentences(record))
     return 0 if passed(record) else 1
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, folder, path
+from rollout_spec.cli.arguments import add_options, folder_for, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     there = "outputs/comparison"
-    add_options(output, ("--output", folder, "DIR", there, "folder for page, picture and JSON"))
+    kind = folder_for("summary.json", "report.png", "report.html")
+    add_options(output, ("--output", kind, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
@@ -39,8 +40,10 @@ def run(args: argparse.Namespace) -> int:
     table = (headline(comparison), columns, table_rows(comparison, intervals=False))
     warnings = comparison.warnings
     text = sentences(comparison)[len(warnings) :]
-    show(comparison.to_dict(), args.json, *map(Headline, warnings), table, *text)
-    paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
+    try:
+        paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
+    finally:  # a reader of the output may go away
+        show(comparison.to_dict(), args.json, *map(Headline, warnings), table, *text)
     published = {"wandb": publish(comparison, wandb_run, paths["png"])} if wandb_run else {}
     for kind, where in (paths | published).items() if not args.json else ():
         print(f"{kind:>6}: {where}")

@@ -9,7 +9,7 @@ from rollout_spec.cli.arguments import (
     MAX_ENGINES,
     add_options,
     add_spec_argument,
-    folder,
+    folder_for,
     number,
     spec_options,
 )
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     page = "write a page with pictures, replay.html, and replay.json"
-    add_options(output, ("--output", folder, "DIR", None, page))
+    kind = folder_for("replay.json", "replay.png", "replay.html")
+    add_options(output, ("--output", kind, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
@@ -71,11 +72,14 @@ def run(args: argparse.Namespace) -> int:
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
     values = Values(title, _values(record))
-    show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
-    if args.output:
-        page = write_outlook(record, _facts(args, config), args.output)
-        if not args.json:
-            print(f"page: {page}")
+    page = None
+    try:
+        if args.output:
+            page = write_outlook(record, _facts(args, config), args.output)
+    finally:  # a reader of the output may go away
+        show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
+    if page and not args.json:
+        print(f"page: {page}")
     return 0
 
 

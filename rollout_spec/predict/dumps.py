@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def read_rollouts(
     """Read files, and folders of files, as one: siblings together, several files by steps.
 
     Args:
-        limit: only the first lines, or groups; no file is read beyond the one that has the last of them.
+        limit: only the first lines, or groups; no file is read beyond the one that has the last of them,
+            and no others are held.
         tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
         columns: the fields of roles that count, whatever else a row has.
 
@@ -104,7 +105,7 @@ def _read_all(
         if limit is not None and len(found) >= limit:
             break
         try:
-            rows = _read(file, columns)
+            rows = _read(file, columns, None if limit is None else limit - len(found), groups.keys())
         except TraceError as error:
             refused.append(error)
             continue
@@ -175,17 +176,28 @@ def _by_number(file: Path) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
-def _read(file: Path, columns: Columns) -> list[_Row]:
-    fields, rows = "", []
+def _read(file: Path, columns: Columns, room: int | None, known: Container[tuple[Any, ...]]) -> list[_Row]:
+    """The lines and groups of a file: of those that are not `known`, the first `room`, or all."""
+    fields, found, num_rows, num_empty, new = "", list[_Row](), 0, 0, set[Any]()
     for where, row in _rows(file):
-        fields = fields or ", ".join(row)
-        rows.append(parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where))
-    found = [one for one in rows if one is not None]
+        num_rows, fields = num_rows + 1, fields or ", ".join(row)
+        one = parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where)
+        if one is None:
+            num_empty += 1
+            continue
+        key = num_rows if isinstance(one, Rollout) else _key(one)
+        if key not in known and key not in new:
+            if room is not None and len(new) >= room:
+                if isinstance(one, Rollout):  # a line has all of its group; siblings of rows may follow
+                    break
+                continue
+            new.add(key)
+        found.append(one)
     if not found:
-        what = f"no response that is known among {fields}" if rows else "it has no rows"
+        what = f"no response that is known among {fields}" if num_rows else "it has no rows"
         raise TraceError(f"{file}: {what}; {_WANTED}")
-    if len(found) < len(rows):
-        logger.warning("%s: %d of %d rows have no response", file, len(rows) - len(found), len(rows))
+    if num_empty:
+        logger.warning("%s: %d of %d rows have no response", file, num_empty, num_rows)
     return found
 
 

@@ -53,7 +53,7 @@ def run_of(source: Path) -> dict[str, Any]:
         entity, project, run_id = online.groups()
         return {"entity": entity, "project": project, "id": run_id, "mode": "online", "resume": "must"}
     files = wandb_files(source) if source.is_dir() else [source] if source.suffix == ".wandb" else []
-    for record in wandb_records(files[0]) if len(files) == 1 else ():
+    for record in wandb_records(files[0]) if len({file.name for file in files}) == 1 else ():
         if record.HasField("run"):
             of = {"entity": record.run.entity or None, "project": record.run.project}
             return {**of, "id": record.run.run_id, "mode": "offline", "resume": "allow"}
