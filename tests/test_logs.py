@@ -185,7 +185,7 @@ def write_run_off(file, update_seconds):
 @pytest.mark.parametrize(
     ("source", "update_seconds", "figures"),
     [
-        ("wandb", "timing_s/update_actor", {"speedup": 2.0, "drift": 1.0, "corrected_speedup": 2.0}),
+        ("wandb", "timing_s/update_actor", {"speedup": 2.0, "drift": 1.0}),
         # Without the time of the training, the drift is not known.
         ("wandb/offline-run-*/*.wandb", "other", {"speedup": 2.0}),
     ],

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import Values, show, tracked
+    from rollout_spec.cli.console import Values, heard, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.outlook import outlook
@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
-    rollouts.check_steps(lines, args.traces[0])
-    if config.corpus:
-        warn_of_same_texts(lines, config.corpus)
+    with heard("rollout_spec.predict") as doubts:
+        lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
+        rollouts.check_steps(lines, args.traces[0])
+        if config.corpus:
+            warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
-    record = {"headline": headline(record), **record}
+    record = {"doubts": doubts, "headline": headline(record), **record}
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
     values = Values(title, _values(record))

@@ -135,6 +135,8 @@ def _doubts(found: Sequence[_Row], tokenizer: Path | None, columns: Columns | No
     """What a user must know of the options and the responses."""
     groups = [one for one in found if isinstance(one, _Group)]
     texts = [text for one in groups for text in (one.prompt, *one.responses) if isinstance(text, str)]
+    if len(found) > 1 and all(one.step is None for one in found):
+        yield f"no row has a step: all {len(found)} prompts count as one rollout (--columns step=NAME)"
     if columns and not groups:
         yield "--columns: has no effect, because recordings have fields of their own"
     if tokenizer and not any(texts):

@@ -36,6 +36,8 @@ def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
     has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
     patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
     for argument in arguments:
+        if has_method and re.match(r"\+*rollout\.spec=\{", argument):
+            raise ConfigError(f"{argument}: write each option by itself, as rollout.spec.history=4")
         if any(re.match(pattern, argument) for pattern in patterns):
             raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off; {_KEYED}")
 
@@ -50,4 +52,4 @@ def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
         if override and override[1] == "model_tokens":
             raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
         if override and override[1] not in known:
-            SpecConfig.from_mapping({override[1]: override[2]})
+            SpecConfig.from_mapping({override[1]: override[2]}, model_drafter.OPTION)
