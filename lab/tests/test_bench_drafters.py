@@ -1,6 +1,6 @@
 """The drafters side by side: the same verifier as replay, errors are clear.
 
-What compares with vLLM's `suffix` needs ArcticInference (docs/tools/bench.md).
+What compares with vLLM's `suffix` needs ArcticInference (lab/bench.md).
 """
 
 import importlib.util

@@ -48,7 +48,7 @@ def require_arctic_inference() -> None:
     except ImportError as error:
         raise MissingError(
             f"vLLM's suffix needs {SUFFIX_PACKAGE}: pip install './lab[bench]', or faster as "
-            f"docs/tools/bench.md describes ({error})"
+            f"lab/bench.md describes ({error})"
         ) from error
 
 
