@@ -78,6 +78,11 @@ FORMS = {
     "ids in columns": [
         {"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r
     ],
+    "SpecDecode-Bench": [
+        {"id": "1", "prompt_token_ids": p, "generated_token_ids": ids, "acc_eagle": [1]}
+        for p, r in WANTED
+        for ids in r
+    ],
     "a recording": [
         {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
     ],

@@ -27,7 +27,7 @@ from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, 
 NAMES = {
     "prompt": (("prompt_token_ids", "prompt_ids"), ("prompt", "input", "question", "problem")),
     "response": (
-        ("response_token_ids", "response_ids", "completion_ids"),
+        ("response_token_ids", "response_ids", "completion_ids", "generated_token_ids"),
         ("response", "responses", "output", "outputs", "completion", "completions"),
     ),
     "group": (),
