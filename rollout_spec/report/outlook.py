@@ -95,8 +95,8 @@ def draw(record: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + [_draw_running]
-    figure = Figure(figsize=(9.6, 3.3), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+    figure = Figure(figsize=(6.4, 3.0 * len(panels)), layout="constrained")  # below one another, for phones
+    for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         panel(axes, record)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
@@ -110,7 +110,7 @@ def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
     axes.plot(steps, values, color=with_drafts, marker=".")
     axes.axhline(1, color=without, linewidth=0.8)
     axes.set(
-        title="Tokens per step, by training step (1: no drafts)", xlabel="training step",
+        title="By training step (1: no drafts)", xlabel="training step", ylabel="tokens per step",
         ylim=(0, 1.1 * max(1.0, *values)),
     )  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -125,4 +125,4 @@ def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
         "The longest rollout: running requests, without drafts\n"
         f"(shaded: at most {rows}, {share:.0%} of its steps; of all rollouts' {of_all:.0%})"
     )
-    axes.set(title=title, xlabel="engine step", ylim=(0, None))
+    axes.set(title=title, xlabel="engine step", ylabel="requests", ylim=(0, None))
