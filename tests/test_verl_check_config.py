@@ -331,6 +331,8 @@ def test_unknown_options_are_refused_among_other_overrides():
         ([], "+actor_rollout_ref.rollout.spec=sam"),
         (["+rollout.spec=sam"], "rollout.spec.method=off"),
         ([], "++rollout.spec={history: 4}"),
+        ([], "rollout.spec=sam"),
+        (["+rollout.spec=sam"], "~rollout.spec"),
     ],
 )
 def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
@@ -338,6 +340,14 @@ def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
         ConfigError, match=re.escape(f"{wrong}: write +rollout.spec=sam or +rollout.spec=off")
     ):
         check_overrides([*fine, wrong])
+
+
+def test_what_hydra_would_say_in_many_lines_is_one():
+    with pytest.raises(ConfigError, match=r"^\+rollout\.spec is given 2 times: sam, off$"):
+        check_overrides(["+rollout.spec=sam", "+rollout.spec=off"])
+    with pytest.raises(ConfigError, match=r"history=4: write rollout\.spec\.history=4, with no plus"):
+        check_overrides(["+rollout.spec=sam", "+rollout.spec.history=4"])
+    check_overrides(["--config-name=mine", "rollout.spec=off"])  # which mine.yaml has in its defaults
 
 
 def test_several_options_at_once_are_refused():
