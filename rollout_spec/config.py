@@ -119,7 +119,7 @@ class SpecConfig:
     )
     untested_vllm: bool = _option(
         False,
-        "draft also with a vLLM that is newer than the newest that our tests have run; else it is refused",
+        "true: draft with a vLLM newer than those that we have tested; false: refuse it",
         "you want to try such a vLLM. `certify` shows whether its tokens stay the same",
     )
 
