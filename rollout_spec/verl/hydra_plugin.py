@@ -77,7 +77,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
         raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
     # Whoever only asks for the configuration would get a traceback of Hydra's.
-    with one_line_errors() if {"--cfg", "-c"} & {*sys.argv} else contextlib.nullcontext():
+    with one_line_errors() if {"--cfg", "-c"} & {*sys.argv[1:]} else contextlib.nullcontext():
         spec = check_config(_root_)
     if spec.enabled:
         say(f"drafting is on, with up to {spec.num_speculative_tokens} draft tokens a request and step")
