@@ -216,6 +216,7 @@ def started(monkeypatch, tmp_path):
         (f"+rollout.spec=sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
         (f"-m +rollout.spec=off,sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
         ("-m +rollout.spec=sam rollout.spec.history=-1", "rollout.spec.history=-1: must be between 0"),
+        ("-m +rollout.spec=sam rollout.spec.history=4,-1", "rollout.spec.history=-1: must be between 0"),
         ("-m +rollout.spec=off,sam rollout.spec.history=2", "rollout.spec.history=2: in a sweep over "),
         ("+rollout.spec=SAM", "rollout.spec=SAM: must be one of sam, off"),
         ("-m +rollout.spec=sam,of", "rollout.spec=of: must be one of sam, off"),

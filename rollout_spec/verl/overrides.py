@@ -1,9 +1,14 @@
 """What is asked for on the command line, checked before Hydra reads it."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Transformer
+from hydra.errors import HydraException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.verl import model_drafter
@@ -16,6 +21,7 @@ _MISSPELT = (
     r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
     rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
 )
+_AS_IT_IS, _OTHERS = Transformer.identity, ("method", "routing", "corpus")
 _KEYED = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
 
 
@@ -59,3 +65,10 @@ def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
             raise ConfigError(f"{argument}: write {argument[1:]}, with no plus or with two")
         if override and override[1] not in known:
             SpecConfig.from_mapping({override[1]: override[2]}, model_drafter.OPTION)
+        if override and override[1] not in (*_OTHERS, model_drafter.OPTION) and "$" not in argument:
+            with contextlib.suppress(HydraException):  # which Hydra says itself
+                [parsed] = OverridesParser.create().parse_overrides([argument])
+                # Hydra checks a job of a sweep in its turn: after hours.
+                values = parsed.sweep_iterator(_AS_IT_IS) if parsed.is_sweep_override() else [parsed.value()]
+                for value in values:
+                    SpecConfig.from_mapping({override[1]: value})
