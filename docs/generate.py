@@ -20,6 +20,7 @@ from rollout_spec.metrics import METRICS
 from rollout_spec_lab import cli as lab
 
 DOCS = Path(__file__).parent
+PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.parent.glob("lab/*.md"))]
 PART = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 CHOICES = {"method": METHODS, "routing": ROUTINGS}
 
@@ -108,12 +109,12 @@ def renewed(text: str) -> str:
 
 
 def main() -> None:
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in PAGES:
         text = page.read_text()
         new = renewed(text)
         if new != text:
             page.write_text(new)
-            print(f"written: {page.relative_to(DOCS)}")
+            print(f"written: {page.relative_to(DOCS.parent)}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 VERSIONS = ("0.23.0", "0.24.0", "0.29.0", "0.32.0")
 FROM_29, FROM_32 = VERSIONS[2:], VERSIONS[3:]
 SAME, REFUSED, NO_EFFECT = "same", "refused", "no effect"
+_OWN = "set by vLLM, not by requests"
 THINK = ("<", ">")  # what begins and ends reasoning in the engines of the examples
 
 
@@ -50,7 +51,7 @@ def _refused(name: str, error: str, note: str, example: dict[str, Any], **others
 
 
 def _of_vllm(name: str, versions: tuple[str, ...] = VERSIONS) -> Option:
-    return Option(name, NO_EFFECT, "set by vLLM, not by requests", versions=versions)
+    return Option(name, NO_EFFECT, _OWN, versions=versions)
 
 
 _BY_VLLM = "by vLLM, together with any drafter"
@@ -162,10 +163,16 @@ REQUEST = (
 
 
 def page(options: tuple[Option, ...]) -> str:
-    """The table of these options in Markdown, with a column for each version."""
-    lines = ["| field | " + " | ".join(f"vLLM {version}" for version in VERSIONS) + " | |"]
-    lines.append("|---" * (len(VERSIONS) + 2) + "|")
-    for option in options:
-        cells = [option.verdict if version in option.versions else "" for version in VERSIONS]
-        lines.append(f"| `{option.name}` | " + " | ".join(cells) + f" | {option.note} |")
-    return "\n".join(lines) + "\n"
+    """These options in Markdown: those of which there is something to say, by verdict; then the others."""
+    lines = ["| field | verdict | vLLM | |", "|---|---|---|---|"]
+    order = (REFUSED, NO_EFFECT, SAME)
+    for option in sorted(options, key=lambda each: order.index(each.verdict)):
+        if option.note and option.note != _OWN:
+            versions = "all" if option.versions == VERSIONS else ", ".join(option.versions)
+            lines.append(f"| `{option.name}` | **{option.verdict}** | {versions} | {option.note} |")
+    same = ", ".join(f"`{each.name}`" for each in options if each.verdict == SAME and not each.note)
+    own = ", ".join(f"`{each.name}`" for each in options if each.note == _OWN)
+    return (
+        "\n".join([*lines, "", f"**Same** in all: {same}.", "", f"Set by vLLM, not by requests: {own}."])
+        + "\n"
+    )

@@ -119,7 +119,7 @@ class SpecConfig:
     )
     untested_vllm: bool = _option(
         False,
-        "draft also with a vLLM that is newer than the newest that our tests have run; else it is refused",
+        "true: draft with a vLLM newer than those that we have tested; false: refuse it",
         "you want to try such a vLLM. `certify` shows whether its tokens stay the same",
     )
 
@@ -150,13 +150,20 @@ class SpecConfig:
         return min(self.model_tokens, self.num_speculative_tokens)
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> SpecConfig:
-        """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default."""
+    def from_mapping(cls, options: Mapping[str, Any], verls: str = "") -> SpecConfig:
+        """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default.
+
+        Args:
+            verls: the option that stands in the place of `model_tokens` with verl.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:
-                raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(known)})")
-        return cls(**options)
+                names = [verls if name == "model_tokens" and verls else name for name in known]
+                raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(names)})")
+        # null, as of an environment variable that is not set
+        given: dict[str, Any] = {**options, "corpus": options.get("corpus") or ""}
+        return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -3,11 +3,15 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout_spec import __version__
 from rollout_spec.config import UserError
+
+_MARK = re.compile(rb"rollout.spec")  # near the beginning of each file that a command writes for a reader
 
 
 def plain_file(path: Path) -> Path:
@@ -50,9 +54,19 @@ def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> None:
     with contextlib.ExitStack() as stack:
         for name, content in contents.items():
             file = stack.enter_context(replacing(folder / name))
-            file.write_bytes(content.encode() if isinstance(content, str) else content)
+            file.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
 
 
-def as_json(record: Any) -> str:
+def refuse_others(folder: Path, names: Iterable[str]) -> None:
+    """Raise a UserError where a file of `names` is in `folder`, links followed, and is not one of ours."""
+    for file in (folder / name for name in names):
+        if file.is_file():
+            with file.open("rb") as opened:
+                if not _MARK.search(opened.read(1024)):
+                    raise UserError(f"{file} is there and not ours: name another folder")
+
+
+def as_json(record: Mapping[str, Any]) -> str:
     """A record as commands write and print it."""
-    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+    made = {"made_by": f"rollout_spec {__version__}", **record}
+    return json.dumps(made, indent=2, allow_nan=False) + "\n"

@@ -138,7 +138,7 @@ def certificate(**changes):
     difference = {"prompt": 0, "number": 0, "temperature": 0.0, "position": 5, "explained": True}
     difference |= {"num_speculative_tokens": 8, "batch_threshold": 8, "tolerance": 1e-3}
     return {
-        "verdict": "identical",
+        "verdict": "certified",
         "tokens_compared": 9, "tokens_identical": 7,
         "differences": [difference | {"logit_gap": 0.0}, difference | {"logit_gap": None}],
         "unexplained_differences": 0, "tolerance": None, "num_draft_tokens": 4, "num_rejected_tokens": 2,
@@ -161,19 +161,19 @@ def test_the_page_tells_no_gap_from_no_finite_gap_and_names_the_runner():
 
 
 def test_the_verdict_says_what_was_not_tested_and_what_differs():
-    assert verdict(certificate()) == "identical up to rounding"
-    assert verdict(certificate(differences=[])) == "identical"
+    assert verdict(certificate()) == "certified up to rounding"
+    assert verdict(certificate(differences=[])) == "certified"
     assert verdict(certificate(unexplained_differences=1)) == "not certified"
     part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
-    assert verdict(part) == "certified in part: 2 of 3 configurations, identical"
+    assert verdict(part) == "certified in part: 2 of 3 configurations"
 
 
 def test_where_every_bit_counts_log_probabilities_do_too():
     exact = certificate(differences=[], tolerance=0.0)
-    assert verdict(exact) == "identical bit for bit"
+    assert verdict(exact) == "certified bit for bit"
     assert "promises the same bits" in render_html(exact)
     assert verdict(exact | {"max_logprob_difference": 1e-7}) == "not certified"
-    assert verdict(exact | {"max_logprob_difference": 1e-7, "tolerance": 1e-4}) == "identical"
+    assert verdict(exact | {"max_logprob_difference": 1e-7, "tolerance": 1e-4}) == "certified"
 
 
 @pytest.mark.parametrize(

@@ -229,23 +229,72 @@ def run_python(code, *arguments, **settings):
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_disk_that_is_full_leaves_the_old_files_and_the_figures(tmp_path, more):
-    (tmp_path / "replay.json").write_text("before")
+    (tmp_path / "replay.json").write_text(before := '{"made_by": "rollout_spec"}')
     arguments = ("replay", TRACE, "--limit-groups", 2, "--output", tmp_path, *more)
     done = run_python(FULL, *arguments, stdout=subprocess.PIPE)
     assert done.returncode == 2
     assert done.stderr == f"rollout-spec replay: {tmp_path}/replay.html: No space left on device\n"
     assert [file.name for file in tmp_path.iterdir()] == ["replay.json"]
-    assert (tmp_path / "replay.json").read_text() == "before"
+    assert (tmp_path / "replay.json").read_text() == before
     assert "tokens_per_step" in done.stdout if more else "tokens per step" in done.stdout
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_a_reader_that_has_gone_is_exit_code_141(more):
+def test_a_reader_that_has_gone_is_exit_code_141_and_files_are_written(more, tmp_path):
     read, write = os.pipe()
     os.close(read)
-    done = run_python(RUN, "replay", TRACE, "--limit-groups", 2, *more, stdout=write)
+    done = run_python(
+        RUN, "replay", TRACE, "--limit-groups", 2, "--output", tmp_path / "out", *more, stdout=write
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "out" / "replay.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("replay no.jsonl", "replay.json"),
+        ("compare no no", "summary.json"),
+        ("compare no no", "report.html"),
+        ("certify --model no", "certificate.json"),
+    ],
+)
+def test_a_file_that_is_not_ours_stays(command, name, tmp_path, capsys):
+    (tmp_path / "kept").write_text("somebody's work")
+    for make in ((tmp_path / name).symlink_to, (tmp_path / name).hardlink_to):
+        make(tmp_path / "kept")
+        assert main([*command.split(), "--output", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another folder\n")
+        (tmp_path / name).unlink()
+    assert (tmp_path / "kept").read_text() == "somebody's work"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_files_of_ours_are_replaced(tmp_path, more, capsys):
+    for _ in range(2):
+        assert main(["replay", TRACE, "--limit-groups", "2", "--output", str(tmp_path), *more]) == 0
+
+
+def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
+    for name in (b"\xff.jsonl", "\u00d7.jsonl".encode()):
+        trace = os.fsdecode(bytes(tmp_path) + b"/" + name)
+        Path(trace).write_text(to_line("a", 1, [1], [[5, 6, 5, 6, 5, 6]]))
+        arguments = ("replay", trace, "--output", tmp_path / "out")
+        done = run_python(
+            RUN, *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+        )
+        assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+
+
+def test_too_little_memory_is_one_line(monkeypatch, capsys):
+    def out_of_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("rollout_spec.cli.replay.spec_options", out_of_memory)
+    assert main(["replay", TRACE]) == 2
+    assert capsys.readouterr().err == "rollout-spec replay: needs more memory than there is\n"
 
 
 def test_a_closed_output_is_no_fault():

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from rollout_spec import __version__
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting import index as index_module
@@ -75,7 +76,7 @@ def test_build_takes_the_responses_of_traces(tmp_path, capsys):
     output = tmp_path / "corpus.jsonl"
     assert command("corpus", "build", first, second, "-o", output, "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "output": str(output), "num_texts": 4, "num_tokens": 10,
+        "made_by": f"rollout_spec {__version__}", "output": str(output), "num_texts": 4, "num_tokens": 10,
     }  # fmt: skip
     texts = [text.tolist() for line in read_trace(output) for text in line.responses]
     assert texts == [[5, 6, 7, 8], [5, 6], [9], [7, 8, 3]]

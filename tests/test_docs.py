@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import DOCS, PART, renewed
+from docs.generate import DOCS, PAGES, PART, renewed
 from rollout_spec.cli import build_parser
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import (
@@ -23,7 +23,7 @@ from rollout_spec_lab import cli as lab
 from tests.test_cli import parsers
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(DOCS.rglob("*.md"))
+
 TEXTS = [ROOT / "README.md", *PAGES, *sorted(ROOT.glob("recipes/*/README.md"))]
 PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser()}
 OF_VERL = {PREFIX + "accept_rate", PREFIX + "accept_length"}
@@ -72,7 +72,7 @@ def test_the_metrics_and_options_that_are_named_exist(page):
 
 def test_the_menu_has_every_page():
     menu = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
-    assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES)
+    assert sorted(menu) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())

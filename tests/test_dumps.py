@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
 from rollout_spec.config import UserError
+from rollout_spec.predict import dumps
 from rollout_spec.predict.dumps import NAMES, read_rollouts
 from rollout_spec.trace import TraceError, to_line
 
@@ -56,6 +57,19 @@ def test_no_file_is_read_beyond_the_last_of_the_first_groups(tmp_path, caplog):
     assert "left out" in caplog.text
 
 
+def test_a_limit_reads_a_recording_no_further_and_holds_no_other_rows(tmp_path):
+    file = tmp_path / "recording.jsonl"
+    file.write_text(to_line("a", 1, [1], [[5, 6]]) * 3 + "no JSON\n" * 2)
+    assert len(list(read_rollouts([file], limit=2))) == 2
+    with pytest.raises(TraceError, match="4: not JSON"):
+        list(read_rollouts([file]))
+    rows = [{"prompt_ids": [1 + i % 3], "response_ids": [7, i]} for i in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [known] = read_rollouts([file], limit=1)
+    assert [response.tolist() for response in known.responses] == [[7, 0], [7, 3], [7, 6]]
+    assert len(dumps._read(file, {}, 1, ())) == 3
+
+
 GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]
 FORMS = {
     "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],
@@ -63,6 +77,11 @@ FORMS = {
     "trl": [{"step": 1, "prompt": p, "completion": r, "advantage": 0.5} for p, r in ROWS],
     "ids in columns": [
         {"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r
+    ],
+    "SpecDecode-Bench": [
+        {"id": "1", "prompt_token_ids": p, "generated_token_ids": ids, "acc_eagle": [1]}
+        for p, r in WANTED
+        for ids in r
     ],
     "a recording": [
         {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)

@@ -168,7 +168,10 @@ def test_a_sentence_says_losses_too(record, tokens_per_step, said):
 
 
 def test_no_figure_is_given_for_a_tail_without_steps(record):
-    assert ", 1.00 where at most a quarter" in sentences(record | {"tail_tokens_per_step": 1.0})[0]
+    assert (
+        "; 1.00 near the end of a prompt, when a quarter"
+        in sentences(record | {"tail_tokens_per_step": 1.0})[0]
+    )
     assert "quarter" not in sentences(record | {"tail_tokens_per_step": 0.0})[0]
 
 
@@ -184,5 +187,21 @@ def test_the_page_says_what_is_printed(tmp_path, capsys):
     assert "<h1>Drafts would " in page and "data:image/png;base64," in page
     assert main([*command, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["headline"].startswith("Drafts would ")
+    assert printed["headline"].startswith("Drafts would ") and printed["doubts"] == []
     assert printed == json.loads((tmp_path / "replay.json").read_text())
+
+
+def test_doubts_stand_first_in_page_and_json(tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(to_line("a", None, [1, 2], [[*range(20)]]) * 2)
+    assert main(["replay", str(file), "--output", str(tmp_path), "--json"]) == 0
+    again, no_step = json.loads(capsys.readouterr().out)["doubts"]
+    assert again.startswith("1 of 2 rows are there again")
+    assert no_step.startswith("no row has a step: all 2 prompts count as one rollout")
+    page = (tmp_path / "replay.html").read_text()
+    assert page.index("</h1>") < page.index("are there again") < page.index("tokens per step;")
+
+
+def test_a_rollout_that_fills_its_engines_has_no_tail(record):
+    said = headline(record | {"tail_share": 0.001})
+    assert "More than 8 requests run in almost every step" in said and "0%" not in said

@@ -18,7 +18,7 @@ from omegaconf.errors import InterpolationResolutionError
 from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl import entry_point, plugin_state
+from rollout_spec.verl import entry_point, plugin_state, settings
 from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
 from rollout_spec.verl.overrides import check_overrides
@@ -117,7 +117,7 @@ CONFLICTS = {
     f"++{ENGINE}.speculative_config.method=ngram": "'method': 'ngram'.*: rollout.spec sets it",
     f"+{ENGINE}.speculative_config.num_speculative_tokens_per_batch_size=2": "rollout.spec sets it",
     f"{ENGINE}.scheduler_cls=my.Scheduler": "scheduler_cls",
-    "actor_rollout_ref.rollout.name=sglang": "needs vllm",
+    "actor_rollout_ref.rollout.name=sglang": r"needs vLLM: set \S+\.name=vllm",
     "trainer.use_v1=false": "V1 trainer only; .*trainer_mode=separate_async",
     "trainer.v1.trainer_mode=mine": "must be sync, colocate_async, separate_async",
     f"{ENGINE}.additional_config.rollout_spec={{method: sam, batch_threshold: 3}}": "leave it alone",
@@ -216,12 +216,14 @@ def started(monkeypatch, tmp_path):
         (f"+rollout.spec=sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
         (f"-m +rollout.spec=off,sam {DETERMINISM}", "actor_rollout_ref.rollout.full_determinism: "),
         ("-m +rollout.spec=sam rollout.spec.history=-1", "rollout.spec.history=-1: must be between 0"),
+        ("-m +rollout.spec=sam rollout.spec.history=4,-1", "rollout.spec.history=-1: must be between 0"),
         ("-m +rollout.spec=off,sam rollout.spec.history=2", "rollout.spec.history=2: in a sweep over "),
         ("+rollout.spec=SAM", "rollout.spec=SAM: must be one of sam, off"),
         ("-m +rollout.spec=sam,of", "rollout.spec=of: must be one of sam, off"),
         ("+rollout.spec=sam rollout.spec.mode=early", "rollout.spec.mode: unknown field (known fields: "),
         ("+rollout.spec=sam trainer.nnodes=${oc.env:WORDS}", "trainer.nnodes='2': must be a whole number"),
         ("+rollout.spec=sam trainer.nnodes=${oc.env:NO}", "trainer.nnodes: KeyError raised while "),
+        ("--cfg job --resolve +rollout.spec=sam rollout.spec.history=-1", "rollout.spec.history=-1: must be"),
     ],
 )
 def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, started, monkeypatch, capsys):
@@ -232,6 +234,55 @@ def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, star
     [line] = [each for each in error.splitlines() if "Warning" not in each and not each.startswith(" ")]
     assert line.startswith(f"rollout_spec: {refusal}") and ended.value.code == 2
     assert len(started.found) == ("off,sam" in arguments and DETERMINISM in arguments)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "text", "refusal"),
+    [
+        ("ppo_trainer", "rollout: {spec: sam}", "rollout.spec in a YAML file: a plain value there does noth"),
+        ("ppo_trainer", "rollout: {spec: {history: 4}}", "rollout.spec in a YAML file: "),
+        ("ppo_trainer", "rollout.spec: sam", "rollout.spec in a YAML file: "),
+        ("ppo_trainer", "rollout.spec.history: 4", "rollout.spec.history in a YAML file: "),
+        (
+            "ppo_trainer",
+            "actor_rollout_ref: {rollout: {spec: sam}}",
+            "actor_rollout_ref.rollout.spec in a YA",
+        ),
+        (
+            "/rollout.spec: sam, ppo_trainer",
+            "",
+            "actor_rollout_ref.rollout.router_config_path=null: rollout.spec had set it. In a ",
+        ),
+        ("ppo_trainer, /rollout.spec: sam", "rollout: {spec: {corpus: null}}", None),
+        ("ppo_trainer", "rollout: {other: 1}", None),
+    ],
+)
+def test_options_in_a_file_that_would_do_nothing_are_refused(
+    defaults, text, refusal, started, tmp_path, capsys
+):
+    entries = "".join(f"  - {each}\n" for each in (*defaults.split(", "), "_self_"))
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n{entries}{text}\n")
+    command = ("--config-dir", str(tmp_path), "--config-name=mine")
+    if refusal is None:
+        [config] = started(*command)
+        assert check_config(config).corpus == "" if "sam" in defaults else True
+        return
+    with pytest.raises(SystemExit):
+        started(*command)
+    [line] = [each for each in capsys.readouterr().err.splitlines() if each.startswith("rollout_spec: ")]
+    assert line.startswith(f"rollout_spec: {refusal}") and not started.found
+
+
+def test_a_router_that_something_set_back_is_said(monkeypatch):
+    with pytest.raises(ConfigError, match=r"null: .* /rollout\.spec must come after ppo_trainer"):
+        launched(f"{DEVICES}=2", f"{ROUTER}=null")
+
+
+def test_drafting_is_said_once_whatever_verl_logs(started, capsys):
+    settings.say.cache_clear()
+    started("+rollout.spec=sam", f"{DEVICES}=1")
+    started("+rollout.spec=sam", f"{DEVICES}=1")
+    assert capsys.readouterr().err.count("rollout_spec: drafting is on, with up to 15 draft tokens") == 1
 
 
 def test_a_check_that_fails_itself_ends_the_command_too(capsys):
@@ -258,7 +309,7 @@ def test_each_job_of_a_sweep_is_fitted(started, tmp_path):
 def test_unknown_options_are_refused_among_other_overrides():
     fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
     check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
-    unknown = r"rollout\.spec\.colour: unknown field \(known fields: method, "
+    unknown = r"\.colour: unknown field \(known fields: method, num_speculative_tokens, model_drafter, "
     for prefix in ("", "+", "++"):
         with pytest.raises(ConfigError, match=unknown):
             check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])
@@ -280,6 +331,9 @@ def test_unknown_options_are_refused_among_other_overrides():
         ([], "+rollout_spec=sam"),
         ([], "+actor_rollout_ref.rollout.spec=sam"),
         (["+rollout.spec=sam"], "rollout.spec.method=off"),
+        ([], "++rollout.spec={history: 4}"),
+        ([], "rollout.spec=sam"),
+        (["+rollout.spec=sam"], "~rollout.spec"),
     ],
 )
 def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
@@ -287,6 +341,19 @@ def test_what_looks_like_our_word_and_is_none_is_refused(fine, wrong):
         ConfigError, match=re.escape(f"{wrong}: write +rollout.spec=sam or +rollout.spec=off")
     ):
         check_overrides([*fine, wrong])
+
+
+def test_what_hydra_would_say_in_many_lines_is_one():
+    with pytest.raises(ConfigError, match=r"^\+rollout\.spec is given 2 times: sam, off$"):
+        check_overrides(["+rollout.spec=sam", "+rollout.spec=off"])
+    with pytest.raises(ConfigError, match=r"history=4: write rollout\.spec\.history=4, with no plus"):
+        check_overrides(["+rollout.spec=sam", "+rollout.spec.history=4"])
+    check_overrides(["--config-name=mine", "rollout.spec=off"])  # which mine.yaml has in its defaults
+
+
+def test_several_options_at_once_are_refused():
+    with pytest.raises(ConfigError, match=r"\{history: 4\}: write each option by itself"):
+        check_overrides(["+rollout.spec=sam", "++rollout.spec={history: 4}"])
 
 
 def test_a_configuration_of_ones_own_may_have_our_options():

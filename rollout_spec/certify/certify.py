@@ -5,13 +5,11 @@ import dataclasses
 import gc
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams, envs
-from vllm.envs import maybe_convert_bool
 from vllm.platforms import current_platform
 
 from rollout_spec.certify import counts
@@ -19,12 +17,13 @@ from rollout_spec.certify.counts import Configuration, Pair, Response, Sample
 from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.certify.numerics import explain, rounding
 from rollout_spec.environment import environment
+from rollout_spec.verification import coupled
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
 from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
+from rollout_spec.vllm.versions import is_before
 
 TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +77,22 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
 
     Raises CertifyError: no configuration has rejected a draft token.
     """
-    runs: dict[Configuration, list[Pair]] = {}
-    for where, pair in _pairs(plan, advance):
-        runs.setdefault(where, []).append(pair)
-    found = counts.of_runs(runs, _differences(plan, runs))
+    is_mrv2, runs = _run(plan, advance)
+    found = counts.of_runs(runs, _differences(plan, runs, is_mrv2))
     found["tolerance"] = plan.fixed_tolerance
     return {
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
-        "model_runner": _model_runner(),
+        "model_runner": "MRV2" if is_mrv2 else "MRV1",
         "environment": environment() | {
             "torch": torch.__version__, "device": str(current_platform.get_device_name()),
         },
     } | found  # fmt: skip
 
 
-def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configuration, Pair]]:
-    """Every request of every configuration."""
+def _run(plan: Plan, advance: Callable[[int], None]) -> tuple[bool, dict[Configuration, list[Pair]]]:
+    """Whether the engines have MRV2, and every request of every configuration."""
+    runs: dict[Configuration, list[Pair]] = {}
     samples = [
         Sample(prompt, temperature, number)
         for temperature in plan.temperatures
@@ -102,6 +100,7 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
         for number in range(max(plan.group_sizes))
     ]
     with engine(plan, None) as llm:
+        is_mrv2 = bool(llm.llm_engine.vllm_config.use_v2_model_runner)
         off = generate(llm, plan, samples)
     advance(1)
     for k, threshold, size in plan.drafting:
@@ -109,20 +108,14 @@ def _pairs(plan: Plan, advance: Callable[[int], None]) -> Iterator[tuple[Configu
             on = generate(llm, plan, [sample for sample in samples if sample.number < size])
         advance(1)
         for sample, response in on.items():
-            yield Configuration(k, threshold, size, sample.temperature), Pair(sample, off[sample], response)
-
-
-def _model_runner() -> str:
-    """The model runner of all engines here: MRV1, unless the user has chosen MRV2."""
-    return "MRV2" if maybe_convert_bool(os.environ.get(_RUNNER)) else "MRV1"
+            where = Configuration(k, threshold, size, sample.temperature)
+            runs.setdefault(where, []).append(Pair(sample, off[sample], response))
+    return is_mrv2, runs
 
 
 @contextlib.contextmanager
 def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
-    is_chosen = _RUNNER in os.environ
-    # Differences are explained with MRV1's noise. MRV2's is a kernel's of vLLM: not to be had for one token.
-    os.environ.setdefault(_RUNNER, "0")
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
         "max_logprobs": -1,
@@ -131,11 +124,7 @@ def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[
     }  # fmt: skip
     if options is not None:
         settings |= drafting_arguments(options, plan.model_drafter)
-    try:
-        llm = LLM(**settings | plan.engine | more)
-    finally:
-        if not is_chosen:  # what the process starts next has its own choice
-            del os.environ[_RUNNER]
+    llm = LLM(**settings | plan.engine | more)
     try:
         yield llm
     finally:
@@ -164,20 +153,24 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
     return responses
 
 
-def _differences(plan: Plan, runs: Mapping[Configuration, Sequence[Pair]]) -> list[dict[str, Any]]:
+def _differences(
+    plan: Plan, runs: Mapping[Configuration, Sequence[Pair]], is_mrv2: bool
+) -> list[dict[str, Any]]:
     """The first difference of each response that has one, explained."""
     found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
     if not found:
         return []
-    logits = _logits(plan, [pair for _, pair in found])
-    return [_explained(plan, *one, values) for one, values in zip(found, logits, strict=True)]
+    logits = _logits(plan, [pair for _, pair in found], is_mrv2)
+    return [_explained(plan, *one, values, is_mrv2) for one, values in zip(found, logits, strict=True)]
 
 
-def _logits(plan: Plan, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+def _logits(plan: Plan, pairs: Sequence[Pair], is_mrv2: bool) -> list[torch.Tensor]:
     """[token id], of one more step of a plain engine at the first difference of each pair."""
     inputs = [{"prompt_token_ids": _before(plan, pair)} for pair in pairs]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
-    with engine(plan, None, logprobs_mode="raw_logits") as llm:
+    # MRV2 of vLLM 0.24 does not give logits. Log-probabilities are these, but for a constant.
+    mode = "raw_logprobs" if is_mrv2 and is_before(29) else "raw_logits"
+    with engine(plan, None, logprobs_mode=mode) as llm:
         outputs = llm.generate(inputs, params, use_tqdm=False)
     steps = [output.outputs[0].logprobs[0] for output in outputs]
     return [torch.tensor([step[token].logprob for token in range(len(step))]) for step in steps]
@@ -188,14 +181,21 @@ def _before(plan: Plan, pair: Pair) -> list[int]:
     return [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
 
 
-def _explained(plan: Plan, where: Configuration, pair: Pair, logits: torch.Tensor) -> dict[str, Any]:
+def _explained(
+    plan: Plan, where: Configuration, pair: Pair, logits: torch.Tensor, is_mrv2: bool
+) -> dict[str, Any]:
     """The first difference of a pair. Explained are gaps (`explain`) below the tolerance; None is a gap that
     is not finite."""
     allowed = plan.fixed_tolerance
     if allowed is None:
         allowed = rounding(plan.dtype, logits, where.temperature)
     key, position = key_of_name(pair.sample.name(plan.seed)), len(_before(plan, pair))
-    gap = explain(logits, where.temperature, plan.top_k, plan.top_p, key, position, pair.tokens, allowed)
+    shortfall = coupled.shortfall
+    if is_mrv2:
+        from rollout_spec.vllm.mrv2.versions import shortfall
+    gap = explain(
+        logits, where.temperature, plan.top_k, plan.top_p, key, position, pair.tokens, allowed, shortfall
+    )
     return dataclasses.asdict(where) | {
         "prompt": pair.sample.prompt,
         "number": pair.sample.number,

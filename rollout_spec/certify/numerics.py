@@ -1,7 +1,7 @@
 """What a certificate judges by: how wrong logits must have been."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import torch
@@ -31,6 +31,7 @@ def explain(
     position: int,
     token_ids: Sequence[int],
     tolerance: float,
+    shortfall: Callable[..., torch.Tensor] = coupled.shortfall,
 ) -> float:
     """How wrong the logits must have been for each of the tokens to be drawn.
 
@@ -39,6 +40,7 @@ def explain(
         token_ids: the tokens that were drawn; -1, no token at all, has no explanation, nor has any token of
             logits that are not all numbers.
         tolerance: tokens that are less than that from a boundary of top-k or top-p may be on its other side.
+        shortfall: of the model runner's noise.
 
     Returns:
         The largest of their gaps, in units of logit / temperature + noise. A token's is its shortfall
@@ -61,8 +63,8 @@ def explain(
         left[token] = True
         crossed = distances[left != kept]
         masked = torch.where(left, logits, -torch.inf).unsqueeze(0)
-        shortfall = coupled.shortfall(masked, *(torch.tensor([x]) for x in (key, position, token)))
-        return max(float(shortfall), float(crossed.max()) if len(crossed) else 0.0)
+        missed = shortfall(masked, *(torch.tensor([x]) for x in (key, position, token)))
+        return max(float(missed), float(crossed.max()) if len(crossed) else 0.0)
 
     return max(min(gap(token, moved) for moved in moves) for token in token_ids)
 

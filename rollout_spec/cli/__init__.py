@@ -10,6 +10,7 @@ A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code.
 
 import argparse
 import importlib
+import io
 import os
 import re
 import sys
@@ -91,6 +92,8 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     """Run one command; the exit code: 0, or 1 if its answer is "no", 2 for an error, 130 for Ctrl-C, 141 if
     the reader of the output has gone."""
     args = argparse.Namespace()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may be no text, a terminal may know ASCII only
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             args, unknown = parser.parse_known_args(argv)
@@ -136,6 +139,8 @@ def _user_error(error: Exception) -> str | None:
     """What to tell the user; None for anything that is a defect of ours and deserves its traceback."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is"
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.files import refuse_others
 
 MAX_ENGINES = 128
 """In a cluster, and devices, ranks or copies: a simulation of more takes minutes and says nothing new."""
@@ -35,6 +36,20 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("must name a file or a folder")
     return Path(text)
+
+
+def folder_for(*names: str) -> Callable[[str], Path]:
+    """An argparse type: a folder that can be written, or made. Of these files it holds ours only."""
+
+    def parse(text: str) -> Path:
+        found = folder(text)
+        try:
+            refuse_others(found, names)
+        except (UserError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return found
+
+    return parse
 
 
 def folder(text: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example, models, prompts
-from rollout_spec.cli.arguments import add_options, folder, number, path
+from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("what is served")
     served.add_argument("--model", type=path, required=True, metavar="DIR", help="its Hugging Face folder")
     add_options(served, ("--train-file", path, "FILE", None, "prompts in verl's parquet (8 of our own)"))
-    served.add_argument("--dtype", choices=DTYPES, default="float32", help="the model's")
+    dtype = "of the model's numbers (its own on a GPU or NPU, else float32)"
+    served.add_argument("--dtype", choices=DTYPES, help=dtype)
     add_options(
         served,
         ("--num-prompts", count, "N", 4, "how many of the prompts"),
@@ -70,9 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "dtype; 0 with VLLM_BATCH_INVARIANT=1)"),
     )  # fmt: skip
     output = parser.add_argument_group("output")
-    add_options(
-        output, ("--output", folder, "DIR", None, "write certificate.json and certificate.html there")
-    )
+    kind = folder_for("certificate.json", "certificate.html")
+    add_options(output, ("--output", kind, "DIR", None, "write certificate.json and certificate.html there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
     add_example(parser, f"{command} --output outputs/certificate")
@@ -99,18 +99,24 @@ def run(args: argparse.Namespace) -> int:
     source = str(args.train_file or "our own")
     record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
     headline = Headline(f"With drafts and without: {record['verdict']}.")
-    show(record, args.json, headline, *tables(record), *sentences(record))
-    if args.output:
-        write_certificate(record, args.output)
+    try:
+        if args.output:
+            write_certificate(record, args.output)
+    finally:  # a reader of the output may go away
+        show(record, args.json, headline, *tables(record), *sentences(record))
     return 0 if passed(record) else 1
 
 
 def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> Plan:
     from rollout_spec.certify.certify import Plan
 
-    same = ("max_tokens", "top_k", "top_p", "seed", "dtype", "tolerance")
-    length = MAX_PROMPT_TOKENS + args.max_tokens
-    positions = json.loads((Path(model) / "config.json").read_text()).get("max_position_embeddings") or length
+    same = ("max_tokens", "top_k", "top_p", "seed", "tolerance")
+    length, fields = (
+        MAX_PROMPT_TOKENS + args.max_tokens,
+        json.loads((Path(model) / "config.json").read_text()),
+    )
+    positions, for_cpu = fields.get("max_position_embeddings") or length, models.device_arguments()
+    own = str(fields.get("dtype") or fields.get("torch_dtype"))
     if length > positions:
         most = f"at most {positions - MAX_PROMPT_TOKENS}"
         why = f"the model has {positions} positions, and {MAX_PROMPT_TOKENS} are for the prompt"
@@ -122,7 +128,8 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],
         group_sizes=[*dict.fromkeys(args.group_sizes)],
-        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **models.device_arguments()},
+        engine={"max_num_seqs": args.max_num_seqs, "max_model_len": length, **for_cpu},
+        dtype=args.dtype or ("float32" if for_cpu else own if own in DTYPES else "bfloat16"),
         model_drafter=drafter,
         **{name: getattr(args, name) for name in same},
     )

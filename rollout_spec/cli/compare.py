@@ -1,9 +1,11 @@
 """`rollout-spec compare`: two training runs, one without drafts and one with."""
 
 import argparse
+import json
+from pathlib import Path
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, folder, path
+from rollout_spec.cli.arguments import add_options, folder_for, path
 
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
@@ -17,11 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     there = "outputs/comparison"
-    add_options(output, ("--output", folder, "DIR", there, "folder for page, picture and JSON"))
+    kind = folder_for("summary.json", "report.png", "report.html")
+    add_options(output, ("--output", kind, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
+
+
+def _turns(summary: Path) -> list[str]:
+    """What the demo measured beside its two trainings; empty where there is no demo."""
+    try:
+        found = json.loads(summary.read_text())
+        has_turns, (low, high) = bool(found["turns"]), found["speedup_ci95"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    speedup = f"{found['speedup']:.2f}× (rough interval {low:.2f} to {high:.2f})"
+    return [f"Better than these trainings: the demo's turns, with {speedup}, in {summary}."] * has_turns
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,12 +49,14 @@ def run(args: argparse.Namespace) -> int:
     wandb_run = run_of(args.on) if args.wandb else None
     off, on = read_run(args.off, "off"), read_run(args.on, "on")
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
-    columns = [*table_columns(comparison)[:-1], "change [95% interval]"]
+    columns = [*table_columns(comparison)[:-1], "change [interval]"]
     table = (headline(comparison), columns, table_rows(comparison, intervals=False))
     warnings = comparison.warnings
-    text = sentences(comparison)[len(warnings) :]
-    show(comparison.to_dict(), args.json, *map(Headline, warnings), table, *text)
-    paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
+    text = [*sentences(comparison)[len(warnings) :], *_turns(args.on.parent / "summary.json")]
+    try:
+        paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
+    finally:  # a reader of the output may go away
+        show(comparison.to_dict(), args.json, *map(Headline, warnings), table, *text)
     published = {"wandb": publish(comparison, wandb_run, paths["png"])} if wandb_run else {}
     for kind, where in (paths | published).items() if not args.json else ():
         print(f"{kind:>6}: {where}")

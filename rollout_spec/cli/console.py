@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -85,6 +86,20 @@ def _table(title: str, columns: list[str], rows: Iterable[list[str]], **settings
         else:
             table.add_section()
     return table
+
+
+@contextlib.contextmanager
+def heard(name: str) -> Iterator[list[str]]:
+    """The warnings that the loggers below `name` give meanwhile; they are on standard error too."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def tracked(items: Iterable[T], text: str) -> Iterable[T]:

@@ -9,7 +9,7 @@ from rollout_spec.cli.arguments import (
     MAX_ENGINES,
     add_options,
     add_spec_argument,
-    folder,
+    folder_for,
     number,
     spec_options,
 )
@@ -40,13 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     page = "write a page with pictures, replay.html, and replay.json"
-    add_options(output, ("--output", folder, "DIR", None, page))
+    kind = folder_for("replay.json", "replay.png", "replay.html")
+    add_options(output, ("--output", kind, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import Values, show, tracked
+    from rollout_spec.cli.console import Values, heard, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.outlook import outlook
@@ -55,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
-    lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
-    rollouts.check_steps(lines, args.traces[0])
-    if config.corpus:
-        warn_of_same_texts(lines, config.corpus)
+    with heard("rollout_spec.predict") as doubts:
+        lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))
+        rollouts.check_steps(lines, args.traces[0])
+        if config.corpus:
+            warn_of_same_texts(lines, config.corpus)
     name = args.traces[0].name
     try:
         result = replay(tracked(lines, name), config)
@@ -67,15 +69,18 @@ def run(args: argparse.Namespace) -> int:
         message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = outlook(lines, result, args.replicas, args.max_num_seqs)
-    record = {"headline": headline(record), **record}
+    record = {"doubts": doubts, "headline": headline(record), **record}
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
     values = Values(title, _values(record))
-    show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
-    if args.output:
-        page = write_outlook(record, _facts(args, config), args.output)
-        if not args.json:
-            print(f"page: {page}")
+    page = None
+    try:
+        if args.output:
+            page = write_outlook(record, _facts(args, config), args.output)
+    finally:  # a reader of the output may go away
+        show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
+    if page and not args.json:
+        print(f"page: {page}")
     return 0
 
 

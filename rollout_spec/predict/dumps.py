@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from rollout_spec.trace import Rollout, TraceError, is_recorded, parse_rollout, 
 NAMES = {
     "prompt": (("prompt_token_ids", "prompt_ids"), ("prompt", "input", "question", "problem")),
     "response": (
-        ("response_token_ids", "response_ids", "completion_ids"),
+        ("response_token_ids", "response_ids", "completion_ids", "generated_token_ids"),
         ("response", "responses", "output", "outputs", "completion", "completions"),
     ),
     "group": (),
@@ -72,7 +72,8 @@ def read_rollouts(
     """Read files, and folders of files, as one: siblings together, several files by steps.
 
     Args:
-        limit: only the first lines, or groups; no file is read beyond the one that has the last of them.
+        limit: only the first lines, or groups; no file is read beyond the one that has the last of them,
+            and no others are held.
         tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
         columns: the fields of roles that count, whatever else a row has.
 
@@ -104,7 +105,7 @@ def _read_all(
         if limit is not None and len(found) >= limit:
             break
         try:
-            rows = _read(file, columns)
+            rows = _read(file, columns, None if limit is None else limit - len(found), groups.keys())
         except TraceError as error:
             refused.append(error)
             continue
@@ -134,6 +135,8 @@ def _doubts(found: Sequence[_Row], tokenizer: Path | None, columns: Columns | No
     """What a user must know of the options and the responses."""
     groups = [one for one in found if isinstance(one, _Group)]
     texts = [text for one in groups for text in (one.prompt, *one.responses) if isinstance(text, str)]
+    if len(found) > 1 and all(one.step is None for one in found):
+        yield f"no row has a step: all {len(found)} prompts count as one rollout (--columns step=NAME)"
     if columns and not groups:
         yield "--columns: has no effect, because recordings have fields of their own"
     if tokenizer and not any(texts):
@@ -175,17 +178,28 @@ def _by_number(file: Path) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
-def _read(file: Path, columns: Columns) -> list[_Row]:
-    fields, rows = "", []
+def _read(file: Path, columns: Columns, room: int | None, known: Container[tuple[Any, ...]]) -> list[_Row]:
+    """The lines and groups of a file: of those that are not `known`, the first `room`, or all."""
+    fields, found, num_rows, num_empty, new = "", list[_Row](), 0, 0, set[Any]()
     for where, row in _rows(file):
-        fields = fields or ", ".join(row)
-        rows.append(parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where))
-    found = [one for one in rows if one is not None]
+        num_rows, fields = num_rows + 1, fields or ", ".join(row)
+        one = parse_rollout(row, where) if is_recorded(row) else _group(row, columns, where)
+        if one is None:
+            num_empty += 1
+            continue
+        key = num_rows if isinstance(one, Rollout) else _key(one)
+        if key not in known and key not in new:
+            if room is not None and len(new) >= room:
+                if isinstance(one, Rollout):  # a line has all of its group; siblings of rows may follow
+                    break
+                continue
+            new.add(key)
+        found.append(one)
     if not found:
-        what = f"no response that is known among {fields}" if rows else "it has no rows"
+        what = f"no response that is known among {fields}" if num_rows else "it has no rows"
         raise TraceError(f"{file}: {what}; {_WANTED}")
-    if len(found) < len(rows):
-        logger.warning("%s: %d of %d rows have no response", file, len(rows) - len(found), len(rows))
+    if num_empty:
+        logger.warning("%s: %d of %d rows have no response", file, num_empty, num_rows)
     return found
 
 

@@ -33,10 +33,8 @@ _DIFFERENCES = {
 }
 
 _RUNNERS = {
-    "MRV1": "All engines here had MRV1, the older of vLLM's model runners, because differences are explained "
-    "with its random numbers. Your engines may take MRV2.",
-    "MRV2": "All engines here had MRV2, the newer of vLLM's model runners, as VLLM_USE_V2_MODEL_RUNNER asks. "
-    "Differences are explained with MRV1's random numbers, so none above temperature 0 can be explained.",
+    "MRV1": "All engines here had MRV1, the older of vLLM's model runners, as vLLM takes it here.",
+    "MRV2": "All engines here had MRV2, the newer of vLLM's model runners, as vLLM takes it here.",
 }
 
 

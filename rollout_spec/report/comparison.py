@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.comparison_picture import draw
-from rollout_spec.report.measures import Comparison, Estimate, Measure
+from rollout_spec.report.measures import FIRM, Comparison, Estimate, Measure
 from rollout_spec.report.page import render
 from rollout_spec.report.runs import Run
 
@@ -38,18 +38,22 @@ def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str])
 
 
 def headline(comparison: Comparison) -> str:
-    """The speed-up; where the machine has changed, the corrected one beside it."""
-    speedup = _times(comparison.speedup)
-    if comparison.has_drifted and math.isfinite(comparison.corrected_speedup):
-        speedup += f" (corrected {_times(comparison.corrected_speedup)})"
-    return f"{speedup} tokens per second ({_interval_text(comparison)})"
+    """The speed-up, unless the machine has changed."""
+    if comparison.has_drifted:
+        return "The machine changed between the two runs: no ratio"
+    return f"{_times(comparison.speedup)} tokens per second ({_interval_text(comparison)})"
 
 
 def _interval_text(comparison: Comparison) -> str:
-    low, high = comparison.speedup_ci95
-    if math.isnan(low):
-        return "one step gives no interval" if len(comparison.on.steps) == 1 else "no interval"
-    return f"95% interval {low:.2f} to {high:.2f}"
+    num_steps = len(comparison.on.steps)
+    if math.isnan(comparison.speedup_ci95[0]):
+        return "one step gives no interval" if num_steps == 1 else "no interval"
+    return interval(comparison.speedup_ci95, num_steps)
+
+
+def interval(bounds: tuple[float, float], num_pairs: int) -> str:
+    """What a bootstrap over so many pairs gives, by its name."""
+    return f"{'95%' if num_pairs >= FIRM else 'rough'} interval {bounds[0]:.2f} to {bounds[1]:.2f}"
 
 
 def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> list[str]:
@@ -91,20 +95,18 @@ def _speed(comparison: Comparison) -> list[str]:
     """How fast the second run was, and whether the machine was the same for both, where that is known."""
     off, on, num_steps = comparison.off.name, comparison.on.name, len(comparison.on.steps)
     over = f"{_interval_text(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''}"
-    times = f"{_times(comparison.speedup)} the generated tokens per second of {off} ({over})."
+    gain = f"{_times(comparison.speedup)} the generated tokens per second of {off} ({over})."
     took = f"took {comparison.drift:.2f}× as long per token with {on} as with {off}"
     if comparison.has_drifted:
-        said = (
-            "Do not trust this ratio: the machine itself changed. Training without rollouts, which drafts do "
-            f"not touch, {took}."
-        )
-        if math.isfinite(comparison.corrected_speedup):
-            said += f" Corrected for that, the ratio is {_times(comparison.corrected_speedup)}."
-        return [said, f"As measured, {on} had {times}"]
+        said = f"The machine changed: training without rollouts, which drafts do not touch, {took}."
+        if comparison.disturbed is not None:
+            run, step, times = comparison.disturbed
+            said += f" Look at step {step} of {run.name}, which took {times:.1f}× as long as its others."
+        return [said, f"So there is no ratio: run {off} and {on} again, with nothing beside them."]
     verdicts = {
-        "faster": f"{on} was faster: {times}",
-        "slower": f"{on} was slower: {times}",
-        "unclear": f"No clear difference between {on} and {off}: {times}",
+        "faster": f"{on} was faster: {gain}",
+        "slower": f"{on} was slower: {gain}",
+        "unclear": f"No clear difference between {on} and {off}: {gain}",
     }
     if math.isnan(comparison.drift):
         return [verdicts[comparison.verdict]]
@@ -149,7 +151,7 @@ def _asynchronous(off: Run, on: Run) -> list[str]:
 
 
 def _few_steps(num_steps: int) -> list[str]:
-    if num_steps >= 8:
+    if num_steps >= FIRM:
         return []
     few = f"An interval from {num_steps} steps is rough" if num_steps > 1 else "One step gives no interval"
     return [f"{few}; train longer for a firm figure."]

@@ -7,7 +7,7 @@ from rollout_spec.report.page import COLOURS, png
 from rollout_spec.report.runs import ratio
 
 MAX_MARKERS = 40
-NUM_COLUMNS = 3  # panels side by side
+NUM_COLUMNS = 2  # panels side by side
 
 
 def draw(comparison: Comparison) -> bytes:
@@ -16,7 +16,7 @@ def draw(comparison: Comparison) -> bytes:
 
     measures = comparison.shown
     num_rows = -(-len(measures) // NUM_COLUMNS)
-    figure = Figure(figsize=(3.7 * NUM_COLUMNS, 2.9 * num_rows), layout="constrained")
+    figure = Figure(figsize=(4.4 * NUM_COLUMNS, 2.9 * num_rows), layout="constrained")
     panels = list(figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flat)
     for axes, compared in zip(panels, measures, strict=False):
         _panel(axes, comparison, compared.measure)
@@ -29,11 +29,14 @@ def draw(comparison: Comparison) -> bytes:
 
 def _panel(axes: Any, comparison: Comparison, measure: Measure) -> None:
     scale = 100.0 if measure.unit == "%" else 1.0
-    for run, colour in zip((comparison.off, comparison.on), COLOURS, strict=True):
+    # The first run's dashes lie above the second run's line, so both are seen where they are equal.
+    styles = zip((comparison.off, comparison.on), COLOURS, ("--", "-"), (3, 2), strict=True)
+    for run, colour, dashes, order in styles:
         steps, amounts = run.column("step"), zip(*measure.amounts(run), strict=True)
         values = [scale * ratio(*of_step) for of_step in amounts]
         marker = "o" if len(steps) <= MAX_MARKERS else None
-        axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.8, label=run.name)
+        look = {"color": colour, "marker": marker, "linestyle": dashes, "zorder": order}
+        axes.plot(steps, values, markersize=4, linewidth=1.8, label=run.name, **look)
     axes.set_title(measure.label, loc="left", fontsize=11)
     axes.set_xlabel("training step", fontsize=9, color="#555b66")
     axes.xaxis.get_major_locator().set_params(integer=True)

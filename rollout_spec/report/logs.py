@@ -1,8 +1,10 @@
 """What verl's loggers wrote, read back: JSON lines, wandb (offline folders and online runs), tensorboard."""
 
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,9 +46,11 @@ def read_log(run: str | Path) -> Log:
         return _read_online(*online.groups())
     if not path.exists():
         raise RunError(f"{path}: no such file or folder")
-    kind, file = _find(path) if path.is_dir() else (_kind(path), path)
+    if not path.is_dir() and not path.is_file():
+        raise RunError(f"{path}: must be a file or a folder, no pipe and no device")
+    kind, files = _find(path) if path.is_dir() else (_kind(path), [path])
     readers = {"json": read_json_lines, "wandb": _read_wandb, "tensorboard": _read_tensorboard}
-    return _merged(str(file), readers[kind](file))
+    return _merged(str(files[0]), itertools.chain.from_iterable(map(readers[kind], files)))
 
 
 def _kind(file: Path) -> str:
@@ -55,9 +59,10 @@ def _kind(file: Path) -> str:
     return "tensorboard" if file.match(_TENSORBOARD_FILE) else "json"
 
 
-def _find(folder: Path) -> tuple[str, Path]:
+def _find(folder: Path) -> tuple[str, list[Path]]:
+    """The kind of the log in a folder, and its files: of a run that wandb resumed, one for each time."""
     if (folder / METRICS_FILE).exists():
-        return "json", folder / METRICS_FILE
+        return "json", [folder / METRICS_FILE]
     finders: dict[str, Callable[[Path], list[Path]]] = {
         "json": lambda folder: list(folder.glob("*.jsonl")),
         "wandb": wandb_files,
@@ -66,11 +71,11 @@ def _find(folder: Path) -> tuple[str, Path]:
     }
     for kind, find in finders.items():
         files = sorted(find(folder))
-        if len(files) > 1:
-            names = ", ".join(str(file.relative_to(folder)) for file in files)
+        if len({file.name if kind == "wandb" else file for file in files}) > 1:
+            names = ", ".join(os.path.relpath(file, folder.resolve()) for file in files)
             raise RunError(f"{folder}: several runs, name one of them: {names}")
         if files:
-            return kind, files[0]
+            return kind, files
     raise RunError(
         f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {WANDB_FILE}, "
         f"{_TENSORBOARD_FILE})"

@@ -10,9 +10,11 @@ import numpy as np
 
 from rollout_spec.report import RunError
 from rollout_spec.report.responses import Agreement
-from rollout_spec.report.runs import MAX_DRIFT, Run, plain
+from rollout_spec.report.runs import MAX_DRIFT, Run, plain, ratio
 
 NUM_RESAMPLES = 10_000
+FAR = 1.2  # a step that took that many times as long as the others was disturbed
+FIRM = 8  # of fewer pairs, a bootstrap gives a rough interval, narrower than 95 %
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +120,24 @@ class Comparison:
         return drift if 0.0 < drift < math.inf else math.nan
 
     @property
-    def corrected_speedup(self) -> float:
-        """The speedup had the machine not drifted."""
-        return self.speedup * self.drift
+    def has_drifted(self) -> bool:
+        """Whether the machine differs so much between the runs that there is no speedup."""
+        return abs(self.drift - 1.0) > MAX_DRIFT
 
     @property
-    def has_drifted(self) -> bool:
-        """Whether the machine differs too much between the runs for the speedup to be trusted."""
-        return abs(self.drift - 1.0) > MAX_DRIFT
+    def disturbed(self) -> tuple[Run, int, float] | None:
+        """The step whose training took longest beside its run's others: run, step, times their median.
+
+        None where none took FAR times as long.
+        """
+        found = []
+        for run in (self.off, self.on):
+            of_steps = {step.step: ratio(step.update_ms, step.trained_tokens) for step in run.steps}
+            for step, ms in of_steps.items():
+                others = [each for other, each in of_steps.items() if other != step]
+                found.append((ms / np.median(others) if others else math.nan, step, run))
+        times, step, run = max((each for each in found if each[0] > FAR), default=(0.0, 0, self.on))
+        return (run, step, float(times)) if times else None
 
     @property
     def verdict(self) -> str:
@@ -159,12 +171,11 @@ class Comparison:
         return {
             self.off.name: self.off.to_dict() | {c.measure.name: plain(c.off.value) for c in values},
             self.on.name: self.on.to_dict() | {c.measure.name: plain(c.on.value) for c in values},
-            "speedup": plain(self.speedup),
+            "speedup": None if self.has_drifted else plain(self.speedup),
             "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
-            "speedup_ci95": plain(self.speedup_ci95),
+            "speedup_ci95": [None, None] if self.has_drifted else plain(self.speedup_ci95),
             "drift": plain(self.drift),
             "has_drifted": self.has_drifted,
-            "corrected_speedup": plain(self.corrected_speedup),
             "warnings": self.warnings,
             "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
         }

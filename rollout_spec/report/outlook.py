@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollout_spec.files import as_json, write_files
 from rollout_spec.report.page import COLOURS, Table, png, render
 
@@ -17,22 +19,24 @@ def headline(record: Mapping[str, Any]) -> str:
     """What a reader needs, in one sentence."""
     if f"{record['tokens_per_step']:.2f}" == "1.00":
         return "Drafts would change nothing: a step of a response gives 1.00 tokens, as plain decoding does."
-    return (
-        f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding "
-        f"gives 1. At most {record['batch']['tail_rows']} requests run in {record['tail_share']:.0%} of an "
-        "engine's steps; drafts help most there."
+    gain = (
+        f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding 1."
     )
+    rows, share = record["batch"]["tail_rows"], f"{record['tail_share']:.0%}"
+    if share == "0%":
+        return f"{gain} More than {rows} requests run in almost every step; drafts help less there."
+    return f"{gain} At most {rows} requests run in {share} of an engine's steps; drafts help most there."
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
     """The sentences after `headline`."""
     lengths, batch = record["lengths"], record["batch"]
-    gain, in_tail = f"{record['tokens_per_step']:.2f} tokens", record["tail_tokens_per_step"]
+    gain, in_tail = f"{record['tokens_per_step']:.2f} tokens per step", record["tail_tokens_per_step"]
     if in_tail > 0:
-        gain += f", {in_tail:.2f} where at most a quarter of a prompt's responses still run"
+        gain += f"; {in_tail:.2f} near the end of a prompt, when a quarter of its responses are left"
     engines = "one engine" if batch["replicas"] == 1 else f"{batch['replicas']} engines"
     return [
-        f"A step gives {gain}; {record['acceptance_rate']:.0%} of the draft tokens are right.",
+        f"{gain}. {record['acceptance_rate']:.0%} of the draft tokens are accepted.",
         f"Groups: {record['num_groups']:,}, responses: {record['num_responses']:,}.{_doubt(record)}",
         f"Half of the responses have at most {lengths['median']:,.0f} tokens, the longest tenth has "
         f"{lengths['longest_tenth']:,.0f} to {lengths['longest']:,}.",
@@ -80,7 +84,8 @@ def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: P
     """Write replay.json, replay.png and replay.html, and return the page's path."""
     picture = draw(record)
     alt = "Tokens per step by training step, and running requests"
-    page = render("replay", record["headline"], sentences(record), tables(record), facts, picture, alt)
+    text = [*record["doubts"], *sentences(record)]
+    page = render("replay", record["headline"], text, tables(record), facts, picture, alt)
     write_files(folder, {"replay.json": as_json(record), "replay.png": picture, "replay.html": page})
     return folder / "replay.html"
 
@@ -90,8 +95,8 @@ def draw(record: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + [_draw_running]
-    figure = Figure(figsize=(9.6, 3.3), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+    figure = Figure(figsize=(6.4, 3.0 * len(panels)), layout="constrained")  # below one another, for phones
+    for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         panel(axes, record)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
@@ -105,7 +110,7 @@ def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:
     axes.plot(steps, values, color=with_drafts, marker=".")
     axes.axhline(1, color=without, linewidth=0.8)
     axes.set(
-        title="Tokens per step, by training step (1: no drafts)", xlabel="training step",
+        title="By training step (1: no drafts)", xlabel="training step", ylabel="tokens per step",
         ylim=(0, 1.1 * max(1.0, *values)),
     )  # fmt: skip
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -115,5 +120,9 @@ def _draw_running(axes: Any, record: Mapping[str, Any]) -> None:
     running, rows = record["running"], record["batch"]["tail_rows"]
     axes.axvspan(sum(number > rows for number in running), len(running), color="#cfe0f7")
     axes.stairs(running, color="#1b2a3d")
-    title = f"Running requests without drafts (shaded: at most {rows})"
-    axes.set(title=title, xlabel="engine step", ylim=(0, None))
+    share, of_all = np.mean(np.array(running) <= rows), record["tail_share"]
+    title = (
+        "The longest rollout: running requests, without drafts\n"
+        f"(shaded: at most {rows}, {share:.0%} of its steps; of all rollouts' {of_all:.0%})"
+    )
+    axes.set(title=title, xlabel="engine step", ylabel="requests", ylim=(0, None))

@@ -34,5 +34,5 @@ def render(
 def png(figure: Any, dpi: int) -> bytes:
     """A figure of matplotlib's as a file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": "rollout_spec"})
     return buffer.getvalue()

@@ -1,6 +1,5 @@
 """A comparison into wandb: table, picture and figures in the summary of the second run."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> st
     """
     import wandb
 
-    figures = {name: getattr(comparison, name) for name in ("speedup", "drift", "corrected_speedup")}
-    added = {name: value for name, value in figures.items() if math.isfinite(value)}
+    figures = comparison.to_dict()
+    added = {name: figures[name] for name in ("speedup", "drift") if figures[name] is not None}
     added["comparison"] = wandb.Table(columns=table_columns(comparison), data=table_rows(comparison))
     added["report"] = wandb.Image(str(picture))
     # The run keeps the commit, machine, program and packages that it was started with.
@@ -53,7 +52,7 @@ def run_of(source: Path) -> dict[str, Any]:
         entity, project, run_id = online.groups()
         return {"entity": entity, "project": project, "id": run_id, "mode": "online", "resume": "must"}
     files = wandb_files(source) if source.is_dir() else [source] if source.suffix == ".wandb" else []
-    for record in wandb_records(files[0]) if len(files) == 1 else ():
+    for record in wandb_records(files[0]) if len({file.name for file in files}) == 1 else ():
         if record.HasField("run"):
             of = {"entity": record.run.entity or None, "project": record.run.project}
             return {**of, "id": record.run.run_id, "mode": "offline", "resume": "allow"}

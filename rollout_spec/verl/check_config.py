@@ -3,7 +3,7 @@
 import importlib.util
 import os
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
@@ -32,7 +32,7 @@ def check_config(config: DictConfig) -> SpecConfig:
             "(VERL_USE_EXTERNAL_PLUGINS)? Run `rollout-spec doctor`."
         )
     ours = {name: option for name, option in options.items() if name != model_drafter.OPTION}
-    SpecConfig.from_mapping(ours)
+    SpecConfig.from_mapping(ours, model_drafter.OPTION)
     model_drafter.check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(model_drafter.spec_options(options, mtp))
     refuse_old_version()
@@ -46,6 +46,21 @@ def check_config(config: DictConfig) -> SpecConfig:
     return spec
 
 
+def refuse_plain_options(config: DictConfig) -> None:
+    """Raise a ConfigError for our options where they are plain values, which verl does not read."""
+    of_rollout = OmegaConf.select(config, "rollout")
+    names = set(of_rollout) if isinstance(of_rollout, DictConfig) else set()
+    found = [str(key) for key in config if str(key).startswith("rollout.spec")]
+    found += ["rollout.spec"] * ("spec" in names and "checked" not in names)
+    found += [f"{ROLLOUT}.spec"] * (OmegaConf.select(config, f"{ROLLOUT}.spec") is not None)
+    if found:
+        raise ConfigError(
+            f"{found[0]} in a YAML file: a plain value there does nothing. Put `- /rollout.spec: sam` last "
+            "into the file's defaults list, or +rollout.spec=sam on the command line; its options go below "
+            "`rollout: {spec: ...}`"
+        )
+
+
 def _refuse_old_verl() -> None:
     """Raise a ConfigError for verl's main branch before 0.9.1: its requests do not wait for a weight sync."""
     if importlib.util.find_spec("verl.workers.rollout.router") is None:
@@ -54,7 +69,7 @@ def _refuse_old_verl() -> None:
 
 def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     """The reference run needs such a trainer too: it is measured in the same way."""
-    require(config, f"{ROLLOUT}.name", ("vllm",), "rollout.spec needs vllm")
+    require(config, f"{ROLLOUT}.name", ("vllm",), f"rollout.spec needs vLLM: set {ROLLOUT}.name=vllm")
     require(config, f"{ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
     for section in ("async_training", "rollout.nnodes"):  # fully_async has the one, one_step_off the other
         if value(config, section) is not None:
@@ -100,7 +115,13 @@ def _check_drafting(config: DictConfig) -> None:
 def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or num_places(config) == 1:
         return
-    if value(config, _ROUTER) != group_router_file():
+    router = value(config, _ROUTER)
+    if router is None:  # ours is never
+        raise ConfigError(
+            f"{_ROUTER}=null: rollout.spec had set it. In a defaults list, /rollout.spec must come after "
+            "ppo_trainer; on the command line, remove your override"
+        )
+    if router != group_router_file():
         raise ConfigError(
             f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
             "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "

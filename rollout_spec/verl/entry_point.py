@@ -29,6 +29,7 @@ def _load() -> None:
     from rollout_spec.verl import hydra_plugin
 
     hydra_plugin.install()
+    when_imported("verl.utils.device", hydra_plugin.check_before_ray)
     when_imported("verl.workers.rollout.replica", _register_replica)
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -13,14 +15,21 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl import plugin_state
-from rollout_spec.verl.check_config import check_config, num_places
+from rollout_spec.verl.check_config import check_config, num_places, refuse_plain_options
 from rollout_spec.verl.configs import CONFIGS, group_router_file
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import V1_TRAINER_ONLY, say
 
+_PLAIN = Patch(
+    name="verl-plain-options",
+    reason="rollout.spec as a plain value in a YAML file trains without drafts, and nobody says so",
+    upstream="verl/utils/device.py, auto_set_device",
+    until="verl refuses keys that nobody reads",
+)
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
 
@@ -67,7 +76,11 @@ def check_whole(*, _root_: DictConfig) -> bool:
         raise ConfigError(f"{plugin_state.failure}; run `rollout-spec doctor`")
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
         raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
-    spec = check_config(_root_)
+    # Whoever only asks for the configuration would get a traceback of Hydra's.
+    with one_line_errors() if {"--cfg", "-c"} & {*sys.argv[1:]} else contextlib.nullcontext():
+        spec = check_config(_root_)
+    if spec.enabled:
+        say(f"drafting is on, with up to {spec.num_speculative_tokens} draft tokens a request and step")
     if said := said_of_memory(_root_, spec):
         say(said)
     return True
@@ -76,6 +89,17 @@ def check_whole(*, _root_: DictConfig) -> bool:
 def group_router(*, _root_: DictConfig) -> str | None:
     """The router that routing=group takes, as a resolver: verl's own where all requests go to one place."""
     return None if num_places(_root_) == 1 else group_router_file()
+
+
+def check_before_ray(device: ModuleType) -> None:
+    """Let what verl's commands call first, with a configuration, refuse options of ours that do nothing."""
+
+    @wrap(device, "auto_set_device", _PLAIN)
+    def check_and_set_device(set_device: Any, config: Any) -> None:
+        if isinstance(config, DictConfig):
+            with one_line_errors():
+                refuse_plain_options(config)
+        set_device(config)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,14 @@
 """What is asked for on the command line, checked before Hydra reads it."""
 
+import contextlib
 import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Transformer
+from hydra.errors import HydraException
 
 from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.verl import model_drafter
@@ -16,6 +21,7 @@ _MISSPELT = (
     r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
     rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
 )
+_AS_IT_IS, _OTHERS = Transformer.identity, ("method", "routing", "corpus")
 _KEYED = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
 
 
@@ -24,6 +30,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
     take for something else."""
     asked = [each.partition("=")[2] for each in arguments if re.match(r"\+rollout\.spec=", each)]
     chosen = [[each] if "{" in each else each.split(",") for each in asked]  # several in a sweep
+    if len(asked) > 1:
+        raise ConfigError(f"+rollout.spec is given {len(asked)} times: {', '.join(asked)}")
     _refuse_misspelt(arguments, has_method=bool(chosen))
     for method in itertools.chain(*chosen):
         if method not in ("sam", "off"):
@@ -34,8 +42,12 @@ def check_overrides(arguments: Sequence[str]) -> None:
 def _refuse_misspelt(arguments: Sequence[str], has_method: bool) -> None:
     """What looks like `+rollout.spec=METHOD` and is none: Hydra would do nothing for it."""
     has_own_config = any(re.match(r"--config-|-c[pnd]", each) for each in arguments)
-    patterns = _MISSPELT if has_method or has_own_config else (*_MISSPELT, r"\+*rollout\.spec\.")
+    patterns = [*_MISSPELT]
+    if not has_own_config:
+        patterns += [r"~?rollout\.spec(=|$)"] if has_method else [r"~?\+*rollout\.spec([.=]|$)"]
     for argument in arguments:
+        if has_method and re.match(r"\+*rollout\.spec=\{", argument):
+            raise ConfigError(f"{argument}: write each option by itself, as rollout.spec.history=4")
         if any(re.match(pattern, argument) for pattern in patterns):
             raise ConfigError(f"{argument}: write +rollout.spec=sam or +rollout.spec=off; {_KEYED}")
 
@@ -49,5 +61,14 @@ def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
         override = re.match(r"\+{0,2}rollout\.spec\.([^.=@]+)=(.*)", argument)
         if override and override[1] == "model_tokens":
             raise ConfigError(f"rollout.spec.model_tokens={override[2]}: {model_drafter.MODEL_TOKENS}")
+        if override and re.match(r"\+rollout", argument) and override[1] in known:
+            raise ConfigError(f"{argument}: write {argument[1:]}, with no plus or with two")
         if override and override[1] not in known:
-            SpecConfig.from_mapping({override[1]: override[2]})
+            SpecConfig.from_mapping({override[1]: override[2]}, model_drafter.OPTION)
+        if override and override[1] not in (*_OTHERS, model_drafter.OPTION) and "$" not in argument:
+            with contextlib.suppress(HydraException):  # which Hydra says itself
+                [parsed] = OverridesParser.create().parse_overrides([argument])
+                # Hydra checks a job of a sweep in its turn: after hours.
+                values = parsed.sweep_iterator(_AS_IT_IS) if parsed.is_sweep_override() else [parsed.value()]
+                for value in values:
+                    SpecConfig.from_mapping({override[1]: value})

@@ -136,7 +136,16 @@ def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
         "m3_cache": policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache,
         "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
         "growing_rope": _growing_rope(model),
+        "wide_logits": _wide_logits(vllm_config),
     }
+
+
+def _wide_logits(vllm_config: VllmConfig) -> tuple[int, int] | None:
+    """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
+    scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
+    given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
+    too_many = min(given, scheduler.max_num_seqs * (1 + k)) > most
+    return (given, most) if too_many and vllm_config.use_v2_model_runner and is_before(29) else None
 
 
 def _loses_ahead(vllm_config: VllmConfig) -> str | None:

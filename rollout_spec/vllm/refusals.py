@@ -56,6 +56,10 @@ REFUSALS = {
         ("max_model_len={0[0]}",
          "vLLM's Transformers backend rotates this policy's keys by the longest row of a step beyond {0[1]} "
          "positions, so drafts would change the tokens: set max_model_len to at most {0[1]}"),
+    "wide_logits":
+        ("{engine}max_num_batched_tokens={0[0]}",
+         "before vLLM 0.29, MRV2 counts a step's logits in 32 bits, and drafts could make more: set it to at "
+         "most {0[1]}"),
     "packed_cache":
         ("{engine}kv_cache_dtype={}",
          "its attention takes a row with drafts for a new one beside a prompt that is at least as long, so "

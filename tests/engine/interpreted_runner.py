@@ -14,7 +14,7 @@ from rollout_spec.vllm.versions import is_before, v2_architectures, version
 from tests.engine.conftest import KEYED, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
-from tests.engine.test_requests import random_request
+from tests.engine.test_requests import FEW_CHARACTERS, bad_words, random_request
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 PROMPT = [1, *[65, 66] * 14, 67]
@@ -31,6 +31,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "top_k": {"temperature": 1.2, "top_k": 6, "logprobs": 6},
     "stop_token": {"stop_token_ids": [*range(4, 39)]},
     "bad_words": {"bad_words": [*map(chr, BAD_WORDS)]},
+    "all at once": {
+        "allowed_token_ids": [*map(ord, FEW_CHARACTERS)], "bad_words": bad_words(random.Random(2)),
+        "stop_token_ids": [ord("!")], "min_tokens": 30, "max_tokens": 60, "repetition_penalty": 1.1,
+        "top_k": 4, "logprobs": 2,
+    },
     "grammar": {"structured_outputs": {"regex": "([a-d][!-+]){7,9}"}, "ignore_eos": False},
 }  # fmt: skip
 # With those of the table in which a model runner, or its sampler, takes part.

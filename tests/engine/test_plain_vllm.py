@@ -179,6 +179,27 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
     check_options(without)
 
 
+@pytest.mark.parametrize(("vocabulary", "is_refused"), [(233_016, False), (233_017, True), (248_320, True)])
+def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
+    tiny_model, vocabulary, is_refused, monkeypatch
+):
+    """Of 1,024 rows with 8 draft tokens, with MRV2 of vLLM 0.24; not on MRV1, and not of shorter steps."""
+    from vllm.config import ModelConfig
+
+    from rollout_spec.vllm import checks
+
+    monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda _: vocabulary)
+    monkeypatch.setattr(checks, "is_before", lambda minor: minor <= 29)
+    config = configured(tiny_model, {}, max_num_seqs=1024, max_num_batched_tokens=16_384)
+    for is_mrv2, num_tokens in ((True, 16_384), (False, 16_384), (True, 8192)):
+        monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
+        config.scheduler_config.max_num_batched_tokens = num_tokens
+        found = checks._wide_logits(config)
+        assert (found == (num_tokens, (2**31 - 1) // vocabulary)) == (
+            is_refused and is_mrv2 and num_tokens > 8192
+        )
+
+
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
     from rollout_spec.vllm import plugin, versions
 

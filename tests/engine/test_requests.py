@@ -292,12 +292,18 @@ def answers(llm, num, reasoning_ended):
 
 NUM_MIXED, NUM_ALONE = 70, 6  # of each seed
 CHARACTERS = [chr(i) for i in range(33, 123)]  # no braces, which stand for parts of a text in stop strings
+FEW_CHARACTERS = "abcd!"  # of which texts have all the words of a few
 MIXED = {option.name: option.examples for option, _ in SERVED.values() if option in SAMPLING}
 # Log-probabilities are of what is sampled from.
 MIXING: dict[str, Any] = {
     "scheduling_policy": "priority", "max_num_batched_tokens": 24, "max_logprobs": -1,
     "reasoning_config": REASONING, "logprobs_mode": "processed_logprobs",
 }  # fmt: skip
+
+
+def bad_words(draw):
+    """Words of one to four tokens, the longer ones more often; "!" is always allowed."""
+    return ["".join(draw.choices(FEW_CHARACTERS[:-1], k=length)) for length in (1, 2, 2, 3, 3, 3, 4, 4, 4)]
 
 
 def random_request(draw):
@@ -312,6 +318,7 @@ def random_request(draw):
         {"frequency_penalty": -0.2},
         {"top_k": draw.randint(1, 20), "top_p": draw.uniform(0.3, 1.0)},
         {"bad_words": draw.choices(CHARACTERS, k=4)},
+        {"allowed_token_ids": [*map(ord, FEW_CHARACTERS)], "bad_words": bad_words(draw)},
         {"allowed_token_ids": draw.sample(range(3, VOCAB_SIZE), 100)},
         {"structured_outputs": {"regex": draw.choice(["[a-z]+", "([0-9]{2}-){4,9}", "(ab|cd)+e"])}},
         {"extra_args": {NAME_KEY: "grouped", GROUP_KEY: draw.choice(["a", "b"])}},

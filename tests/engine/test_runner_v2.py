@@ -280,6 +280,13 @@ def test_full_graphs_are_for_plain_steps(results):
     assert results["drafted"]["graphs"] == GRAPHS
 
 
+def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path):
+    """The tokens that were drawn need no other logits; any other needs clearly other ones."""
+    found = interpreted("tests.engine.interpreted_certify", tmp_path / "gaps.json", chat_model)
+    assert found["is_mrv2"] and all(found["same"])
+    assert max(found["drawn"]) < 1e-4 and sorted(found["others"])[3] > 0.1
+
+
 WITH_GRAPHS = pytest.mark.skipif(
     version() in ("0.23.0", "0.24.0"),
     reason="the tests' engine goes the ways of CUDA with vLLM 0.29 and 0.32",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.comparison import FILES, sentences, table_columns, table_rows
+from rollout_spec.report.comparison import FILES, interval, sentences, table_columns, table_rows
 from rollout_spec.report.comparison_picture import draw
 from rollout_spec.report.measures import Comparison
 from rollout_spec.report.page import Table, render
@@ -22,8 +22,9 @@ def to_dict(comparison: Comparison, turns: Turns) -> dict[str, Any]:
 
 
 def headline(turns: Turns) -> str:
-    low, high = turns.speedup.ci95
-    return f"{turns.speedup.value:.2f}× tokens per second (95% interval {low:.2f} to {high:.2f})"
+    return (
+        f"{turns.speedup.value:.2f}× tokens per second ({interval(turns.speedup.ci95, len(turns.seconds))})"
+    )
 
 
 def of_turns(turns: Turns) -> list[str]:
@@ -53,13 +54,13 @@ def text(comparison: Comparison, turns: Turns) -> list[str]:
 
 def _of_trainings(comparison: Comparison) -> list[str]:
     """Their own ratio, which the machine's drift can change, and whether it did."""
-    said = f"The two trainings ran one after the other. Their ratio was {comparison.speedup:.2f}×"
+    said = f"The two trainings ran one after the other, with {comparison.speedup:.2f}× tokens per second."
     if comparison.has_drifted:
-        said += (
-            ", but the machine changed in between: training without rollouts, which drafts do not touch, "
-            f"took {comparison.drift:.2f}× as long per token with drafts. Trust the turns"
+        said = (
+            "The two trainings ran one after the other, and the machine changed in between: training without "
+            f"rollouts took {comparison.drift:.2f}× as long per token with drafts. So they give no ratio."
         )
-    return [said + ". The trainings are there to show that drafts change neither tokens nor rewards."]
+    return [said + " They are there to show that drafts change neither tokens nor rewards."]
 
 
 def tables(comparison: Comparison, turns: Turns, intervals: bool = True) -> list[Table]:

@@ -1,0 +1,49 @@
+"""How wrong logits must have been for the tokens that MRV2 drew, and for others, as `certify` asks it."""
+
+import dataclasses
+
+from rollout_spec.certify import certify
+from rollout_spec.certify.counts import Pair
+
+PROMPT, NUM_TOKENS = [1, *[65, 66] * 6, 67], 24
+
+
+def main(model):
+    engine = {
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+    }
+    plan = certify.Plan(
+        model, [PROMPT], [0.9], [4], [64], [4], NUM_TOKENS, 0, 1.0, 3, "float32", None,
+        {**engine, "max_num_batched_tokens": 128, "skip_tokenizer_init": True},
+    )  # fmt: skip
+    is_mrv2, runs = certify._run(plan, lambda _: None)
+    [(where, pairs)] = runs.items()
+    cut = [_differing(pair, place) for pair in pairs for place in (0, len(pair.off.token_ids) // 2, -1)]
+    gaps: dict[str, list[float]] = {"drawn": [], "others": []}
+    for pair, logits in zip(cut, certify._logits(plan, cut, is_mrv2), strict=True):
+        drawn, other = pair.tokens
+        for name, token in (("drawn", drawn), ("others", other)):
+            twice = _Twice(pair.sample, pair.off, pair.on, token)
+            gaps[name].append(certify._explained(plan, where, twice, logits, is_mrv2)["logit_gap"])
+    return {"is_mrv2": is_mrv2, "same": [not pair.differs for pair in pairs], **gaps}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Twice(Pair):
+    """A difference of which both tokens are one."""
+
+    token: int
+
+    @property
+    def tokens(self):
+        return self.token, self.token
+
+
+def _differing(pair, place):
+    """As if the response with drafts had another token at a place."""
+    tokens = pair.off.token_ids.copy()
+    tokens[place] = (tokens[place] + 1) % 128
+    return Pair(pair.sample, pair.off, dataclasses.replace(pair.off, token_ids=tokens))
