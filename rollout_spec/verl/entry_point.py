@@ -3,9 +3,10 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
-from rollout_spec.patches import when_imported
+from rollout_spec.patches import PatchError, when_imported
 from rollout_spec.verl import plugin_state
 
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
@@ -30,10 +31,32 @@ def _load() -> None:
 
     hydra_plugin.install()
     when_imported("verl.workers.rollout.replica", _register_replica)
+    when_imported("verl.workers.rollout.llm_server", _name_clients)
+    when_imported("verl.experimental.agent_loop.agent_loop", _name_agent_loops)
 
 
 def _register_replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register("vllm", _load_replica)
+
+
+def _name_clients(module: Any) -> None:
+    from rollout_spec.verl.client import name_clients
+
+    _apply(name_clients, module)
+
+
+def _name_agent_loops(module: Any) -> None:
+    from rollout_spec.verl.samples import name_agent_loops
+
+    _apply(name_agent_loops, module)
+
+
+def _apply(change: Callable[[Any], None], module: Any) -> None:
+    """Change a module of verl's; where that does not fit, its requests have no names of ours."""
+    try:
+        change(module)
+    except PatchError as error:
+        print(f"rollout_spec: {error}", file=sys.stderr)
 
 
 def _load_replica() -> Any:

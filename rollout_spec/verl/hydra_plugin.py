@@ -15,11 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import plugin_state
 from rollout_spec.verl.check_config import check_config, num_places
-from rollout_spec.verl.configs import CONFIGS, group_router_file
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
-from rollout_spec.verl.settings import V1_TRAINER_ONLY, say
+from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_file, say
 
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
@@ -40,6 +39,7 @@ def install() -> None:
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
         ("group_router", group_router),
+        ("max_imbalance", lambda: plugin_state.spec.max_imbalance),  # as verl loads the router's own file
         ("checked", check_whole),
         ("job_checked", check_job),
     ):
@@ -67,7 +67,7 @@ def check_whole(*, _root_: DictConfig) -> bool:
         raise ConfigError(f"{plugin_state.failure}; run `rollout-spec doctor`")
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
         raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
-    spec = check_config(_root_)
+    spec = plugin_state.spec = check_config(_root_)
     if said := said_of_memory(_root_, spec):
         say(said)
     return True
