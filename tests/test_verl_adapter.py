@@ -55,6 +55,34 @@ def test_a_server_remembers_ended_samples_for_drafters_alone(method, server_of):
     assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
 
 
+def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a_request(
+    server_of, monkeypatch
+):
+    async def generate(self, *_):
+        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
+
+    async def call(self, method, ended):
+        found.append(list(ended.samples))
+        return []
+
+    found: list[list[str]] = []
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    monkeypatch.setattr(verl_server.Drafters, "call", call)
+    server = server_of(None, {"method": "sam"})
+
+    def serve(sample):
+        asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_sample": sample}}, "one"))
+
+    for sample in "abc":
+        serve(sample)
+    for step in range(6):
+        if step == 1:
+            asyncio.run(server.end_sample("b"))
+            serve("c")
+        asyncio.run(server.set_global_steps(step))
+    assert found == [[], ["b"], [], ["a"], ["c"], []]
+
+
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(server_of, monkeypatch):
     """The real wrappers and servers; verl's methods are cut down to what they do to the servers."""
 

@@ -12,7 +12,7 @@ from rollout_spec.verl.settings import ROLLOUT, value
 from rollout_spec.verl.trainer import Watch, call_and_watch, servers, take_reports, validation
 from rollout_spec.verl.trainer_history import load_history, remove_orphans, save_history, share_history
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"verl.{__name__}")  # which verl shows in its trainer
 
 
 def install() -> None:

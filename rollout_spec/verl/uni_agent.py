@@ -20,7 +20,7 @@ from rollout_spec.verl.client import end_request
 from rollout_spec.verl.samples import ROW, named
 
 WHERE = entry.__file__
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"verl.{__name__}")
 
 
 class NamedSessions(OpenAICompatibleAgentFramework):
@@ -60,15 +60,15 @@ class NamingGateway(gateway.GatewayActor.__ray_actor_class__):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
 
-    async def finalize_session(self, session_id: str) -> Any:
+    async def finalize_session(self, session_id: str, **tracing: Any) -> Any:
         try:
-            return await super().finalize_session(session_id)
+            return await super().finalize_session(session_id, **tracing)
         finally:
             end_request(session_id)
 
-    async def abort_session(self, session_id: str) -> None:
+    async def abort_session(self, session_id: str, **tracing: Any) -> None:
         try:
-            await super().abort_session(session_id)
+            await super().abort_session(session_id, **tracing)
         finally:
             end_request(session_id)
 
