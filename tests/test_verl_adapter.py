@@ -439,9 +439,9 @@ def test_workers_name_samples_whatever_derives_from_them(monkeypatch):
         return sampling_params, kwargs
 
     here = Samples()
-    monkeypatch.setattr(verl_client, "_here", here)
+    monkeypatch.setattr(verl_client, "here", here)
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
-    samples.name_agent_loops(agent_loop)
+    samples.change(agent_loop)
     row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
     step: Any = {"step": 3, "validate": False}
 

@@ -15,7 +15,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_spec.verl import client as verl_client
-from rollout_spec.verl.client import Call, Samples, begin_sample, end_request, end_sample
+from rollout_spec.verl.client import Call, Samples
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -76,8 +76,8 @@ CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "rollout":
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """The samples of a process that has just begun."""
-    monkeypatch.setattr(verl_client, "_here", Samples())
-    return verl_client._here
+    monkeypatch.setattr(verl_client, "here", Samples())
+    return verl_client.here
 
 
 def make(server, verls=FullyAsyncLLMServerClient):
@@ -104,7 +104,7 @@ async def best_of(client, sampling_params):
 def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls, monkeypatch):
     runs = []
     for _ in range(2):
-        monkeypatch.setattr(verl_client, "_here", Samples())
+        monkeypatch.setattr(verl_client, "here", Samples())
         server, given = Server(), params()
         asyncio.run(best_of(make(server, verls), given))
         runs.append(server.names)
@@ -176,7 +176,7 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
         server = Server()
         client = make(server, verls)
         for process in "12":
-            monkeypatch.setattr(verl_client, "_here", Samples())
+            monkeypatch.setattr(verl_client, "here", Samples())
             for request_id, prompt in zip(request_ids, ([1, 2], [1, 2], [3]), strict=True):
                 asyncio.run(session(client, request_id + process, prompt, [4]))
         runs.append(server)
@@ -234,7 +234,7 @@ def test_a_client_that_derives_from_verls_is_named():
         )
         asyncio.run(call(client, [1], {}))
     assert json.loads(server.names[0])[0] == "prompt"
-    end_request("r")
+    verl_client.here.end_request("r")
     assert server.ended == [server.sent[0]["rollout_spec_sample"]]
 
 
@@ -258,10 +258,10 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, her
         asyncio.run(call(client, [1], params([number]), f"r{number}"))
     assert [[number] in here for number in range(5)] == [True, False, False, True, True], "those used last"
     assert here.name_of("r1") is None and here.name_of("r4") == [4]
-    end_sample([4])
-    end_sample("unknown")
-    end_request("r1")
-    end_request("r3")
+    verl_client.here.end([4])
+    verl_client.here.end("unknown")
+    verl_client.here.end_request("r1")
+    verl_client.here.end_request("r3")
     assert len(here) == 1 and here.name_of("r4") is None
     assert server.ended == ["[4]", "[3]"]
     asyncio.run(call(client, [1], params([4])))
@@ -337,20 +337,21 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
             await asyncio.sleep(60)
         if failure == "dead":
             raise ActorDiedError
-        monkeypatch.setattr(verl_client, "_here", here)
+        monkeypatch.setattr(verl_client, "here", here)
         try:
             return function(None, *args)
         finally:
-            monkeypatch.setattr(verl_client, "_here", there)
+            monkeypatch.setattr(verl_client, "here", there)
 
     monkeypatch.setattr(verl_client, "MAX_WAIT_S", 0.01)
-    home = SimpleNamespace(__ray_call__=SimpleNamespace(remote=answer)) if failure != "no actor" else None
+    remote = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
+    home = SimpleNamespace(__ray_call__=remote) if failure != "no actor" else None
     server, there = Server(), Samples()
     client = make(server)
-    begin_sample(SAMPLE)
+    verl_client.here.begin(SAMPLE)
     asyncio.run(call(client, [1] * 100, params()))
     copied = sent(client, home)
-    monkeypatch.setattr(verl_client, "_here", there)
+    monkeypatch.setattr(verl_client, "here", there)
     monkeypatch.setattr(verl_client, "_process", "another")
     for prompt in ([1] * 100, [1] * 600):
         asyncio.run(call(copied, prompt, params()))
@@ -367,7 +368,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
 def test_a_copy_in_the_process_counts_with_the_others(here):
     server = Server()
     client = make(server)
-    begin_sample(SAMPLE)
+    verl_client.here.begin(SAMPLE)
     copied = sent(client, SimpleNamespace())  # an actor that nobody may ask
     for each in (client, copied):
         asyncio.run(call(each, [1], params()))

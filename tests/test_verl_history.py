@@ -229,16 +229,16 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     def begin(_, client):
-        from rollout_spec.verl.client import Call, _here, begin_sample
+        from rollout_spec.verl.client import Call, here
 
-        begin_sample("sample")
-        _here.add("sample", Call("r", "its digest", 100, {}, False))
+        here.begin("sample")
+        here.add("sample", Call("r", "its digest", 100, {}, False))
         return client
 
     def end(_):
-        from rollout_spec.verl.client import end_sample
+        from rollout_spec.verl.client import here
 
-        end_sample("sample")
+        here.end("sample")
 
     def turn(client, extra_args):
         async def call():

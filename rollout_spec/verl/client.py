@@ -121,6 +121,11 @@ class Samples:
         for server in servers:
             server.end_sample.remote(str(name))
 
+    def end_request(self, request_id: str) -> None:
+        """The sample whose calls have this request id makes no more."""
+        if (name := self.name_of(request_id)) is not None:
+            self.end(name)
+
     def _forget(self, name: str) -> set[Any]:
         sample = self._samples.pop(name, None)
         for request_id in sample.request_ids if sample is not None else ():
@@ -140,28 +145,12 @@ class _Sample:
         self.servers = set[Any]()
 
 
-_here = Samples()
+here = Samples()
 _process = uuid.uuid4().hex
 _sample: ContextVar[tuple[str, Any] | None] = ContextVar("_sample", default=None)  # of a call, and its home
 
 
-def begin_sample(name: Any) -> None:
-    """A sample of this name begins in this process."""
-    _here.begin(name)
-
-
-def end_sample(name: Any) -> None:
-    """A sample that began in this process makes no more calls."""
-    _here.end(name)
-
-
-def end_request(request_id: str) -> None:
-    """The sample whose calls have this request id makes no more."""
-    if (name := _here.name_of(request_id)) is not None:
-        _here.end(name)
-
-
-def name_clients(module: Any) -> None:
+def change(module: Any) -> None:
     """Let the clients of verl's module `llm_server`, and all that derive from them, name their calls."""
     for client in (module.LLMServerClient, module.FullyAsyncLLMServerClient):
         wrap(client, "generate", NAMED_CALLS)(_generate)
@@ -204,16 +193,16 @@ async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, 
     if (sample := _sample.get()) is not None:
         name, home = sample
         if home is None:
-            _here.note_server(name, acquired[1])
+            here.note_server(name, acquired[1])
         else:
-            home.__ray_call__.remote(_note_server, name, acquired[1])
+            home.__ray_call__.remote(_do, "note_server", name, acquired[1])
     return acquired
 
 
 def _state(self: Any) -> dict[str, Any]:
     """What a copy of a client gets: it says where the samples began that call through it."""
     state = dict(vars(self))
-    if len(_here):
+    if len(here):
         context: Any = ray.get_runtime_context() if ray.is_initialized() else None
         in_actor = context is not None and context.get_actor_id() is not None
         state[_HOME] = _process, context.current_actor if in_actor else None
@@ -224,19 +213,19 @@ async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
     """The call's `extra_args`, and the actor that counts its sample's calls; None: this process does."""
     name = call.extra_args.get(NAME_KEY)
     if name is None:
-        name = _here.name_of(call.request_id) or await _name_by_prompt(client, call)
+        name = here.name_of(call.request_id) or await _name_by_prompt(client, call)
     elif names_of(call.extra_args).key is None:
         return dict(call.extra_args), None  # what cannot be read is handed on
     process, home = vars(client).get(_HOME, (_process, None))
-    if process != _process and name not in _here:
+    if process != _process and name not in here:
         if home is not None:
             try:
-                asked = home.__ray_call__.remote(_add, name, call)
+                asked = home.__ray_call__.remote(_do, "add", name, call)
                 return await asyncio.wait_for(asked, MAX_WAIT_S), home
             except (RayError, TimeoutError):
                 vars(client)[_HOME] = process, None
-        _here.begin(name, _process)  # nobody can say which calls there were: these are apart from them
-    return _here.add(name, call), None
+        here.begin(name, _process)  # nobody can say which calls there were: these are apart from them
+    return here.add(name, call), None
 
 
 async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
@@ -263,14 +252,9 @@ def _begin(balancer: Any, request_id: str, digest: str) -> tuple[str, int]:
     return found
 
 
-def _add(_: Any, name: Any, call: Call) -> dict[str, Any]:
-    """In the process where the sample began."""
-    return _here.add(name, call)
-
-
-def _note_server(_: Any, name: str, server: Any) -> None:
-    """In the process where the sample began."""
-    _here.note_server(name, server)
+def _do(_: Any, method: str, *args: Any) -> Any:
+    """Call a method of `Samples` in the process where the sample began."""
+    return getattr(here, method)(*args)
 
 
 def _is_ours(client: Any) -> bool:

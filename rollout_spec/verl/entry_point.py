@@ -1,9 +1,10 @@
 """Entry point of group `verl.plugins`: verl imports this module in every one of its processes."""
 
+import functools
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from rollout_spec.patches import PatchError, when_imported
@@ -31,30 +32,18 @@ def _load() -> None:
 
     hydra_plugin.install()
     when_imported("verl.workers.rollout.replica", _register_replica)
-    when_imported("verl.workers.rollout.llm_server", _name_clients)
-    when_imported("verl.experimental.agent_loop.agent_loop", _name_agent_loops)
+    when_imported("verl.workers.rollout.llm_server", functools.partial(_change, "client"))
+    when_imported("verl.experimental.agent_loop.agent_loop", functools.partial(_change, "samples"))
 
 
 def _register_replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register("vllm", _load_replica)
 
 
-def _name_clients(module: Any) -> None:
-    from rollout_spec.verl.client import name_clients
-
-    _apply(name_clients, module)
-
-
-def _name_agent_loops(module: Any) -> None:
-    from rollout_spec.verl.samples import name_agent_loops
-
-    _apply(name_agent_loops, module)
-
-
-def _apply(change: Callable[[Any], None], module: Any) -> None:
-    """Change a module of verl's; where that does not fit, its requests have no names of ours."""
+def _change(by: str, module: Any) -> None:
+    """Let a module of ours change one of verl's. Where that does not fit, requests have no names of ours."""
     try:
-        change(module)
+        importlib.import_module(f"rollout_spec.verl.{by}").change(module)
     except PatchError as error:
         print(f"rollout_spec: {error}", file=sys.stderr)
 

@@ -17,8 +17,8 @@ import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 
 from rollout_spec.patches import wrap
+from rollout_spec.verl import client
 from rollout_spec.verl.changes import NAMED_SAMPLES
-from rollout_spec.verl.client import begin_sample, end_sample
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 ROW = "rollout_spec_row"  # the column: of each row its name, as JSON
@@ -92,7 +92,7 @@ def _digest(value: Any) -> str | None:
     return hashlib.sha256(content).hexdigest() if content else None
 
 
-def name_agent_loops(module: Any) -> None:
+def change(module: Any) -> None:
     """Let the workers of verl's module `agent_loop`, and all that derive from them, name and end samples."""
 
     @wrap(module.AgentLoopWorker, "_run_agent_loop", NAMED_SAMPLES)
@@ -103,8 +103,8 @@ def name_agent_loops(module: Any) -> None:
         if row is None:
             return await run(self, sampling_params, trajectory, **kwargs)
         name, sampling_params = named(row, kwargs.get("session_id", 0), sampling_params)
-        begin_sample(name)
+        client.here.begin(name)
         try:
             return await run(self, sampling_params, trajectory, **kwargs)
         finally:
-            end_sample(name)
+            client.here.end(name)

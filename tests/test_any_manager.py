@@ -1,0 +1,102 @@
+"""Trainings with agent loop managers that are not verl's: names, turns, history, validations, ends."""
+
+import os
+import pathlib
+from typing import NamedTuple
+
+import pytest
+
+from rollout_spec import trace
+from rollout_spec.drafting.history import read_file
+from rollout_spec.trace import read_trace
+from rollout_spec.verl.trainer_history import FILE
+from tests.text import merged
+from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, make_policy
+
+NUM_SAMPLES = 4
+NUM_STEPS = 2  # with the same prompts
+MODES = ("sync", "colocate_async", "separate_async")
+UNI_AGENT = os.environ.get("UNI_AGENT")  # a checkout, without its submodule of verl
+MANAGERS = {
+    "verls": None,
+    "derived": "tests.gateways.Derived",
+    "unknown": "tests.gateways.Gateways",
+    "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
+}
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+# `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
+CASES = [
+    pytest.param(manager, mode, marks=[] if (manager, mode) == ("unknown", "sync") else LONG)
+    for manager in MANAGERS
+    if manager != "uni-agent" or UNI_AGENT
+    for mode in MODES
+]
+
+
+class Run(NamedTuple):
+    folder: pathlib.Path
+    metrics: list[dict[str, float]]  # of the steps
+
+    @property
+    def texts(self):
+        """Of the trace: of each text of a sample the name of its first call, and its number of tokens."""
+        return [
+            named
+            for file in sorted((self.folder / trace.FOLDER).glob("rollouts-*.jsonl"))
+            for line in read_trace(file)
+            for named in zip(line.names, line.num_generated, strict=True)
+        ]
+
+    def total(self, metric):
+        return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def train(folder, policy, manager, mode, method="sam", *overrides):
+    options = [
+        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "data.max_response_length=160",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        f"reward.custom_reward_function.path={TOOLS}",
+        *overrides,
+    ]
+    if MANAGERS[manager]:
+        options.append(f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGERS[manager]}")
+    if manager == "uni-agent":
+        framework = "++actor_rollout_ref.rollout.custom.agent_framework"
+        options += [f"{framework}.{option}" for option in (
+            "gateway_count=2",
+            f"log_dir={folder}/uni_agent",
+            "use_reward_loop_worker=false",
+            "agent_runners.task.runner_fqn=tests.sessions.run",
+        )]  # fmt: skip
+    training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
+    metrics = execute(training, folder)
+    return Run(folder, [metrics[step] for step in range(1, NUM_STEPS + 1)])
+
+
+@pytest.mark.parametrize(("manager", "mode"), CASES)
+def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
+    run = train(tmp_path, policy, manager, mode)
+    log = (tmp_path / "train.log").read_text()
+    history = merged(*read_file(tmp_path / f"global_step_{NUM_STEPS}" / FILE))
+    num_said = sum(num for _, num in run.texts)
+    totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
+    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {len(history)} texts in the history")
+    kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}
+    assert kinds == {"prompt" if manager == "unknown" else "train"}
+    assert ("does not say of which rows" in log) == (manager == "unknown")
+    assert "has neither a name" not in log and "have seen no request" not in log
+    assert run.total("num_failed_steps") == 0 < run.total("num_accepted_tokens")
+    if mode == "sync":
+        assert totals["generated_tokens"] == num_said, "and no validation's"
+    if manager not in ("verls", "derived"):
+        assert totals["num_resumed"] > 0
