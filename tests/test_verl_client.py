@@ -192,6 +192,20 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
     assert {each["rollout_spec_group_tokens"] for each in runs[0].sent} == {1, 2}
 
 
+@pytest.mark.parametrize("balancer", [None, "broken"])
+def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
+    async def fail(*_):
+        raise ActorDiedError
+
+    client, calls = make(Server()), []
+    broken = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail))
+    client._load_balancer = broken if balancer else None
+    for request_id in "ab":
+        made = Call(request_id, "its digest", 1, {}, False)
+        calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])
+    assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
+
+
 def test_a_caller_that_chose_the_noise_keeps_it():
     server = Server()
     asyncio.run(call(make(server), [1], {"seed": 5}))

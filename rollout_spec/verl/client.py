@@ -15,6 +15,7 @@ the middle, as to a task of Ray, asks there.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import uuid
@@ -231,11 +232,12 @@ async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
 async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
     """The name of a sample that has none: its first prompt, and how many of the run have begun with that.
 
-    verl's balancer counts them: it is one for all processes of the run. Without one a number is random.
+    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
     """
     begun: Sequence[Any] = call.digest, uuid.uuid4().hex
     if hasattr(client._load_balancer, "__ray_call__"):
-        begun = await client._load_balancer.__ray_call__.remote(_begin, call.request_id, call.digest)
+        with contextlib.suppress(RayError):
+            begun = await client._load_balancer.__ray_call__.remote(_begin, call.request_id, call.digest)
     return ["prompt", value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 

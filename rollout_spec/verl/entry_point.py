@@ -44,7 +44,7 @@ def _change(by: str, module: Any) -> None:
     """Let a module of ours change one of verl's. Where that does not fit, requests have no names of ours."""
     try:
         importlib.import_module(f"rollout_spec.verl.{by}").change(module)
-    except PatchError as error:
+    except (PatchError, AttributeError) as error:
         print(f"rollout_spec: {error}", file=sys.stderr)
 
 
