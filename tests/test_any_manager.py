@@ -1,5 +1,6 @@
 """Trainings with agent loop managers that are not verl's: names, turns, history, validations, ends."""
 
+import itertools
 import os
 import pathlib
 from typing import NamedTuple
@@ -25,11 +26,10 @@ MANAGERS = {
 }
 LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
+GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
 CASES = [
     pytest.param(manager, mode, marks=[] if (manager, mode) == ("unknown", "sync") else LONG)
-    for manager in MANAGERS
-    if manager != "uni-agent" or UNI_AGENT
-    for mode in MODES
+    for manager, mode in itertools.product(GIVEN, MODES)
 ]
 
 
@@ -39,12 +39,12 @@ class Run(NamedTuple):
 
     @property
     def texts(self):
-        """Of the trace: of each text of a sample the name of its first call, and its number of tokens."""
+        """Of each text of a sample the name of its first call, its tokens, and how many the policy said."""
         return [
-            named
+            (name, said.tolist(), num)
             for file in sorted((self.folder / trace.FOLDER).glob("rollouts-*.jsonl"))
             for line in read_trace(file)
-            for named in zip(line.names, line.num_generated, strict=True)
+            for name, said, num in zip(line.names, line.responses, line.num_generated, strict=True)
         ]
 
     def total(self, metric):
@@ -77,10 +77,11 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
             f"log_dir={folder}/uni_agent",
             "use_reward_loop_worker=false",
             "agent_runners.task.runner_fqn=tests.sessions.run",
+            f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
         )]  # fmt: skip
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
     metrics = execute(training, folder)
-    return Run(folder, [metrics[step] for step in range(1, NUM_STEPS + 1)])
+    return Run(folder, [metrics[step] for step in sorted(metrics)])
 
 
 @pytest.mark.parametrize(("manager", "mode"), CASES)
@@ -88,10 +89,10 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     run = train(tmp_path, policy, manager, mode)
     log = (tmp_path / "train.log").read_text()
     history = merged(*read_file(tmp_path / f"global_step_{NUM_STEPS}" / FILE))
-    num_said = sum(num for _, num in run.texts)
+    num_said = sum(num for _, _, num in run.texts)
     totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
-    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {len(history)} texts in the history")
-    kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}
+    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {len(history)} prompts in the history")
+    kinds = {name[0] if manager == "unknown" else name[2] for name, _, _ in run.texts}
     assert kinds == {"prompt" if manager == "unknown" else "train"}
     assert ("does not say of which rows" in log) == (manager == "unknown")
     assert "has neither a name" not in log and "have seen no request" not in log
@@ -100,3 +101,16 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
         assert totals["generated_tokens"] == num_said, "and no validation's"
     if manager not in ("verls", "derived"):
         assert totals["num_resumed"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("manager", GIVEN[2:])
+def test_a_run_without_drafts_has_the_same_samples(manager, policy, tmp_path):
+    """By their names, though the sessions' own ids are random."""
+    said = []
+    for method, own in (("off", ["rollout.spec.method=keyed"]), ("sam", [])):
+        (tmp_path / method).mkdir()
+        options = [*own, "trainer.total_training_steps=1"]
+        said.append(train(tmp_path / method, policy, manager, "sync", method, *options).texts)
+    assert sorted(said[0], key=str) == sorted(said[1], key=str)
+    print(f"{manager}: {len(said[0])} texts of {sum(num for _, _, num in said[0])} tokens are the same")
