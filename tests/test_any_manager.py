@@ -11,6 +11,7 @@ from rollout_spec import trace
 from rollout_spec.drafting.history import read_file
 from rollout_spec.trace import read_trace
 from rollout_spec.verl.trainer_history import FILE
+from tests.agents import ENDED
 from tests.text import merged
 from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, make_policy
 
@@ -24,6 +25,11 @@ MANAGERS = {
     "unknown": "tests.gateways.Gateways",
     "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
 }
+# For each process of a training.
+ENDS = """
+from rollout_spec.patches import when_imported
+when_imported("rollout_spec.verl.server", lambda it: __import__("tests.agents").agents.note_ends(it))
+"""
 LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
 GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
@@ -46,6 +52,15 @@ class Run(NamedTuple):
             for line in read_trace(file)
             for name, said, num in zip(line.names, line.responses, line.num_generated, strict=True)
         ]
+
+    @property
+    def ended(self):
+        file = self.folder / ENDED
+        return (
+            {name for name in file.read_text().splitlines() if "'val'" not in name}
+            if file.exists()
+            else set()
+        )
 
     def total(self, metric):
         return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
@@ -79,8 +94,11 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
             "agent_runners.task.runner_fqn=tests.sessions.run",
             f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
         )]  # fmt: skip
+    (folder / "sitecustomize.py").write_text(ENDS)
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
-    metrics = execute(training, folder)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        metrics = execute(training, folder)
     return Run(folder, [metrics[step] for step in sorted(metrics)])
 
 
@@ -91,7 +109,8 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     history = merged(*read_file(tmp_path / f"global_step_{NUM_STEPS}" / FILE))
     num_said = sum(num for _, _, num in run.texts)
     totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
-    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {len(history)} prompts in the history")
+    kept = f"{len(history)} prompts in the history, {len(run.ended)} ends told"
+    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}")
     kinds = {name[0] if manager == "unknown" else name[2] for name, _, _ in run.texts}
     assert kinds == {"prompt" if manager == "unknown" else "train"}
     assert ("does not say of which rows" in log) == (manager == "unknown")
@@ -99,6 +118,7 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     assert run.total("num_failed_steps") == 0 < run.total("num_accepted_tokens")
     if mode == "sync":
         assert totals["generated_tokens"] == num_said, "and no validation's"
+        assert len(run.ended) == (manager != "unknown") * NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES
     if manager not in ("verls", "derived"):
         assert totals["num_resumed"] > 0
 

@@ -302,9 +302,25 @@ def test_the_balancer_forgets_what_began_longest_ago(monkeypatch):
     assert begun == [("x", 0), ("x", 1), ("x", 0), ("y", 0), ("x", 2), ("z", 0), ("y", 0), ("x", 0)]
 
 
+def sent(client, actor):
+    """The client as another process gets it; `actor`: the handle of the actor that sends it."""
+    with pytest.MonkeyPatch.context() as patch:
+        context = SimpleNamespace(get_actor_id=lambda: actor and "id", current_actor=actor)
+        patch.setattr(verl_client.ray, "is_initialized", lambda: True)
+        patch.setattr(verl_client.ray, "get_runtime_context", lambda: context)
+        state = client.__getstate__()
+    copied = object.__new__(type(client))
+    copied.__dict__.update(state)
+    return copied
+
+
 @pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
 @pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
+    "copied",
+    [
+        *(copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))),
+        lambda client: sent(client, SimpleNamespace()),  # the actor itself, which nobody need ask
+    ],
 )
 def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
     class ChatModel(BaseModel):
@@ -324,22 +340,6 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
         each._load_balancer = client._load_balancer
         asyncio.run(call(each, [1, 2], params()))
     assert len(set(server.names)) == 4
-
-
-def sent(client, actor):
-    """The client as another process gets it; `actor`: the handle of the actor that sends it."""
-    with pytest.MonkeyPatch.context() as patch:
-        context = SimpleNamespace(get_actor_id=lambda: actor and "id", current_actor=actor)
-        patch.setattr(verl_client.ray, "is_initialized", lambda: True)
-        patch.setattr(verl_client.ray, "get_runtime_context", lambda: context)
-        state = client.__getstate__()
-    copied = object.__new__(type(client))
-    copied.__dict__.update(state)
-    return copied
-
-
-def test_a_client_without_samples_brings_none():
-    assert verl_client._HOME not in make(Server()).__getstate__()
 
 
 @pytest.mark.parametrize("failure", ["none", "no actor", "busy", "dead"])
@@ -362,6 +362,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     home = SimpleNamespace(__ray_call__=remote) if failure != "no actor" else None
     server, there = Server(), Samples()
     client = make(server)
+    assert verl_client._HOME not in client.__getstate__(), "it brings no samples"
     verl_client.here.begin(SAMPLE)
     asyncio.run(call(client, [1] * 100, params()))
     copied = sent(client, home)
@@ -377,15 +378,3 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     else:
         assert len(there) == 1
         assert all("another" in name for name in server.names[1:])
-
-
-def test_a_copy_in_the_process_counts_with_the_others(here):
-    server = Server()
-    client = make(server)
-    verl_client.here.begin(SAMPLE)
-    copied = sent(client, SimpleNamespace())  # an actor that nobody may ask
-    for each in (client, copied):
-        asyncio.run(call(each, [1], params()))
-        asyncio.run(call(each, [1], params("mine")))
-    assert [json.loads(name)[-1] for name in server.names] == [0, 0, 1, 1]
-    assert here.add("mine", Call("r", "d", 1, {}, False))["rollout_spec_turn"] == 2
