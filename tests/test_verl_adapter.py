@@ -490,6 +490,8 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
             raise error
         return [], []
 
+    said: list[str] = []
+    monkeypatch.setattr(trainer_hooks.logger, "warning", said.append)
     monkeypatch.setattr(ray, "wait", answered)
     asked = SimpleNamespace(require_engine=SimpleNamespace(remote=lambda: "a reply"))
     rollout = {"rollout": {"seed": 7}}
@@ -502,7 +504,10 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
         with pytest.raises(EngineDeadError) if died else contextlib.nullcontext():
             PPOTrainer.fit(trainer, Manager())
         assert (ROW in given[-1]) == (method is not None)
+        for num_tokens in (5 * died, 0):  # of the first two steps
+            trainer_hooks._say_uncounted(trainer, {"rollout/spec_generated_tokens": num_tokens})
     assert waited == ["train"] * 2 and not answers
+    assert len(said) == 1 and "have seen no request" in said[0], "of the run whose first step had none"
     assert json.loads(tu.get(given[0], ROW)[0])[0] == 7
 
 
