@@ -260,13 +260,9 @@ def _do(_: Any, method: str, *args: Any) -> Any:
 
 
 def _is_ours(client: Any) -> bool:
-    """Whether the client's servers are ours, as its configuration says."""
-    asks = vars(client).get("_rollout_spec_asked")
-    if asks is None:
-        is_whole = isinstance(client.config, DictConfig)
-        asks = is_whole and value(client.config, "rollout.spec.method") is not None
-        vars(client)["_rollout_spec_asked"] = asks
-    return bool(asks)
+    """Whether the client's servers are ours, as its configuration says; a derived one may have any."""
+    config = client.config
+    return isinstance(config, DictConfig) and value(config, "rollout.spec.method") is not None
 
 
 def _digest(prompt_ids: Sequence[int]) -> str:
