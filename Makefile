@@ -9,6 +9,11 @@ VENV ?= .venv
 VLLM ?=
 # `make test VERL=DIR VLLM=0.29.0`: a checkout of verl in an environment of its own, with that vLLM.
 VERL ?=
+# `make test-long UNI_AGENT=DIR`: a checkout of verl's uni-agent, without its submodule of verl. EXAMPLES="DIR ...":
+# folders with launch scripts of verl and verl-recipe.
+UNI_AGENT ?=
+EXAMPLES ?=
+export EXAMPLES
 # `cpu` or `cuda`; by default cuda where a GPU is.
 ENGINE ?= $(if $(filter GPU,$(shell nvidia-smi -L 2>/dev/null)),cuda,cpu)
 MUTANT_JOBS ?= 2
@@ -81,8 +86,8 @@ test-fast: ## run the tests that start no engine and train nothing
 	$(SUFFIX)
 	$(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS)
 
-test-long: ## train in verl's asynchronous modes, resume, have faults, and try new examples
-	$(PYTEST) -m long $(TEST_ARGS) $(SOME)
+test-long: ## train in verl's asynchronous modes, have faults, try new examples (UNI_AGENT=DIR: with its agents)
+	$(UNI_AGENT:%=PYTHONPATH=%) $(UNI_AGENT:%=UNI_AGENT=%) $(PYTEST) -m long $(TEST_ARGS) $(SOME)
 	@# Examples that no run has had before.
 	$(PYTEST) --hypothesis-profile default tests/test_index_oracle.py $(TEST_ARGS) $(SOME)
 

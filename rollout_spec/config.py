@@ -105,10 +105,18 @@ class SpecConfig:
     )
     routing: str = _option(
         "group",
-        "with verl only. group: samples of a prompt share an engine until it is 8 requests ahead of the "
-        "emptiest; larger groups split; verl: "
+        "with verl only. group: samples of a prompt share an engine until it is `max_imbalance` requests "
+        "ahead of the emptiest; larger groups split; verl: "
         "verl's own router, which balances load, or the one that `router_config_path` names",
         "engines wait for the one with the longest responses (`load_imbalance`), or you have a router",
+    )
+    max_imbalance: int = _option(
+        8,
+        "with `routing=group`: by so many requests may an engine, or a data-parallel rank, exceed the "
+        "emptiest one for the sake of siblings; 0: by none",
+        "`load_imbalance` is high (fewer), or groups are larger and should stay whole (their size)",
+        0,
+        1 << 20,
     )
     max_index_mb: int = _option(
         1024,

@@ -1,10 +1,15 @@
-"""For tests/test_async_training.py: each weight sync finds samples at work, however fast the engine is."""
+"""For trainings: weight syncs that find samples at work, and ends of samples that are written down."""
 
 import asyncio
+import os
+from pathlib import Path
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from rollout_spec.trace import DIR_VARIABLE
+
 LAST_PROMPT = 3  # of the training data
+ENDED = "ended"  # the file of `note_ends`
 
 
 class UntilInterrupted(SingleTurnAgentLoop):
@@ -28,3 +33,15 @@ def wait_for_work(server):
         return await abort(self, *args, **kwargs)
 
     server.SpecHttpServer.abort_all_requests = abort_at_work
+
+
+def note_ends(server):
+    """Write down the samples whose ends a server is told, beside its recording."""
+    end = server.SpecHttpServer.end_sample
+
+    async def end_sample(self, sample):
+        with (Path(os.environ[DIR_VARIABLE]).parent / ENDED).open("a") as file:
+            file.write(f"{sample}\n")
+        await end(self, sample)
+
+    server.SpecHttpServer.end_sample = end_sample

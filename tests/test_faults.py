@@ -82,18 +82,23 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(
-    ("mode", "fault"),
+    ("mode", "fault", "manager"),
     [
-        *((mode, fault) for mode in MODES for fault in ("server", "engine", "actor")),
-        ("separate_async", "transfer"),
-        *((mode, "disk") for mode in MODES),
+        *((mode, fault, None) for mode in MODES for fault in ("server", "engine", "actor")),
+        *(
+            (mode, fault, "tests.gateways.Gateways")
+            for mode, fault in (("sync", "engine"), ("colocate_async", "server"))
+        ),
+        ("separate_async", "transfer", None),
+        *((mode, "disk", None) for mode in MODES),
     ],
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
-def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, model, small_disk, tmp_path):
+def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, model, small_disk, tmp_path):
     disk = ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"]
     options = {"transfer": TRANSFER, "disk": disk}
-    end = train(tmp_path, model, mode, fault, *options.get(fault, []))
+    own = [f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}"] if manager else []
+    end = train(tmp_path, model, mode, fault, *own, *options.get(fault, []))
     print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
     assert end.code == 1
     assert re.search(ERRORS[fault], end.error), end.log[-20000:]

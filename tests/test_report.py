@@ -145,10 +145,12 @@ def test_the_first_steps_tokens_are_compared_sample_by_sample(comparison, tmp_pa
     # Other order of completion, one token different, one response longer; another sample and a validation.
     record("sam", 0, [name(1, 1), name(1, 0), name(1, 2)], [[5, 5], [5, 8, 7], [9, 4]])
     record("sam", 0, [name(0, 0, "val"), name(1, 3), None], [[1], [2], [3]])
+    for run in ("off", "sam"):
+        record(run, 0, [["prompt", 7, "ab", 0], ["unnamed", 0, 0, 3]], [[1], [2]])  # not of verl's workers
     agreement = first_step_agreement(tmp_path / "off", tmp_path / "sam")
-    assert agreement == Agreement(num_tokens=2 + 2 + 2, num_identical=1 + 2 + 1)
+    assert agreement == Agreement(num_tokens=2 + 2 + 2 + 1, num_identical=1 + 2 + 1 + 1)
     text = " ".join(sentences(dataclasses.replace(comparison, agreement=agreement)))
-    assert "4 of 6 tokens were the same in both runs" in text and "not recorded" not in text
+    assert "5 of 7 tokens were the same in both runs" in text and "not recorded" not in text
     assert "not recorded" in " ".join(sentences(comparison))
     assert first_step_agreement(tmp_path / "off", tmp_path / "nothing") is None
 

@@ -1,6 +1,7 @@
 """verl's side without Ray: what its trainer logs, its agent loops send, and its server counts and records."""
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -16,10 +17,12 @@ import transfer_queue
 import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
 from PIL import Image
+from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.workers.rollout.llm_server import LLMServerClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
@@ -27,10 +30,12 @@ from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import replica, server_windows, trainer_hooks
+from rollout_spec.verl import client as verl_client
+from rollout_spec.verl import replica, samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
-from rollout_spec.verl.agent_loop import KeyedAgentLoopManager, KeyedAgentLoopWorker, prompt_name, sample_name
+from rollout_spec.verl.client import Samples
 from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
 from rollout_spec.verl.server_windows import BusyClock, Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
@@ -48,6 +53,34 @@ def test_a_server_remembers_ended_samples_for_drafters_alone(method, server_of):
     server = server_of(None, {"method": method})
     asyncio.run(server.end_sample("a"))
     assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
+
+
+def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a_request(
+    server_of, monkeypatch
+):
+    async def generate(self, *_):
+        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
+
+    async def call(self, method, ended):
+        found.append(list(ended.samples))
+        return []
+
+    found: list[list[str]] = []
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    monkeypatch.setattr(verl_server.Drafters, "call", call)
+    server = server_of(None, {"method": "sam"})
+
+    def serve(sample):
+        asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_sample": sample}}, "one"))
+
+    for sample in "abc":
+        serve(sample)
+    for step in range(6):
+        if step == 1:
+            asyncio.run(server.end_sample("b"))
+            serve("c")
+        asyncio.run(server.set_global_steps(step))
+    assert found == [[], ["b"], [], ["a"], ["c"], []]
 
 
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(server_of, monkeypatch):
@@ -285,24 +318,83 @@ def test_the_noise_follows_from_the_name_else_the_callers_seed(
     assert keys == [make_key(*expected)]
 
 
-def test_a_samples_name_is_its_own_and_the_same_in_every_run():
-    sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "2 + 2"}], "session_id": 0, "uid": "x"}
-    step = {"step": 3, "validate": False, "rollout_n": 0}
-    name = sample_name(7, step, 0, sample)
-    assert name == sample_name(7, dict(step), 0, sample | {"uid": "another"})
+def batch_of(prompts, indices, step, validate=False, **columns):
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
+    if indices is not None:
+        tu.assign_non_tensor_stack(batch, "index", indices)
+    tu.assign_non_tensor_data(batch, "global_steps", step)
+    if validate:
+        tu.assign_non_tensor_data(batch, "validate", True)
+    return batch
+
+
+def rows_of(names, *batch, **more):
+    return [json.loads(row) for row in tu.get(names.add_to(batch_of(*batch, **more)), ROW)]
+
+
+def test_a_rows_name_is_its_own_and_the_same_in_every_run():
+    [name] = rows_of(RowNames(7), ["2 + 2"], [4], 3)
     # A run that is repeated with another release gets the same tokens.
-    assert name == [7, 3, "train", "4", "119630b4882f7920", 0, 0]
-    assert sample_name(7, {"step": 3.0, "validate": True}, 2, sample) == [7, 3, "val", *name[3:5], 2, 0]
-    others = [sample_name(8, step, 0, sample), sample_name(7, step, 1, sample)]
-    others += [sample_name(7, step | change, 0, sample) for change in ({"step": 4}, {"validate": True})]
-    changes = {"session_id": 1}, {"index": 5}, {"raw_prompt": [{"role": "user", "content": "2 + 3"}]}
-    others += [sample_name(7, step, 0, sample | change) for change in changes]
-    assert len({json.dumps(other) for other in [name, *others]}) == 8
-    windows, unnamed = Windows(), (None, "val", ["unnamed", 0, 0, 3, 1])
-    for windows.is_validating in (False, True):
-        assert windows.is_validation(sample_name(7, step | {"validate": True}, 0, sample))
-        assert not windows.is_validation(name)
-        assert [windows.is_validation(each) for each in unnamed] == [windows.is_validating] * 3
+    assert name == [7, 3, "train", "4", "119630b4882f7920", 0]
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3) == [name]
+    others = [
+        rows_of(RowNames(8), ["2 + 2"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 4),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, validate=True),
+        rows_of(RowNames(7), ["2 + 2"], [5], 3),
+        rows_of(RowNames(7), ["2 + 2"], None, 3),
+        rows_of(RowNames(7), ["2 + 3"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "a"}}]),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "b"}}]),
+        rows_of(RowNames(7), ["2 + 2", "2 + 2"], [4, 4], 3)[1:],
+    ]
+    assert len({json.dumps(other) for other in [[name], *others]}) == len(others) + 1
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{}]) == [name]
+    assert kind_of(name) == "train" and kind_of(others[2][0]) == "val"
+    of_no_row = (None, "val", ["unnamed", 0, 0, 3], ["prompt", 7, "ab", 0])
+    assert [kind_of(each) for each in of_no_row] == [None] * 4
+
+
+def test_prompts_that_are_drawn_again_in_a_step_are_numbered():
+    names = RowNames(0)
+    for indices, step, validate, numbers in (
+        ([4, 4], 3, False, [0, 1]),
+        ([4, 4], 3, False, [2, 3]),  # more of the step
+        ([4, 4], 3, True, [0, 1]),  # and what validates it
+        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
+        ([4, 5], 4, True, [0, 0]),
+    ):
+        batch = batch_of(["2 + 2", "2 + 2"], indices, step, validate)
+        with_names = names.add_to(batch)
+        assert [json.loads(row)[-1] for row in tu.get(with_names, ROW)] == numbers
+        assert ROW not in batch
+    columns = dict(with_names.chunk(2)[1].items())  # as verl's worker reads them
+    assert json.loads(columns[ROW][0].data)[3] == "5"
+    without = tu.get_tensordict({"uid": ["a"]})
+    assert names.add_to(without) is without
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("train", [True, True]), ("val", [False] * 2), (None, [True, False])]
+)
+def test_a_request_says_whether_it_validates_or_the_trainer_does(kind, expected, server_of, monkeypatch):
+    async def generate(self, *_):
+        self._windows.admit()
+        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
+
+    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    said: list[Any] = []
+    monkeypatch.setattr(verl_server.logger, "warning", lambda *message: said.append(message))
+    server = server_of(None, {"method": "off"}, scheduler=None)
+    name = ["prompt", 7, "ab", 0] if kind is None else [7, 3, kind, "4", "ab", 0, 1]
+    counted = []
+    for server._windows.is_validating in (False, True):
+        asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_key": name}}, "one"))
+        counted.append(server._windows.has_training)
+        server._windows.has_training = False
+    assert counted == expected
+    assert len(said) == (kind is None), "once"
 
 
 def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
@@ -333,64 +425,90 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
 
 
-def test_the_manager_numbers_prompts_that_are_drawn_again(monkeypatch):
-    """Ours around verl's own, whose next step is only looked at: it would need Ray."""
-    prompt = [{"role": "user", "content": "2 + 2"}]
-    sent: list[Any] = []
-    monkeypatch.setattr(AgentLoopManagerTQ, "generate_sequences", lambda self, prompts: sent.append(prompts))
-    manager = KeyedAgentLoopManager(composed("+rollout.spec=sam"), llm_client=None)
-    workers: Any = manager.agent_loop_workers_class
-    assert workers.__ray_actor_class__ is KeyedAgentLoopWorker
-    for indices, step, validate, numbers in (
-        ([4, 4], 3, False, [0, 1]),
-        ([4, 4], 3, False, [2, 3]),  # more of the step
-        ([4, 4], 3, True, [0, 1]),  # and what validates it
-        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
-        ([4, 5], 4, True, [0, 0]),
-    ):
-        batch = tu.get_tensordict({"raw_prompt": [prompt, prompt], "index": indices, "uid": ["a", "b"]})
-        tu.assign_non_tensor_data(batch, "global_steps", step)
-        if validate:
-            tu.assign_non_tensor_data(batch, "validate", True)
-        manager.generate_sequences(batch)
-        assert list(tu.get(sent[-1], "rollout_spec_occurrence")) == numbers
-        assert "rollout_spec_occurrence" not in batch
-    columns = dict(sent[0].chunk(2)[1].items())  # as verl's worker reads them
-    assert columns["rollout_spec_occurrence"][0].data == 1
+def test_workers_name_samples_whatever_derives_from_them(monkeypatch):
+    """Ours around verl's method, which here only looks at what it gets; its own needs Ray."""
 
+    class Worker(AgentLoopWorkerTQ.__ray_actor_class__):
+        def __init__(self): ...
 
-def test_the_worker_names_samples(monkeypatch):
-    async def run(self, sampling_params, trajectory, **kwargs):
-        worker._calls.named([1, 2], sampling_params)
-        assert len(worker._calls._samples) == 1 and trajectory["step"] == 3
+    async def run(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
+        sample = sampling_params["extra_args"].get("rollout_spec_key")
+        assert trajectory["step"] == 3 and (sample is None or sample in here)
+        if kwargs["session_id"] == 2:
+            raise ValueError("it failed")
         return sampling_params, kwargs
 
-    verls: Any = KeyedAgentLoopWorker.__mro__[1]
-    monkeypatch.setattr(
-        verls, "__init__", lambda self, fields, llm_client: vars(self).update(fields, llm_client=llm_client)
-    )
+    here = Samples()
+    monkeypatch.setattr(verl_client, "here", here)
     monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
-    client = object.__new__(LLMServerClient)
-    config = composed("+rollout.spec=sam", "actor_rollout_ref.rollout.seed=7")
-    worker: Any = KeyedAgentLoopWorker({"config": config}, llm_client=client)
-    assert worker.llm_client is client and client._calls is worker._calls
-    prompt = [{"role": "user", "content": "2 + 2"}]
-    sample = {"index": np.int64(4), "raw_prompt": np.array(prompt, dtype=object), "agent_name": "any"}
-    given = {"temperature": 1.0, "extra_args": {"mine": 1}}
-    digest = "119630b4882f7920"
-    drawn, step = {"rollout_spec_occurrence": 1}, {"step": 3, "validate": False}
-    for session, occurrence in ((0, drawn), (1, drawn), (0, {})):
-        sampling, kwargs = asyncio.run(
-            worker._run_agent_loop(dict(given), step, session_id=session, **occurrence, **sample)
-        )
-        assert "rollout_spec_occurrence" not in kwargs and kwargs["session_id"] == session
+    samples.change(agent_loop)
+    row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
+    step: Any = {"step": 3, "validate": False}
+
+    def start(session, **more):
+        sample = {"agent_name": "any", "session_id": session, "index": 4}
+        return asyncio.run(Worker()._run_agent_loop(dict(given), step, **sample, **more))
+
+    for session in (0, 1):
+        sampling, kwargs = start(session, **{ROW: json.dumps(row)})
+        assert kwargs == {"session_id": session, "index": 4}
         assert sampling["temperature"] == 1.0 and sampling["extra_args"] == {
             "mine": 1,
-            "rollout_spec_key": [7, 3, "train", "4", digest, len(occurrence), session],
-            "rollout_spec_group": f"4:{digest}",
+            "rollout_spec_key": [*row, session],
+            "rollout_spec_group": "4:ab",
         }
-        json.dumps(sampling)
-    assert not worker._calls._samples, "a sample is forgotten when it ends"
+    assert start(0)[0] == given, "a row without a name"
+    with pytest.raises(ValueError, match="it failed"):
+        start(2, **{ROW: json.dumps(row)})
+    assert not len(here), "a sample is forgotten when it ends, or fails"
+
+
+def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monkeypatch):
+    class Manager:
+        def generate_sequences(self, prompts):
+            given.append(prompts)
+
+    def fit(self, agent_loop_manager):
+        agent_loop_manager.generate_sequences(batch_of(["2 + 2"], [4], 1))
+        self.replay_buffer._wait_for_next_poll("train", 0.0)
+
+    given: list[Any] = []
+    waited: list[Any] = []
+    fit.__signature__ = inspect.signature(PPOTrainer.fit)  # type: ignore[attr-defined]
+
+    def wait(self, partition_id, last_debug_time):
+        waited.append(partition_id)
+
+    monkeypatch.setattr(PPOTrainer, "fit", fit)
+    monkeypatch.setattr(ReplayBufferAsync.__mro__[1], "_wait_for_next_poll", wait)
+    trainer_hooks.install()
+    answers = [None, EngineDeadError()]
+
+    def answered(asked, num_returns, timeout):
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+        return [], []
+
+    said: list[str] = []
+    monkeypatch.setattr(trainer_hooks.logger, "warning", said.append)
+    monkeypatch.setattr(ray, "wait", answered)
+    asked = SimpleNamespace(require_engine=SimpleNamespace(remote=lambda: "a reply"))
+    rollout = {"rollout": {"seed": 7}}
+    for method, died in (("off", False), ("off", True), (None, False)):
+        trainer: Any = SimpleNamespace(
+            config=OmegaConf.create({"rollout": {"spec": {"method": method}}, "actor_rollout_ref": rollout}),
+            _rollout_server_managers=lambda: [SimpleNamespace(server_handles=[asked])],
+            replay_buffer=object.__new__(ReplayBufferAsync),
+        )
+        with pytest.raises(EngineDeadError) if died else contextlib.nullcontext():
+            PPOTrainer.fit(trainer, Manager())
+        assert (ROW in given[-1]) == (method is not None)
+        for num_tokens in (5 * died, 0):  # of the first two steps
+            trainer_hooks._say_uncounted(trainer, {"rollout/spec_generated_tokens": num_tokens})
+    assert waited == ["train"] * 2 and not answers
+    assert len(said) == 1 and "have seen no request" in said[0], "of the run whose first step had none"
+    assert json.loads(tu.get(given[0], ROW)[0])[0] == 7
 
 
 def test_what_verl_itself_dumps_is_read(tmp_path):

@@ -19,7 +19,7 @@ from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, plugin_state, settings
-from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.check_config import MODES, check_config
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
@@ -100,13 +100,22 @@ def test_several_engines_have_a_router_for_groups(overrides, has_router):
         assert OmegaConf.load(path).router_class == "rollout_spec.verl.router.GroupRouter"
 
 
-@pytest.mark.parametrize("override", [f"{ROUTER}=mine.yaml", DETERMINISM])
-def test_what_group_routing_excludes_is_refused_where_there_are_several_engines(override):
+def test_what_group_routing_excludes_is_refused_where_there_are_several_engines():
     for fine in ([f"{DEVICES}=1"], [f"{DEVICES}=2", "rollout.spec.routing=verl"]):
-        rollout = launched(*fine, override).actor_rollout_ref.rollout
-        assert rollout.router_config_path == ("mine.yaml" if "mine" in override else None)
-    with pytest.raises(ConfigError, match=rf"{override.split('=')[0]}: .*take rollout\.spec\.routing=verl"):
-        launched(f"{DEVICES}=2", override)
+        assert launched(*fine, DETERMINISM).actor_rollout_ref.rollout.router_config_path is None
+    with pytest.raises(ConfigError, match=r"full_determinism: .*take rollout\.spec\.routing=verl"):
+        launched(f"{DEVICES}=2", DETERMINISM)
+
+
+def test_another_router_is_taken_and_one_line_says_what_that_costs(capsys):
+    settings.say.cache_clear()
+    for lines, overrides in enumerate(([f"{DEVICES}=1"], [f"{DEVICES}=2"])):
+        config = launched(*overrides, f"{ROUTER}=mine.yaml")
+        assert config.actor_rollout_ref.rollout.router_config_path == "mine.yaml"
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == lines and all(
+            "router_config_path=mine.yaml: not the router" in line for line in said
+        )
 
 
 CONFLICTS = {
@@ -124,7 +133,7 @@ CONFLICTS = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded": "delta weight transfer",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size=2": "must be 1",
     "actor_rollout_ref.rollout.disaggregation.enabled=true": "disaggregated prefill",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager": r"\(remove your override\)$",
+    "rollout.spec.max_imbalance=-1": r"rollout\.spec\.max_imbalance=-1: must be between 0",
     "rollout.spec.corpus=/nowhere.jsonl": r"rollout\.spec\.corpus='/nowhere\.jsonl': No such file",
     "rollout.spec.corpus=corpus.jsonl": r"rollout\.spec\.corpus='corpus\.jsonl': must be an absolute path",
 }
@@ -144,13 +153,18 @@ def test_what_does_not_go_together_is_refused(method, override):
         OmegaConf.resolve(config)
 
 
-def test_a_manager_of_ones_own_goes_with_the_noise_of_vllm():
-    own = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager"
-    options = ["+rollout.spec=off", own]
-    assert not check_config(composed(*options)).coupled
-    for more in ("rollout.spec.method=keyed", "trainer.v1.trainer_mode=colocate_async"):
-        with pytest.raises(ConfigError, match=r"must be .*KeyedAgentLoopManager \(remove your override\)$"):
-            check_config(composed(*options, more))
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", [["sam"], ["off"], ["off", "rollout.spec.method=keyed"]])
+def test_an_agent_loop_manager_of_any_class_stays(method, mode):
+    name, *more = method
+    for given in (None, "my.Manager"):
+        own = [] if given is None else [f"++{MANAGER}={given}"]
+        config = composed(f"+rollout.spec={name}", f"trainer.v1.trainer_mode={mode}", *more, *own)
+        check_config(config)
+        assert OmegaConf.select(config, MANAGER) == given
 
 
 def test_a_verl_before_0_9_1_is_refused(monkeypatch):

@@ -1,25 +1,21 @@
 """verl's own clients, which name the calls of an agent loop; the servers record what they get."""
 
 import asyncio
-import contextlib
 import copy
 import json
 import pickle
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ConfigDict
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.verl import client as verl_client
-from rollout_spec.verl.agent_loop import KeyedAgentLoopWorker
-from rollout_spec.verl.client import Calls, name_calls
+from rollout_spec.verl.client import Call, Samples
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -59,31 +55,41 @@ class Server:
 
 
 class Balancer:
-    """As verl's, over one server. It can be pickled, as an actor's handle can; its server stays behind."""
+    """As verl's, over one server, and as far as an actor's handle goes."""
 
     require_acquire_fields = require_release_fields = Remote(list)
     release_server = SimpleNamespace(remote=lambda **_: None)
 
     def __init__(self, server):
         self.acquire_server = Remote(lambda request_id: ("server", server))
+        self.__ray_call__ = Remote(lambda function, *args: function(self, *args))
 
     def __reduce__(self):
         return Balancer, (None,)
 
 
-CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 6}}})
+ROLLOUT = {"name": "vllm", "response_length": 6, "seed": 7}
+SPEC = {"spec": {"method": "sam"}}
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "rollout": SPEC})
 
 
-def make(server, verls=FullyAsyncLLMServerClient, calls=None):
-    return name_calls(verls(CONFIG, Balancer(server)), calls or Calls())
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The samples of a process that has just begun."""
+    monkeypatch.setattr(verl_client, "here", Samples())
+    return verl_client.here
+
+
+def make(server, verls=FullyAsyncLLMServerClient):
+    return verls(CONFIG, Balancer(server))
 
 
 def params(sample=SAMPLE):
     return {"temperature": 1.0, "extra_args": {NAME_KEY: sample, GROUP_KEY: "4:ab"}}
 
 
-async def call(client, prompt, sampling_params):
-    return await client.generate("r", prompt_ids=prompt, sampling_params=sampling_params)
+async def call(client, prompt, sampling_params, request_id="r"):
+    return await client.generate(request_id, prompt_ids=prompt, sampling_params=sampling_params)
 
 
 async def best_of(client, sampling_params):
@@ -95,9 +101,10 @@ async def best_of(client, sampling_params):
 
 
 @pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls):
+def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls, monkeypatch):
     runs = []
     for _ in range(2):
+        monkeypatch.setattr(verl_client, "here", Samples())
         server, given = Server(), params()
         asyncio.run(best_of(make(server, verls), given))
         runs.append(server.names)
@@ -138,39 +145,182 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     assert turns == [(str(SAMPLE), turn) for turn in (0, 0, 0, 1)]
 
 
-def test_a_name_may_be_the_users_own_or_none():
-    """None of an agent loop that keeps none of the parameters; one that cannot be read is handed on."""
+def test_a_name_may_be_the_users_own():
+    """One that cannot be read is handed on. Without a group, siblings are those with one first prompt."""
     server, deep = Server(), []
     client = make(server)
     for name in ("mine", 5, {"a": [1]}, "mine"):
         asyncio.run(call(client, [1], params(name)))
     assert len(set(server.names)) == 4
     assert [json.loads(name)[:-2] for name in server.names] == [["mine"], [5], [{"a": [1]}], ["mine"]]
+    for name in ("one", "two"):
+        asyncio.run(call(client, [1, 2], {"extra_args": {NAME_KEY: name}}))
+    assert server.sent[-1][GROUP_KEY] == server.sent[-2][GROUP_KEY] != "4:ab"
     for _ in range(100_000):
         deep = [deep]
     asyncio.run(call(client, [1], {"extra_args": {NAME_KEY: deep}}))
-    asyncio.run(call(client, [1, 2], {"temperature": 1.0}))
-    assert server.sent[-2][NAME_KEY] is deep and server.sent[-1] is None
+    assert server.sent[-1] == {NAME_KEY: deep} and server.sent[-1][NAME_KEY] is deep
 
 
-def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch):
+@pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
+def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, monkeypatch):
+    """Two sessions of one prompt, one of another; turns, and a side request beside the first turn."""
+
+    async def session(client, request_id, prompt, *others):
+        turns = (call(client, each, {"temperature": 1.0}, request_id) for each in (prompt, *others))
+        await asyncio.gather(*turns)
+        await call(client, [*prompt, 8, 9, 5], {"temperature": 1.0}, request_id)
+
+    runs = []
+    for request_ids in (("a", "b", "c"), ("x", "z", "y")):
+        server = Server()
+        client = make(server, verls)
+        for process in "12":
+            monkeypatch.setattr(verl_client, "here", Samples())
+            for request_id, prompt in zip(request_ids, ([1, 2], [1, 2], [3]), strict=True):
+                asyncio.run(session(client, request_id + process, prompt, [4]))
+        runs.append(server)
+    assert sorted(runs[0].names) == sorted(runs[1].names) and len(set(runs[0].names)) == 9 * 2
+    names = [json.loads(name) for name in runs[0].names]
+    assert {tuple(name[:2]) for name in names} == {("prompt", 7)}
+    assert {name[3] for name in names} == {0, 1, 2, 3}
+    turns: dict[str, list[int]] = {}
+    for each in runs[0].sent:
+        turns.setdefault(each["rollout_spec_sample"], []).append(each["rollout_spec_turn"])
+    assert list(turns.values()) == [[0, 1, 2]] * 6
+    assert len({each[GROUP_KEY] for each in runs[0].sent}) == 2
+    assert {each["rollout_spec_group_tokens"] for each in runs[0].sent} == {1, 2}
+
+
+@pytest.mark.parametrize("balancer", [None, "broken"])
+def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
+    async def fail(*_):
+        raise ActorDiedError
+
+    client, calls = make(Server()), []
+    broken = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail))
+    client._load_balancer = broken if balancer else None
+    for request_id in "ab":
+        made = Call(request_id, "its digest", 1, {}, False)
+        calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])
+    assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
+
+
+def test_a_caller_that_chose_the_noise_keeps_it():
+    server = Server()
+    asyncio.run(call(make(server), [1], {"seed": 5}))
+    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
+
+
+@pytest.mark.parametrize("change", ["off", "teacher"])
+def test_calls_of_other_servers_are_left_alone(change):
+    """Of a run without `rollout.spec`, and for the log-probabilities of a prompt."""
+    server, sampling = Server(), {"temperature": 1.0}
+    client = make(server)
+    if change == "off":
+        client.config = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}})
+    else:
+        sampling["prompt_logprobs"] = 1
+    asyncio.run(call(client, [1], dict(sampling)))
+    assert server.sent == [None]
+
+
+def test_a_client_that_derives_from_verls_is_named():
+    """Whatever it overrides, and however it hands a request to its balancer."""
+
+    class Client(LLMServerClient):
+        async def _acquire_server(self, request_id, prompt_ids=None, **extra):
+            return await super()._acquire_server(request_id, prompt_ids, extra)
+
+        async def generate(self, request_id, **request):
+            return await super().generate(request_id, **request)
+
+    async def acquire(self, request_id, prompt_ids=None, /, extra=None):  # as verl's branches have it
+        return await self._load_balancer.acquire_server.remote(request_id)
+
+    server = Server()
+    client = make(server, Client)
+    client._lb_require_release_fields = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLMServerClient, "_acquire_server", acquire)
+        verl_client.wrap(LLMServerClient, "_acquire_server", verl_client.NAMED_CALLS)(
+            verl_client._acquire_server
+        )
+        asyncio.run(call(client, [1], {}))
+    assert json.loads(server.names[0])[0] == "prompt"
+    verl_client.here.end_request("r")
+    assert server.ended == [server.sent[0]["rollout_spec_sample"]]
+
+
+def test_a_long_prompt_is_told_by_its_length_and_its_ends():
+    prompt = list(range(20_000))
+    digests = [
+        verl_client._digest(each) for each in (prompt, [*prompt, 1], [1, *prompt[1:]], [*prompt[:-1], 1])
+    ]
+    assert len(set(digests)) == 4
+    middle = prompt.copy()
+    middle[10_000] = 0
+    assert verl_client._digest(middle) == digests[0]
+    assert verl_client._digest(middle[5_000:13_000]) != verl_client._digest(prompt[5_000:13_000])
+
+
+def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, here):
     monkeypatch.setattr(verl_client, "MAX_SAMPLES", 3)
-    server, calls = Server(), Calls()
-    client = make(server, calls=calls)
-    for number in range(5):
-        asyncio.run(call(client, [1], params([number])))
-    assert len(calls._samples) == 3
-    calls.end([4])
-    calls.end("unknown")
-    assert len(calls._samples) == 2
-    assert server.ended == ["[4]"]
+    server = Server()
+    client = make(server)
+    for number in (0, 1, 2, 0, 3, 4):
+        asyncio.run(call(client, [1], params([number]), f"r{number}"))
+    assert [[number] in here for number in range(5)] == [True, False, False, True, True], "those used last"
+    assert here.name_of("r1") is None and here.name_of("r4") == [4]
+    verl_client.here.end([4])
+    verl_client.here.end("unknown")
+    verl_client.here.end_request("r1")
+    verl_client.here.end_request("r3")
+    assert len(here) == 1 and here.name_of("r4") is None
+    assert server.ended == ["[4]", "[3]"]
     asyncio.run(call(client, [1], params([4])))
     assert server.names[-1] == server.names[-2], "a run that repeats it"
 
 
+def test_the_balancer_forgets_what_began_longest_ago(monkeypatch):
+    monkeypatch.setattr(verl_client, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(verl_client, "MAX_PROMPTS", 2)
+    balancer = SimpleNamespace()
+    begun = [
+        verl_client._begin(balancer, request_id, digest)
+        for request_id, digest in (
+            ("a", "x"),
+            ("b", "x"),
+            ("a", "x"),
+            ("c", "y"),
+            ("d", "x"),
+            ("e", "z"),
+            ("f", "y"),
+            ("a", "x"),
+        )
+    ]
+    assert begun == [("x", 0), ("x", 1), ("x", 0), ("y", 0), ("x", 2), ("z", 0), ("y", 0), ("x", 0)]
+
+
+def sent(client, actor):
+    """The client as another process gets it; `actor`: the handle of the actor that sends it."""
+    with pytest.MonkeyPatch.context() as patch:
+        context = SimpleNamespace(get_actor_id=lambda: actor and "id", current_actor=actor)
+        patch.setattr(verl_client.ray, "is_initialized", lambda: True)
+        patch.setattr(verl_client.ray, "get_runtime_context", lambda: context)
+        state = client.__getstate__()
+    copied = object.__new__(type(client))
+    copied.__dict__.update(state)
+    return copied
+
+
 @pytest.mark.parametrize("verls", [LLMServerClient, FullyAsyncLLMServerClient])
 @pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))]
+    "copied",
+    [
+        *(copy.copy, copy.deepcopy, lambda client: pickle.loads(pickle.dumps(client))),
+        lambda client: sent(client, SimpleNamespace()),  # the actor itself, which nobody need ask
+    ],
 )
 def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
     class ChatModel(BaseModel):
@@ -192,52 +342,39 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
     assert len(set(server.names)) == 4
 
 
-@contextlib.contextmanager
-def elsewhere():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verl_client, "_calls_here", {})
-        yield
+@pytest.mark.parametrize("failure", ["none", "no actor", "busy", "dead"])
+def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkeypatch):
+    """With real processes: tests/test_verl_history.py. Where nobody answers, names are apart all the same."""
 
+    async def answer(function, *args):
+        if failure == "busy":
+            await asyncio.sleep(60)
+        if failure == "dead":
+            raise ActorDiedError
+        monkeypatch.setattr(verl_client, "here", here)
+        try:
+            return function(None, *args)
+        finally:
+            monkeypatch.setattr(verl_client, "here", there)
 
-def test_copies_are_of_their_worker_and_one_in_each_process():
-    first, second = Calls(), Calls()
-    data = pickle.dumps(first), pickle.dumps(second)
-    assert pickle.loads(data[0]) is first and pickle.loads(data[1]) is second
-    with elsewhere():
-        there = [pickle.loads(each) for each in data]
-        assert all(isinstance(calls, Calls) for calls in there) and there[0] is not there[1]
-        assert pickle.loads(data[0]) is there[0]
-        back = pickle.dumps(there[0])
-    assert pickle.loads(back) is first
-
-
-def test_copies_in_other_processes_name_calls_apart_and_the_same_when_repeated():
-    def names_of_a_run():
-        here = [Calls()]
-        for data in [pickle.dumps(here[0]) for _ in range(2)]:
-            with elsewhere():
-                here.append(pickle.loads(data))
-        return [
-            json.dumps(each.named([1], params())["extra_args"][NAME_KEY]) for each in here for _ in range(2)
-        ]
-
-    names = names_of_a_run()
-    assert len(set(names)) == len(names) == 6
-    assert names_of_a_run() == names
-
-
-def test_a_dead_server_is_met_by_whoever_wants_more_of_it(monkeypatch):
-    """Also the error that a server raises for its engine, as Ray hands it on; also where a copy met it."""
-    verls = AsyncMock()
-    monkeypatch.setattr(KeyedAgentLoopWorker.__mro__[1], "generate_sequences", verls)
-    engine = RayTaskError("generate", "its traceback", EngineDeadError()).as_instanceof_cause()
-    for error, kind in ((ActorDiedError(), ActorDiedError), (engine, EngineDeadError)):
-        worker, server = object.__new__(KeyedAgentLoopWorker), Server()
-        worker._calls, server.generate = Calls(), Remote(Mock(side_effect=error))
-        asyncio.run(worker.generate_sequences({"batch": 1}))
-        assert verls.await_args.args == ({"batch": 1},)
-        client = copy.copy(make(server, calls=worker._calls))
-        with pytest.raises(kind):
-            asyncio.run(call(client, [1], {}))
-        with pytest.raises(kind):
-            asyncio.run(worker.generate_sequences({}))
+    monkeypatch.setattr(verl_client, "MAX_WAIT_S", 0.01)
+    remote = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
+    home = SimpleNamespace(__ray_call__=remote) if failure != "no actor" else None
+    server, there = Server(), Samples()
+    client = make(server)
+    assert verl_client._HOME not in client.__getstate__(), "it brings no samples"
+    verl_client.here.begin(SAMPLE)
+    asyncio.run(call(client, [1] * 100, params()))
+    copied = sent(client, home)
+    monkeypatch.setattr(verl_client, "here", there)
+    monkeypatch.setattr(verl_client, "_process", "another")
+    for prompt in ([1] * 100, [1] * 600):
+        asyncio.run(call(copied, prompt, params()))
+    assert len(set(server.names)) == 3
+    turns = [(each["rollout_spec_turn"], each["rollout_spec_group_tokens"]) for each in server.sent]
+    if failure == "none":
+        assert turns == [(0, 100), (1, 100), (2, 100)] and len(there) == 0
+        assert [json.loads(name)[-1] for name in server.names] == [0, 1, 0]
+    else:
+        assert len(there) == 1
+        assert all("another" in name for name in server.names[1:])

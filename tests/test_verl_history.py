@@ -1,5 +1,6 @@
 """The history between rollout servers and in verl's checkpoints, with Ray's own actors and objects."""
 
+import asyncio
 import shutil
 import sys
 from itertools import chain
@@ -13,7 +14,6 @@ import ray
 from omegaconf import OmegaConf
 
 from rollout_spec.drafting.history import History, prompt_key
-from rollout_spec.verl.client import Calls
 from rollout_spec.verl.trainer_history import (
     FILE,
     keeps_history,
@@ -206,12 +206,62 @@ def test_a_checkpoint_is_saved_where_its_history_cannot_be(tmp_path, caplog):
     assert "no engine gives one" in caplog.text
 
 
-def test_servers_that_load_one_copy_of_a_client_name_its_calls_apart():
-    def name(_, calls):
-        named = calls.named([1], {"extra_args": {"rollout_spec_key": ["sample"]}})
-        return named["extra_args"]["rollout_spec_key"]
+class Called:
+    """A rollout server as far as a client goes."""
 
-    copy = ray.put(Calls())
-    names = ray.get([server.__ray_call__.remote(name, copy) for server in SERVERS for _ in range(2)])
-    assert sorted(each[1:-2] for each in names) == [[1], [1], [1, -2], [1, -2], [1, -1], [1, -1]]
-    assert len({str(each) for each in names}) == 6
+    def __init__(self):
+        self.sent, self.ended = [], []
+
+    async def generate(self, sampling_params, **_):
+        self.sent.append(sampling_params["extra_args"])
+        return SimpleNamespace(extra_fields={})
+
+    async def end_sample(self, name):
+        self.ended.append(name)
+
+    async def seen(self):
+        return self.sent, self.ended
+
+
+def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began():
+    """Its number of the turn, its group's tokens, and the servers that are told of the end."""
+    from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    def begin(_, client):
+        from rollout_spec.verl.client import Call, here
+
+        here.begin("sample")
+        here.add("sample", Call("r", "its digest", 100, {}, False))
+        return client
+
+    def end(_):
+        from rollout_spec.verl.client import here
+
+        here.end("sample")
+
+    def turn(client, extra_args):
+        async def call():
+            await client.generate("r", prompt_ids=[1] * 600, sampling_params={"extra_args": extra_args})
+
+        asyncio.run(call())
+
+    server = ray.remote(num_cpus=0)(Called).remote()
+    balancer = ray.remote(num_cpus=0)(GlobalRequestLoadBalancer).remote({"s": server})
+    rollout = {"name": "vllm", "seed": 0}
+    spec = {"rollout": {"spec": {"method": "sam"}}, "actor_rollout_ref": {"rollout": rollout}}
+    worker, task = SERVERS[0], ray.remote(num_cpus=0)(turn)
+    client = ray.get(worker.__ray_call__.remote(begin, LLMServerClient(OmegaConf.create(spec), balancer)))
+    ray.get([task.remote(client, named) for named in (2 * [{"rollout_spec_key": "sample"}]) + [{}]])
+    ray.get(worker.__ray_call__.remote(end))
+    sent, ended = ray.get(server.seen.remote())
+    of_sample = sorted(
+        (each["rollout_spec_turn"], each["rollout_spec_key"][2:])
+        for each in sent
+        if each["rollout_spec_sample"] == "sample"
+    )
+    assert of_sample == [(1, [0]), (2, [1])]
+    assert [each["rollout_spec_group_tokens"] for each in sent if each["rollout_spec_turn"]] == [100, 100]
+    [nobodys] = [each["rollout_spec_key"] for each in sent if each["rollout_spec_sample"] != "sample"]
+    assert nobodys[0] == "prompt" and nobodys[3] == 0
+    assert ended == ["sample"]

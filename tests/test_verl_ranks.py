@@ -22,8 +22,8 @@ class Engine:
         await self.may_end.wait()
         yield "last"
 
-    async def request(self, group, named=None):
-        params = SimpleNamespace(extra_args={"rollout_spec_group": group})
+    async def request(self, group, named=None, sample=None):
+        params = SimpleNamespace(extra_args={"rollout_spec_group": group, "rollout_spec_sample": sample})
         options: Any = {"sampling_params": params, "request_id": "r", "data_parallel_rank": named}
         return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
 
@@ -42,6 +42,24 @@ def test_siblings_go_to_one_rank_while_load_allows():
         assert isinstance(done[0], asyncio.CancelledError)
         assert done[1:] == [["first", "last"]] * 11
         assert set(engine.placed._loads.values()) == {0}
+
+    asyncio.run(check())
+
+
+def test_a_turn_goes_to_the_rank_of_the_turn_before_it_while_load_allows():
+    async def check():
+        engine = Engine()
+        engine.may_end.set()
+        for sample in ("x", *6 * ["y"]):  # where most siblings were
+            await engine.request("a", sample=sample)
+        engine.placed._loads[0] = 8  # of other groups
+        await engine.request("a", sample="z")
+        engine.placed._loads[0] = 0
+        for sample in "zxz":
+            await engine.request("a", sample=sample)
+        engine.placed._loads[1] = 8
+        await engine.request("a", sample="z")
+        assert engine.ranks[7:] == [1, 1, 0, 1, 0]
 
     asyncio.run(check())
 

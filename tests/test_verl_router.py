@@ -3,7 +3,11 @@
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
-from rollout_spec.verl.configs import group_router_file
+from rollout_spec.config import SpecConfig
+from rollout_spec.verl import plugin_state
+from rollout_spec.verl.hydra_plugin import check_whole
+from rollout_spec.verl.settings import group_router_file
+from tests.test_verl_check_config import composed
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
 from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one
@@ -23,7 +27,16 @@ def test_verl_finds_and_makes_it():
     assert load_class_from_fqn(SHIPPED["router_class"], "router") is GroupRouter
     assert GroupRouter({"a": 1}, SHIPPED).acquire_server("r", sampling_params=of(1)) == ("a", 1)
     assert make().require_acquire_fields() == ["sampling_params"]
-    assert SHIPPED["max_imbalance"] == 8, "as the pages say"
+
+
+def test_its_bound_is_that_of_the_options_that_the_trainer_has_checked(monkeypatch):
+    assert SHIPPED["max_imbalance"] == SpecConfig().max_imbalance == 8, "as the pages say"
+    monkeypatch.setattr(plugin_state, "spec", plugin_state.spec)
+    check_whole(_root_=composed("+rollout.spec=sam", "rollout.spec.max_imbalance=0"))
+    config = verls._load_router_yaml(group_router_file())
+    router = GroupRouter({"a": 1, "b": 2}, config)
+    assert {router.acquire_server(str(number), of(1))[0] for number in range(2)} == {"a", "b"}
+    assert make().acquire_server("r", of(1), prompt_ids=[1]), "verl's branches give more"
 
 
 def test_requests_without_a_group_are_verls():

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from rollout_spec.environment import package_version
-from rollout_spec.patches import Patch, applied
+from rollout_spec.patches import Patch, PatchError, applied
 from rollout_spec.vllm import versions
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -205,13 +205,26 @@ def _patches() -> Iterator[Check]:
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401
 
-        from rollout_spec.verl import client, router, trainer_hooks
-        from rollout_spec.verl.private_methods import PRIVATE_METHODS
+        from rollout_spec.verl import changes, trainer_hooks
 
         trainer_hooks.install()
-        for patch in (PRIVATE_METHODS, client.NAMED_CALLS, router.GROUPED):
+        for patch in (changes.PRIVATE_METHODS, changes.NAMED_SAMPLES, changes.NAMED_CALLS, changes.GROUPED):
             yield _patch(patch, "in agent loops and servers: ")
+        yield from _uni_agent()
     yield from map(_patch, applied())
+
+
+def _uni_agent() -> Iterator[Check]:
+    """verl's agent framework, if it is there; PyPI has another project of its name."""
+    try:
+        from rollout_spec.verl import uni_agent
+
+        uni_agent.install()
+        yield Check("uni-agent", OK, f"found at {uni_agent.WHERE}, sessions are named by their rows")
+    except (PatchError, ImportError, AttributeError) as error:
+        if not isinstance(error, ModuleNotFoundError):
+            said = f"of another version ({error}): sessions are named by their first prompts"
+            yield Check("uni-agent", WARN, said, "see docs/uses/uni-agent.md for what that costs")
 
 
 def _engine_patches() -> Iterator[Check]:

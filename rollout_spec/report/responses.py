@@ -65,12 +65,12 @@ def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:
 
 
 def _first_step_responses(run: Path) -> dict[str, list[int]]:
-    """Responses by the names of their samples, which begin with seed, training step, train or val."""
+    """Responses by the names of their samples: of rows, or of first prompts where nobody knows the row."""
     named = [
         (line.step or 0, name, response)
         for line in _rollouts(run)
         for name, response in zip(line.names, line.responses, strict=False)
-        if isinstance(name, list) and name[2:3] == ["train"]
+        if isinstance(name, list) and (name[2:3] == ["train"] or name[:1] == ["prompt"])
     ]
     first = min((step for step, _, _ in named), default=0)
     return {json.dumps(name): response.tolist() for step, name, response in named if step == first}

@@ -9,13 +9,21 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.verl import model_drafter
 from rollout_spec.verl.check_engine import check_engine
-from rollout_spec.verl.configs import group_router_file
-from rollout_spec.verl.settings import ENGINE, MTP, ROLLOUT, V1_TRAINER_ONLY, number, require, value
+from rollout_spec.verl.settings import (
+    ENGINE,
+    MTP,
+    ROLLOUT,
+    V1_TRAINER_ONLY,
+    group_router_file,
+    number,
+    require,
+    say,
+    value,
+)
 from rollout_spec.vllm import OPTIONS_KEY
 from rollout_spec.vllm.versions import refuse_old_version
 
 MODES = ("sync", "colocate_async", "separate_async")  # of verl's V1 trainer
-MANAGER = "rollout_spec.verl.agent_loop.KeyedAgentLoopManager"
 _ROUTER = f"{ROLLOUT}.router_config_path"
 _OURS = "rollout.spec sets it, leave it alone"
 
@@ -37,7 +45,7 @@ def check_config(config: DictConfig) -> SpecConfig:
     spec = SpecConfig.from_mapping(model_drafter.spec_options(options, mtp))
     refuse_old_version()
     _refuse_old_verl()
-    _check_trainer(config, spec)
+    _check_trainer(config)
     _check_routing(config, spec)
     _check_arguments(config, spec)
     if spec.enabled:
@@ -67,7 +75,7 @@ def _refuse_old_verl() -> None:
         raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")
 
 
-def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
+def _check_trainer(config: DictConfig) -> None:
     """The reference run needs such a trainer too: it is measured in the same way."""
     require(config, f"{ROLLOUT}.name", ("vllm",), f"rollout.spec needs vLLM: set {ROLLOUT}.name=vllm")
     require(config, f"{ROLLOUT}.pipeline_model_parallel_size", (None, 1), "must be 1 with rollout.spec")
@@ -78,10 +86,6 @@ def _check_trainer(config: DictConfig, spec: SpecConfig) -> None:
     mode = value(config, "trainer.v1.trainer_mode") or "sync"
     if mode not in MODES:
         raise ConfigError(f"trainer.v1.trainer_mode={mode}: must be {', '.join(MODES)} with rollout.spec")
-    manager = f"{ROLLOUT}.agent.agent_loop_manager_class"
-    # An asynchronous mode needs the samples' names too: they tell validation from training.
-    if spec.coupled or mode != "sync":
-        require(config, manager, (MANAGER,), f"must be {MANAGER} (remove your override)")
 
 
 def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
@@ -122,10 +126,10 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
             "ppo_trainer; on the command line, remove your override"
         )
     if router != group_router_file():
-        raise ConfigError(
-            f"{_ROUTER}: rollout.spec.routing=group (the default with sam) sets it; for another router take "
-            "rollout.spec.routing=verl. It is a group of Hydra: choose it on the command line, or in a "
-            "defaults list (`/rollout.spec.routing`)"
+        say(
+            f"{_ROUTER}={router}: not the router of rollout.spec.routing=group (a group of Hydra, which sets "
+            "it on the command line or in a defaults list). So the samples of a prompt may go to several "
+            "engines, which draft less at first; engines share what was said all the same"
         )
     if value(config, f"{ROLLOUT}.full_determinism"):
         raise ConfigError(

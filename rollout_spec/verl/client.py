@@ -1,168 +1,272 @@
-"""verl's client of the rollout servers, which names every call that an agent loop makes.
+"""verl's client of the rollout servers, which names every call, in every process and for any agent loop.
 
-An agent loop may call `generate` many times for one sample: once a turn, several times with one prompt (best
-of n, a retry), along the branches of a tree. The tokens follow from the request's name
-and the weights, so every call has its own: the sample's name, a digest of the prompt, and the number of
+A sample may make many calls: once a turn, several with one prompt (best of n, a retry), along the branches
+of a tree, beside its main text (a title, a sub-agent). The tokens follow from the call's name and the
+weights, so every call has its own: the sample's name, a digest of the prompt, and the number of the sample's
 earlier calls with it. After an abort, verl's client sends a further request of the same call and name.
-Every request also says which sample it is of, and which of the sample's calls; servers are told of its end.
+
+Where nobody has named the sample (`samples.py`), it is named here: by its first prompt, and by how many
+samples of the run have begun with that. So a run that repeats this one has the same set of samples. Its calls
+are those of one request id. Every request also says which group and sample it is of, and which of the
+sample's calls; the servers that a sample has called are told of its end.
+
+The calls of a sample are counted in the process where it begins. A client that is sent to another process in
+the middle, as to a task of Ray, asks there.
 """
 
-from __future__ import annotations
-
-import functools
+import asyncio
+import contextlib
 import hashlib
-import itertools
-import os
+import threading
 import uuid
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError
-from ray.experimental.internal_kv import _internal_kv_put  # Ray has no public one
+from omegaconf import DictConfig
+from ray.exceptions import RayError
 from verl.utils import normalize_token_ids
-from verl.workers.rollout.llm_server import LLMServerClient
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from rollout_spec.patches import Patch, put_before
-from rollout_spec.vllm.keys import GROUP_TOKENS_KEY, NAME_KEY, SAMPLE_KEY, TURN_KEY, TURN_TOKENS_KEY, names_of
-
-NAMED_CALLS = Patch(
-    name="verl-named-calls",
-    reason="all calls of a sample have the same sampling parameters, so no server could tell them apart",
-    upstream="verl/workers/rollout/llm_server.py, LLMServerClient",
-    until="verl's client says which call of which sample a request is",
+from rollout_spec.patches import wrap
+from rollout_spec.verl.changes import NAMED_CALLS
+from rollout_spec.verl.settings import ROLLOUT, value
+from rollout_spec.vllm.keys import (
+    GROUP_KEY,
+    GROUP_TOKENS_KEY,
+    NAME_KEY,
+    SAMPLE_KEY,
+    TURN_KEY,
+    TURN_TOKENS_KEY,
+    names_of,
 )
-MAX_SAMPLES = 100_000  # that are remembered; more than a worker has under way
+
+MAX_SAMPLES = 20_000  # that are remembered in a process: more than are under way there
+MAX_PROMPTS = 100_000  # of which a run knows how many samples have begun with each
+MAX_WAIT_S = 10.0  # for the process where a sample began
+_DIGESTED = 4096  # tokens at each end of a prompt: a long one is not read again in every turn
+_HOME = "_rollout_spec_home"  # of a client that was sent: the process that sent it, and its actor
 
 
-def name_calls(client: Any, calls: Calls) -> Any:
-    """The same `LLMServerClient`, which names its calls from now on; so do its copies, in any process."""
-    client._verls, client._calls = type(client), calls
-    put_before(NamingClient, client, NAMED_CALLS)
-    return client
+class Call(NamedTuple):
+    """What a call's name follows from, as far as another process needs to know it."""
+
+    request_id: str
+    digest: str  # of its prompt
+    num_tokens: int  # in it
+    extra_args: Mapping[str, Any]  # as its caller gave them
+    is_seeded: bool  # its caller chose the noise
 
 
-class Calls:
-    """The calls that agent loops make, by sample.
+class Samples:
+    """The samples whose calls are counted in this process. It has a lock: agent loops may run in threads."""
 
-    A copy in this process is the same object. A copy that is sent to another process counts for itself; its
-    calls' names also say which copy it is, by the order in which copies were sent. If several processes load
-    one copy (one `ray.put`), the first that makes a call counts as the copy, and each other one adds a number
-    of its own, below 0. Outside Ray nobody can say which is the first, so each adds one.
-    """
+    def __init__(self) -> None:
+        self._samples: OrderedDict[str, _Sample] = OrderedDict()  # by name, the one used last at the end
+        self._names: dict[str, Any] = {}  # of samples, by the request ids of their calls
+        self._lock = threading.Lock()
 
-    def __init__(self, name: str | None = None, copy: tuple[int, ...] = ()) -> None:
-        self._name, self._copy = name or uuid.uuid4().hex, copy
-        self._copies = itertools.count(1)
-        self._samples: dict[str, _Sample] = {}  # by name
-        self.death: Exception | None = None  # of a server or its engine, as a call met it
+    def __contains__(self, name: Any) -> bool:
+        return str(name) in self._samples
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        _calls_here.setdefault(self._name, self)
-        return _find_calls, (self._name, (*self._path, next(self._copies)))
+    def __len__(self) -> int:
+        return len(self._samples)
 
-    @functools.cached_property
-    def _path(self) -> tuple[int, ...]:
-        """Which copy this is, in which process."""
-        number = _claim(f"{self._name} {self._copy}") if self._copy else 0
-        return (*self._copy, number) if number else self._copy
+    def name_of(self, request_id: str) -> Any:
+        """That of the sample of this request id; None: it has none here."""
+        return self._names.get(request_id)
 
-    def named(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The parameters of one more call, with its name, its sample and its number there, and two lengths:
-        the group's prompt's, the turn's.
+    def begin(self, name: Any, *apart: str) -> "_Sample":
+        """The sample of this name, whose calls are counted here. `apart`: what else is in their names."""
+        with self._lock:
+            sample = self._samples.setdefault(str(name), _Sample(apart))
+            self._samples.move_to_end(str(name))
+            if len(self._samples) > MAX_SAMPLES:
+                self._forget(next(iter(self._samples)))
+            return sample
 
-        Args:
-            prompt_ids: the call's prompt, token ids.
-            sampling_params: with the sample's name in `extra_args`; without one they stay as they are.
-        """
-        extra_args = sampling_params.get("extra_args") or {}
-        names = names_of(extra_args)
-        if names.key is None:
-            return sampling_params
-        sample_name = str(extra_args[NAME_KEY])
-        sample = self._samples.setdefault(sample_name, _Sample(len(prompt_ids)))
-        if len(self._samples) > MAX_SAMPLES:
-            self._samples.pop(next(iter(self._samples)), None)  # another thread may take the same one
-        name = sample.name_call(extra_args[NAME_KEY], prompt_ids, self._path)
-        turn = {TURN_KEY: next(sample.turns), TURN_TOKENS_KEY: len(prompt_ids)}
-        own = {NAME_KEY: name, SAMPLE_KEY: sample_name, **turn}
-        if names.group is not None:
-            own[GROUP_TOKENS_KEY] = sample.num_group_tokens
-        return {**sampling_params, "extra_args": {**extra_args, **own}}
+    def add(self, name: Any, call: Call) -> dict[str, Any]:
+        """The `extra_args` of one more call of the sample of this name."""
+        sample = self.begin(name)
+        with self._lock:
+            if sample.group is None:
+                sample.group, sample.num_group_tokens = f"prompt:{call.digest}", call.num_tokens
+            sample.request_ids.add(call.request_id)
+            self._names[call.request_id] = name
+            turn, number = sample.num_calls.total(), sample.num_calls[call.digest]
+            sample.num_calls[call.digest] += 1
+        group = call.extra_args.get(GROUP_KEY)
+        own = {
+            SAMPLE_KEY: str(name),
+            GROUP_KEY: sample.group if group is None else group,
+            GROUP_TOKENS_KEY: sample.num_group_tokens,
+            TURN_KEY: turn,
+            TURN_TOKENS_KEY: call.num_tokens,
+        }
+        if not call.is_seeded:
+            plain = name if isinstance(name, (list, tuple)) else [name]
+            own[NAME_KEY] = [*plain, *sample.apart, call.digest, number]
+        return {**call.extra_args, **own}
 
-    def note_server(self, sampling_params: Mapping[str, Any], server: Any) -> None:
-        """A request with these parameters goes to this server, an actor of Ray."""
-        sample = self._samples.get(names_of(sampling_params.get("extra_args")).sample or "")
-        if sample is not None:
+    def note_server(self, name: str, server: Any) -> None:
+        """The sample of this name has a request on this server, an actor of Ray."""
+        if (sample := self._samples.get(name)) is not None:
             sample.servers.add(server)
 
     def end(self, name: Any) -> None:
-        """The sample of this name makes no more calls: tell the servers of those that it made here."""
-        sample = self._samples.pop(str(name), None)
-        for server in sample.servers if sample is not None else ():
+        """The sample of this name makes no more calls: tell the servers of those that it made."""
+        with self._lock:
+            servers = self._forget(str(name))
+        for server in servers:
             server.end_sample.remote(str(name))
+
+    def end_request(self, request_id: str) -> None:
+        """The sample whose calls have this request id makes no more."""
+        if (name := self.name_of(request_id)) is not None:
+            self.end(name)
+
+    def _forget(self, name: str) -> set[Any]:
+        sample = self._samples.pop(name, None)
+        for request_id in sample.request_ids if sample is not None else ():
+            self._names.pop(request_id, None)
+        return sample.servers if sample is not None else set()
 
 
 class _Sample:
-    """What is remembered of a sample. Whatever tasks and threads its calls come from, no two share a name."""
+    """What is remembered of a sample."""
 
-    def __init__(self, num_group_tokens: int) -> None:
-        self.num_group_tokens = num_group_tokens  # the length of its first prompt
-        self.turns = itertools.count()
+    def __init__(self, apart: tuple[str, ...]) -> None:
+        self.apart = apart
+        self.group: str | None = None  # by its first prompt
+        self.num_group_tokens = 0
+        self.num_calls: Counter[str] = Counter()  # with each prompt, by its digest
+        self.request_ids = set[str]()
         self.servers = set[Any]()
-        self._numbers: dict[str, Iterator[int]] = {}  # of the calls with each prompt, by its digest
-
-    def name_call(self, name: Any, prompt_ids: Sequence[int], copy: tuple[int, ...]) -> list[Any]:
-        digest = hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
-        number = next(self._numbers.setdefault(digest, itertools.count()))
-        return [*(name if isinstance(name, (list, tuple)) else [name]), *copy, digest, number]
 
 
-class NamingClient(LLMServerClient):
-    """Stands before a class of verl's clients."""
-
-    _verls: type  # that class
-    _calls: Calls
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Any, sampling_params: Mapping[str, Any], **kwargs: Any
-    ) -> Any:
-        """Generate as verl does; the call has a name."""
-        prompt_ids = normalize_token_ids(prompt_ids)
-        named = self._calls.named(prompt_ids, sampling_params)
-        try:
-            return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=named, **kwargs)
-        except (ActorDiedError, EngineDeadError) as error:
-            self._calls.death = error
-            raise
-
-    async def _acquire_server(self, request_id: str, **request: Any) -> tuple[str, Any]:
-        server_id, server = await super()._acquire_server(request_id, **request)
-        self._calls.note_server(request.get("sampling_params") or {}, server)
-        return server_id, server
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_client, (self._verls,), self.__getstate__()
+here = Samples()
+_process = uuid.uuid4().hex
+_sample: ContextVar[tuple[str, Any] | None] = ContextVar("_sample", default=None)  # of a call, and its home
 
 
-_calls_here: dict[str, Calls] = {}  # those of which there are copies, by name
+def change(module: Any) -> None:
+    """Let the clients of verl's module `llm_server`, and all that derive from them, name their calls."""
+    for client in (module.LLMServerClient, module.FullyAsyncLLMServerClient):
+        wrap(client, "generate", NAMED_CALLS)(_generate)
+    wrap(module.LLMServerClient, "_acquire_server", NAMED_CALLS)(_acquire_server)
+    module.LLMServerClient.__getstate__ = _state
 
 
-def _claim(copy: str) -> int:
-    """0 in the first process of the run that asks for this copy, another number in each other one."""
-    if not ray.is_initialized():
-        return -os.getpid()
-    keys = (f"rollout_spec {copy} {number}".encode() for number in itertools.count())
-    return -next(number for number, key in enumerate(keys) if not _internal_kv_put(key, b"", overwrite=False))
+async def _generate(
+    generate: Any,
+    self: Any,
+    request_id: Any,
+    *,
+    prompt_ids: Any,
+    sampling_params: Mapping[str, Any],
+    **kwargs: Any,
+) -> Any:
+    """Generate as verl does; the call has a name."""
+    given = sampling_params.get("extra_args") or {}
+    is_named = TURN_KEY in given  # by a class that stands before this one
+    if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
+        return await generate(
+            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+        )
+    prompt_ids = normalize_token_ids(prompt_ids)
+    is_seeded = given.get(NAME_KEY) is None and sampling_params.get("seed") is not None
+    call = Call(str(request_id), _digest(prompt_ids), len(prompt_ids), dict(given), is_seeded)
+    extra_args, home = await _named(self, call)
+    token = _sample.set((extra_args[SAMPLE_KEY], home)) if SAMPLE_KEY in extra_args else None
+    try:
+        params = {**sampling_params, "extra_args": extra_args}
+        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
+    finally:
+        if token is not None:
+            _sample.reset(token)
 
 
-def _find_calls(name: str, copy: tuple[int, ...]) -> Calls:
-    return _calls_here.setdefault(name, Calls(name, copy))
+async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, **request: Any) -> Any:
+    """Acquire as verl does, whatever it is given, and note where the call's sample goes."""
+    acquired = await acquire(self, request_id, *args, **request)
+    if (sample := _sample.get()) is not None:
+        name, home = sample
+        if home is None:
+            here.note_server(name, acquired[1])
+        else:
+            home.__ray_call__.remote(_do, "note_server", name, acquired[1])
+    return acquired
 
 
-def _new_client(verls: type) -> Any:
-    client: Any = object.__new__(verls)
-    put_before(NamingClient, client, NAMED_CALLS)
-    return client
+def _state(self: Any) -> dict[str, Any]:
+    """What a copy of a client gets: it says where the samples began that call through it."""
+    state = dict(vars(self))
+    if len(here):
+        context: Any = ray.get_runtime_context() if ray.is_initialized() else None
+        in_actor = context is not None and context.get_actor_id() is not None
+        state[_HOME] = _process, context.current_actor if in_actor else None
+    return state
+
+
+async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
+    """The call's `extra_args`, and the actor that counts its sample's calls; None: this process does."""
+    name = call.extra_args.get(NAME_KEY)
+    if name is None:
+        name = here.name_of(call.request_id) or await _name_by_prompt(client, call)
+    elif names_of(call.extra_args).key is None:
+        return dict(call.extra_args), None  # what cannot be read is handed on
+    process, home = vars(client).get(_HOME, (_process, None))
+    if process != _process and name not in here:
+        if home is not None:
+            try:
+                asked = home.__ray_call__.remote(_do, "add", name, call)
+                return await asyncio.wait_for(asked, MAX_WAIT_S), home
+            except (RayError, TimeoutError):
+                vars(client)[_HOME] = process, None
+        here.begin(name, _process)  # nobody can say which calls there were: these are apart from them
+    return here.add(name, call), None
+
+
+async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
+    """The name of a sample that has none: its first prompt, and how many of the run have begun with that.
+
+    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
+    """
+    begun: Sequence[Any] = call.digest, uuid.uuid4().hex
+    if hasattr(client._load_balancer, "__ray_call__"):
+        with contextlib.suppress(RayError):
+            begun = await client._load_balancer.__ray_call__.remote(_begin, call.request_id, call.digest)
+    return ["prompt", value(client.config, f"{ROLLOUT}.seed"), *begun]
+
+
+def _begin(balancer: Any, request_id: str, digest: str) -> tuple[str, int]:
+    """In the balancer's process: a sample's first prompt, and how many had begun with it before."""
+    samples, prompts = vars(balancer).setdefault("_rollout_spec_begun", (OrderedDict(), OrderedDict()))
+    if request_id not in samples:
+        number = prompts.pop(digest, 0)
+        prompts[digest], samples[request_id] = number + 1, (digest, number)
+    for begun, most in ((samples, MAX_SAMPLES), (prompts, MAX_PROMPTS)):
+        if len(begun) > most:
+            begun.popitem(last=False)
+    found: tuple[str, int] = samples[request_id]
+    return found
+
+
+def _do(_: Any, method: str, *args: Any) -> Any:
+    """Call a method of `Samples` in the process where the sample began."""
+    return getattr(here, method)(*args)
+
+
+def _is_ours(client: Any) -> bool:
+    """Whether the client's servers are ours, as its configuration says; a derived one may have any."""
+    config = client.config
+    return isinstance(config, DictConfig) and value(config, "rollout.spec.method") is not None
+
+
+def _digest(prompt_ids: Sequence[int]) -> str:
+    """Of a prompt; of a long one its two ends. Should two be alike in them, their calls differ in number."""
+    if len(prompt_ids) > 2 * _DIGESTED:
+        prompt_ids = [len(prompt_ids), *prompt_ids[:_DIGESTED], *prompt_ids[-_DIGESTED:]]
+    return hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]

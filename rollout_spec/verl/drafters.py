@@ -10,6 +10,7 @@ from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 Answer = TypeVar("Answer")
+MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended
 
 
 class Drafters:
@@ -19,6 +20,7 @@ class Drafters:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
         self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
+        self._num_idle_syncs = dict[str, int]()  # of the samples whose end nobody has told
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
@@ -31,9 +33,19 @@ class Drafters:
     def end_sample(self, sample: str) -> None:
         """The sample of this name makes no more requests."""
         self._samples.append(sample)
+        self._num_idle_syncs.pop(sample, None)
+
+    def note_sample(self, sample: str | None) -> None:
+        """A request of the sample of this name has ended. Nobody may ever say that the sample has."""
+        if sample is not None:
+            self._num_idle_syncs[sample] = 0
 
     async def note_new_weights(self) -> None:
-        """The weights have changed."""
+        """The weights have changed. A sample that has been idle for too long is taken to have ended."""
+        for sample, num_syncs in list(self._num_idle_syncs.items()):
+            self._num_idle_syncs[sample] = num_syncs + 1
+            if num_syncs == MAX_IDLE_SYNCS:
+                self.end_sample(sample)
         await self.call(ProposerControl.note_new_weights, self.take_ended())
 
     def take_ended(self) -> Ended:

@@ -1,11 +1,13 @@
 """Entry point of group `verl.plugins`: verl imports this module in every one of its processes."""
 
+import functools
+import importlib
 import os
 import sys
 import traceback
 from typing import Any
 
-from rollout_spec.patches import when_imported
+from rollout_spec.patches import PatchError, when_imported
 from rollout_spec.verl import plugin_state
 
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
@@ -31,10 +33,20 @@ def _load() -> None:
     hydra_plugin.install()
     when_imported("verl.utils.device", hydra_plugin.check_before_ray)
     when_imported("verl.workers.rollout.replica", _register_replica)
+    when_imported("verl.workers.rollout.llm_server", functools.partial(_change, "client"))
+    when_imported("verl.experimental.agent_loop.agent_loop", functools.partial(_change, "samples"))
 
 
 def _register_replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register("vllm", _load_replica)
+
+
+def _change(by: str, module: Any) -> None:
+    """Let a module of ours change one of verl's. Where that does not fit, requests have no names of ours."""
+    try:
+        importlib.import_module(f"rollout_spec.verl.{by}").change(module)
+    except (PatchError, AttributeError) as error:
+        print(f"rollout_spec: {error}", file=sys.stderr)
 
 
 def _load_replica() -> Any:

@@ -1,4 +1,9 @@
 """What has become of our plugin for verl in this process."""
 
+from rollout_spec.config import SpecConfig
+
 failure: str | None = None
 """Why this process has no plugin."""
+
+spec = SpecConfig()
+"""The options of the configuration that this process has checked last."""

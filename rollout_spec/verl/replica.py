@@ -3,10 +3,12 @@
 from typing import Any
 
 import ray
+import transfer_queue
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from rollout_spec.config import ConfigError
 from rollout_spec.verl.server import SpecHttpServer, requested_spec
-from rollout_spec.verl.trainer import require_v1_trainer
+from rollout_spec.verl.settings import V1_TRAINER_ONLY
 
 
 class SpecReplica(vLLMReplica):
@@ -20,3 +22,15 @@ class SpecReplica(vLLMReplica):
             require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
             self.is_watched = True
+
+
+def require_v1_trainer() -> None:
+    """Raise a ConfigError in any trainer but verl's V1 trainer, whatever its configuration says.
+
+    The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
+    """
+    try:
+        transfer_queue.get_client()
+    except AssertionError:
+        way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
+        raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None

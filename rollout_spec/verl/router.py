@@ -6,23 +6,14 @@ from typing import Any
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.homes import Homes
-from rollout_spec.patches import Patch
 from rollout_spec.vllm.keys import names_of
-
-GROUPED = Patch(
-    name="vllm-groups-by-rank",
-    reason="vLLM chooses the data-parallel rank with the fewest requests, and so spreads the siblings of a "
-    "prompt; used with rollout.spec.routing=group only",
-    upstream="vllm/v1/engine/async_llm.py, AsyncLLM.generate",
-    until="verl's routers choose ranks, not servers",
-)
 
 
 class GroupRouter(GlobalRequestLoadBalancer):
     """verl's balancer, with affinity between the requests of one prompt.
 
     A request that continues (same request id) stays where it is. Where a first one goes, `Homes` says; its
-    `max_imbalance` is in `config`, which is what `router_config_path` holds.
+    `max_imbalance` is in `config`, which is what `router_config_path` holds: `rollout.spec.max_imbalance`.
     """
 
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -33,7 +24,7 @@ class GroupRouter(GlobalRequestLoadBalancer):
         return ["sampling_params"]
 
     def acquire_server(
-        self, request_id: str, sampling_params: Mapping[str, Any] | None = None
+        self, request_id: str, sampling_params: Mapping[str, Any] | None = None, **_: Any
     ) -> tuple[str, Any]:
         """Choose a server. `sampling_params` name the group; a request without one is placed as verl does."""
         group = names_of((sampling_params or {}).get("extra_args")).group
@@ -64,14 +55,14 @@ class RankRouter:
         data_parallel_rank: int | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
-        """Generate as the AsyncLLM does; `extra_args` name the group.
+        """Generate as the AsyncLLM does; `extra_args` name the group and the sample.
 
-        A request without one goes to the rank that the caller names, by default to the one with the fewest.
+        A request without a group goes to the rank that the caller names, by default to the emptiest one.
         """
-        group, rank = names_of(sampling_params.extra_args).group, data_parallel_rank
+        names, rank = names_of(sampling_params.extra_args), data_parallel_rank
         loads = self._loads
-        if group is not None:
-            rank = self._homes.choose(group, loads)
+        if names.group is not None:
+            rank = self._homes.choose(names.group, loads, names.sample)
         elif rank is None:
             rank = min(loads, key=loads.__getitem__)
         loads[rank] += 1

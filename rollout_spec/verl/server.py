@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.logger import init_logger
@@ -12,16 +11,16 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
-from rollout_spec.verl.configs import group_router_file
+from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
 from rollout_spec.verl.drafters import Drafters
-from rollout_spec.verl.private_methods import PRIVATE_METHODS
 from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.router import GROUPED, RankRouter
+from rollout_spec.verl.router import RankRouter
+from rollout_spec.verl.samples import kind_of
 from rollout_spec.verl.server_history import ServerHistory
 from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
-from rollout_spec.vllm.keys import NAME_KEY
+from rollout_spec.vllm.keys import NAME_KEY, names_of
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -56,6 +55,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
+        self._has_said_unknown = False
         self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
         self._counts_requests = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
         self._warned_missing_spec_decode_stats = self._counts_requests  # so that verl does not: we have them
@@ -85,7 +85,10 @@ class SpecHttpServer(vLLMHttpServer):
         extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.coupled and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
             extra_args[NAME_KEY] = self._name_unnamed()
-        is_training = not self._windows.is_validation(extra_args.get(NAME_KEY))
+        kind = kind_of(extra_args.get(NAME_KEY))
+        is_training = not (self._windows.is_validating if kind is None else kind == "val")
+        if kind is None and not self._has_said_unknown:
+            self._say_unknown_rows()
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
@@ -98,6 +101,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             has_decoded = counters is not None and counters.num_decode_steps > 0
             self._drafters.end_request(request_id, is_aborted, core, has_decoded)
+            self._drafters.note_sample(names_of(extra_args).sample)
         if not is_aborted and is_training:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -121,6 +125,14 @@ class SpecHttpServer(vLLMHttpServer):
             missing = f"a request has neither a name (extra_args[{NAME_KEY!r}]) nor a seed"
             logger.warning("rollout_spec: %s, so its tokens depend on when and where it arrives", missing)
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
+
+    def _say_unknown_rows(self) -> None:
+        self._has_said_unknown = True
+        logger.warning(
+            "rollout_spec: the agent loop manager does not say of which rows its requests are, so samples "
+            "are named by their first prompts: a repeated run has the same set of them; in asynchronous "
+            "modes, what is served while a validation runs counts as validation"
+        )
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A weight sync begins; not so with `abort_only`, which verl has after 0.9.1."""
@@ -194,10 +206,9 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     """Let the engine send siblings to one of its data-parallel ranks, if `routing` asks for it."""
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
-        router = OmegaConf.load(group_router_file())
         # Not by `put_before`: such a class would derive from vLLM's, in a module that verl's router imports.
         guard_parameters(GROUPED, type(engine), "generate", ("self", "prompt", "sampling_params"))
-        engine.generate = RankRouter(engine.generate, num_ranks, Homes(router.max_imbalance)).generate
+        engine.generate = RankRouter(engine.generate, num_ranks, Homes(spec.max_imbalance)).generate
         record(GROUPED)
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 
@@ -40,14 +39,7 @@ class Windows:
         self._clock = BusyClock()
         self.is_untouched = True  # no request was admitted since the last window ended
         self.has_training = False  # a training request was
-        self.is_validating = False
-
-    def is_validation(self, name: Any) -> bool:
-        """Whether a request of this name is a validation's. A name that `agent_loop.sample_name` has not
-        given does not say so: such a request is one while the trainer validates."""
-        if isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val"):
-            return bool(name[2] == "val")
-        return self.is_validating
+        self.is_validating = False  # the trainer does, and so does a request of which nobody knows the kind
 
     @contextlib.contextmanager
     def request(self, is_training: bool) -> Iterator[Request]:

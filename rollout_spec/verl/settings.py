@@ -1,4 +1,4 @@
-"""Reads verl's configuration, and the config.json of the policy."""
+"""Reads verl's configuration, and the config.json of the policy; where our own configurations are."""
 
 import contextlib
 import functools
@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rollout_spec.config import ConfigError
 
+CONFIGS = "rollout_spec_configs"  # our package of them, for Hydra and for verl's router
 MTP = "actor_rollout_ref.model.mtp"
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -29,6 +31,11 @@ _STATES = (  # entries of a config.json
     "conv_L_cache",  # LFM2
     "linear_attn_config",  # Kimi Linear
 )
+
+
+def group_router_file() -> str:
+    """The absolute path of the packaged configuration with which verl takes `GroupRouter`."""
+    return str(resources.files(CONFIGS).joinpath("rollout_spec_router/group.yaml"))
 
 
 def value(config: DictConfig, key: str) -> Any:

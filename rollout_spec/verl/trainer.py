@@ -1,27 +1,18 @@
-"""What we ask verl's trainer: its kind, and its rollout servers; and what we ask those of a step."""
+"""What verl's trainer asks its rollout servers, and tells them: counts, validations, whether they live."""
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
-import transfer_queue
 
-from rollout_spec.config import ConfigError
 from rollout_spec.metrics import RolloutReport
-from rollout_spec.verl.settings import V1_TRAINER_ONLY, value
+from rollout_spec.verl.settings import value
 
-
-def require_v1_trainer() -> None:
-    """Raise a ConfigError in any trainer but verl's V1 trainer, whatever its configuration says.
-
-    The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
-    """
-    try:
-        transfer_queue.get_client()
-    except AssertionError:
-        way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
-        raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None
+POLL_S = 5.0
+_ANSWER_S = 1.0
 
 
 def servers(trainer: Any) -> list[Any]:
@@ -45,3 +36,41 @@ def validation(trainer: Any) -> Iterator[None]:
         yield
     finally:
         ray.get([handle.end_validation.remote() for handle in handles])
+
+
+class Watch:
+    """Asks rollout servers whether they and their engines live."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._servers, self._asked = handles, list[Any]()
+
+    def check(self) -> None:
+        """Ask, or see who has answered. A server may be too busy to answer at once.
+
+        Raises:
+            ActorDiedError, EngineDeadError: a server, or the engine of one, has died.
+            Exception: that of a server's worker which could not take what it was sent.
+        """
+        self._asked = self._asked or [server.require_engine.remote() for server in self._servers]
+        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=_ANSWER_S)
+        ray.get(answered)
+
+
+def call_and_watch(handles: Sequence[Any], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which may wait for these servers: they are watched meanwhile.
+
+    Raises what `Watch.check` does, while `call` goes on in a thread; or what `call` raises.
+    """
+    result: Future[Any] = Future()
+    threading.Thread(target=_keep_result, args=(call, result), daemon=True).start()
+    watch = Watch(handles)
+    while not wait([result], timeout=POLL_S).done:
+        watch.check()
+    return result.result()
+
+
+def _keep_result(call: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:
+        result.set_exception(error)

@@ -1,72 +1,104 @@
-"""Hooks into verl's V1 trainer: metrics and history at the end of a step, history in its checkpoints."""
+"""Hooks into verl's V1 trainer: it names rows, watches its servers, logs metrics, and keeps the history."""
 
 import functools
+import logging
 from typing import Any
 
 from rollout_spec.metrics import rollout_metrics
-from rollout_spec.patches import Patch, wrap
-from rollout_spec.verl.deaths import call_and_watch
-from rollout_spec.verl.trainer import take_reports, validation
+from rollout_spec.patches import PatchError, when_imported, wrap
+from rollout_spec.verl.changes import DEATHS, TRAINER
+from rollout_spec.verl.samples import RowNames
+from rollout_spec.verl.settings import ROLLOUT, value
+from rollout_spec.verl.trainer import Watch, call_and_watch, servers, take_reports, validation
 from rollout_spec.verl.trainer_history import load_history, remove_orphans, save_history, share_history
 
-_PATCH = Patch(
-    name="verl-trainer-hooks",
-    reason="verl counts drafts for MTP only, and its one class of checkpoint callbacks is the user's own",
-    upstream="verl/trainer/ppo/v1/trainer_base.py, PPOTrainer",
-    until="verl calls back at the start, at the end of a step, after a validation and before a save",
-)
-_DEATHS = Patch(
-    name="verl-watch-servers",
-    reason="a sender of weights waits forever for an engine that has died",
-    upstream="verl/checkpoint_engine/base.py, CheckpointEngineManager.update_weights",
-    until="verl gives up a weight sync whose receiver is dead",
-)
+logger = logging.getLogger(f"verl.{__name__}")  # which verl shows in its trainer
 
 
 def install() -> None:
     """Called in the trainer's process, when it asks for its replica class."""
-    _watch_weight_syncs()
+    _watch_servers()
     _wrap_trainer()
+    when_imported("uni_agent.framework.entry", _name_sessions)
 
 
-def _watch_weight_syncs() -> None:
+def _name_sessions(_: Any) -> None:
+    """uni-agent is here; one that does not fit costs the rows' names."""
+    try:
+        from rollout_spec.verl import uni_agent
+
+        uni_agent.install()
+    except (PatchError, ImportError, AttributeError) as error:
+        logger.warning("rollout_spec: uni-agent's sessions are named by their first prompts: %s", error)
+
+
+def _watch_servers() -> None:
     from verl.checkpoint_engine.base import CheckpointEngineManager
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-    @wrap(CheckpointEngineManager, "update_weights", _DEATHS)
+    @wrap(CheckpointEngineManager, "update_weights", DEATHS)
     def update_weights(update: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         replicas = [each for each in self.replicas if getattr(each, "is_watched", False)]
-        servers = [server for replica in replicas for server in replica.servers]
+        handles = [server for replica in replicas for server in replica.servers]
         call = functools.partial(update, self, *args, **kwargs)
-        return call_and_watch(servers, call) if servers else call()
+        return call_and_watch(handles, call) if handles else call()
+
+    @wrap(ReplayBuffer, "_wait_for_next_poll", DEATHS)
+    def wait_and_watch(wait: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where a trainer waits for samples. Not in a thread: an agent loop manager may be asked for more."""
+        if (watch := getattr(self, "rollout_spec_watch", None)) is not None:
+            watch.check()
+        return wait(self, *args, **kwargs)
 
 
 def _wrap_trainer() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    @wrap(PPOTrainer, "_compute_metrics", _PATCH)
+    @wrap(PPOTrainer, "_compute_metrics", TRAINER)
     def compute_metrics(
         compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
         if reports := take_reports(self):
             metrics.update(rollout_metrics(reports))
+            _say_uncounted(self, metrics)
         share_history(self)
         return result
 
-    @wrap(PPOTrainer, "_validate", _PATCH)
+    @wrap(PPOTrainer, "_validate", TRAINER)
     def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         """Servers do not count its requests towards a step."""
         with validation(self):
             return validate(self, *args, **kwargs)
 
-    @wrap(PPOTrainer, "_save_checkpoint", _PATCH)
+    @wrap(PPOTrainer, "_save_checkpoint", TRAINER)
     def save_checkpoint(save: Any, self: Any) -> None:
         save_history(self)  # first, because verl's last act is to declare the checkpoint complete
         save(self)
         remove_orphans(self)
 
-    @wrap(PPOTrainer, "fit", _PATCH)
-    def fit_with_history(fit: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(PPOTrainer, "fit", TRAINER)
+    def fit_with_names(fit: Any, self: Any, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
+        if handles := servers(self):
+            _name_rows(agent_loop_manager, RowNames(value(self.config, f"{ROLLOUT}.seed")))
+            self.replay_buffer.rollout_spec_watch, self.rollout_spec_is_new = Watch(handles), True
         load_history(self)  # not when verl loads the checkpoint: separate engines start after that
         share_history(self)  # there is nothing yet; it tells the servers to collect from now on
-        fit(self, *args, **kwargs)
+        fit(self, agent_loop_manager, *args, **kwargs)
+
+
+def _name_rows(manager: Any, names: RowNames) -> None:
+    """Let an agent loop manager of any class get batches whose rows have names."""
+    generate = manager.generate_sequences
+    manager.generate_sequences = lambda prompts, *args, **kwargs: generate(
+        names.add_to(prompts), *args, **kwargs
+    )
+
+
+def _say_uncounted(trainer: Any, metrics: dict[str, Any]) -> None:
+    """After the first step, whose responses somebody has made."""
+    if vars(trainer).pop("rollout_spec_is_new", False) and not metrics["rollout/spec_generated_tokens"]:
+        logger.warning(
+            "rollout_spec: verl's rollout servers have seen no request of the first step, so rollout/spec_* "
+            "stay empty: the agent loop manager sends its requests past them, as through a proxy"
+        )

@@ -66,16 +66,13 @@ def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, ca
 
 def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server, caplog):
     """Requests as verl's agent loops send them, with names, and others without."""
-    from rollout_spec.verl.agent_loop import sample_name
-
     server = make_server({}, full_determinism=True)
     logging.getLogger("vllm.rollout_spec.verl.server").addHandler(caplog.handler)
 
     def respond(number):
         params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
         if number is not None:
-            sample = {"index": 4, "raw_prompt": [{"role": "user", "content": "?"}], "session_id": number}
-            params["extra_args"] = {NAME_KEY: sample_name(0, {"validate": False, "step": 1}, 0, sample)}
+            params["extra_args"] = {NAME_KEY: [0, 1, "train", "4", "ab", 0, number]}
         return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
 
     named = [respond(number) for number in range(4)]

@@ -53,10 +53,9 @@ TARGETS = (
     ),
     Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
     Target(
-        ("rollout_spec/verl/agent_loop.py", "rollout_spec/verl/client.py"),
+        ("rollout_spec/verl/samples.py", "rollout_spec/verl/client.py"),
         ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
-        "(test_verl_client and not other_processes) or samples_name or names_samples or manager "
-        "or other_images",
+        "test_verl_client or rows_name or drawn_again or name_samples or with_names_and or other_images",
         is_silent=True,
     ),
     Target(

@@ -1,0 +1,143 @@
+"""Trainings with agent loop managers that are not verl's: names, turns, history, validations, ends."""
+
+import itertools
+import json
+import os
+import pathlib
+from typing import NamedTuple
+
+import pytest
+
+from rollout_spec import trace
+from rollout_spec.drafting.history import read_file
+from rollout_spec.trace import read_trace
+from rollout_spec.verl.trainer_history import FILE
+from tests.agents import ENDED
+from tests.gateways import NUM_TOKENS, NUM_TURNS
+from tests.text import merged
+from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, make_policy
+
+NUM_SAMPLES = 4
+NUM_STEPS = 2  # with the same prompts
+MODES = ("sync", "colocate_async", "separate_async")
+UNI_AGENT = os.environ.get("UNI_AGENT")  # a checkout, without its submodule of verl
+MANAGERS = {
+    "verls": None,
+    "derived": "tests.gateways.Derived",
+    "unknown": "tests.gateways.Gateways",
+    "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
+}
+# For each process of a training.
+ENDS = """
+from rollout_spec.patches import when_imported
+when_imported("rollout_spec.verl.server", lambda it: __import__("tests.agents").agents.note_ends(it))
+"""
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+# `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
+GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
+CASES = [
+    pytest.param(manager, mode, marks=[] if (manager, mode) == ("unknown", "sync") else LONG)
+    for manager, mode in itertools.product(GIVEN, MODES)
+]
+
+
+class Run(NamedTuple):
+    folder: pathlib.Path
+    metrics: list[dict[str, float]]  # of the steps
+
+    @property
+    def texts(self):
+        """Of each recorded text of a sample the name of its first call, and how many tokens were said."""
+        return [
+            named
+            for file in sorted((self.folder / trace.FOLDER).glob("rollouts-*.jsonl"))
+            for line in read_trace(file)
+            for named in zip(line.names, line.num_generated, strict=True)
+        ]
+
+    @property
+    def ended(self):
+        file = self.folder / ENDED
+        return (
+            {name for name in file.read_text().splitlines() if "'val'" not in name}
+            if file.exists()
+            else set()
+        )
+
+    def total(self, metric):
+        return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def train(folder, policy, manager, mode, method="sam", *overrides):
+    options = [
+        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "data.max_response_length=160",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        f"reward.custom_reward_function.path={TOOLS}",
+        *overrides,
+    ]
+    if MANAGERS[manager]:
+        options.append(f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGERS[manager]}")
+    if manager == "uni-agent":
+        framework = "++actor_rollout_ref.rollout.custom.agent_framework"
+        options += [f"{framework}.{option}" for option in (
+            "gateway_count=2",
+            f"log_dir={folder}/uni_agent",
+            "use_reward_loop_worker=false",
+            "agent_runners.task.runner_fqn=tests.sessions.run",
+            f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
+        )]  # fmt: skip
+    (folder / "sitecustomize.py").write_text(ENDS)
+    training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        metrics = execute(training, folder)
+    return Run(folder, [metrics[step] for step in sorted(metrics)])
+
+
+@pytest.mark.parametrize(("manager", "mode"), CASES)
+def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
+    run = train(tmp_path, policy, manager, mode)
+    log = (tmp_path / "train.log").read_text()
+    history = merged(*read_file(tmp_path / f"global_step_{NUM_STEPS}" / FILE))
+    num_said = sum(num for _, num in run.texts)
+    totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
+    kept = f"{len(history)} prompts in the history, {len(run.ended)} ends told"
+    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}")
+    kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}
+    assert kinds <= {"prompt" if manager == "unknown" else "train"}
+    assert ("does not say of which rows" in log) == (manager == "unknown")
+    assert "has neither a name" not in log and "have seen no request" not in log
+    assert run.total("num_failed_steps") == 0 < run.total("num_accepted_tokens")
+    if manager not in ("verls", "derived"):
+        assert totals["num_resumed"] > 0
+    if mode == "sync":  # what a validation says is not counted
+        num_sessions = NUM_STEPS * NUM_PROMPTS * NUM_SAMPLES
+        lost = NUM_STEPS * (NUM_TURNS - 1)  # turns of the session that dies
+        num_unknown = ((NUM_TURNS + 1) * num_sessions - lost) * NUM_TOKENS
+        assert totals["generated_tokens"] == (num_unknown if manager == "unknown" else num_said)
+        assert len(run.ended) == (manager != "unknown") * num_sessions
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("manager", GIVEN[2:])
+def test_a_run_without_drafts_trains_on_the_same_samples(manager, policy, tmp_path):
+    """As verl itself dumps them; the sessions' own ids are random."""
+    said = []
+    for method, own in (("off", ["rollout.spec.method=keyed"]), ("sam", [])):
+        folder = tmp_path / method
+        folder.mkdir()
+        options = [*own, "trainer.total_training_steps=1", f"trainer.rollout_data_dir={folder}/dumped"]
+        train(folder, policy, manager, "sync", method, *options)
+        lines = map(json.loads, (folder / "dumped" / "1.jsonl").read_text().splitlines())
+        said.append(sorted((line["input"], line["output"]) for line in lines))
+    assert said[0] == said[1] and len(said[0]) >= NUM_PROMPTS * NUM_SAMPLES - 1
