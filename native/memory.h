@@ -13,6 +13,7 @@ typedef struct rs_discarded rs_discarded;
 typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
+    uint64_t kept_free;      /* of these, what is not for what is allocated now */
     rs_discarded *discarded; /* arrays that are still to be freed; part of num_bytes */
     bool (*make_room)(void *owner); /* frees what its owner can spare; false: nothing. NULL: nobody is asked */
     void *owner;
