@@ -6,5 +6,5 @@ trainer `replica`, `deaths` and what begins with `trainer`; between that and the
 `agent_loop`, `client` and `router`; in each rollout server `drafters`, `recorder` and what begins with
 `server`; in each of its engine's workers `worker_extension`. It never chooses a token.
 May import: `config`, `files`, `homes`, `metrics`, `patches`, `recurrent`, `trace`, `drafting`, `vllm`,
-hydra, omegaconf, ray, tensordict, transfer_queue, transformers, verl, vllm.
+hydra, numpy, omegaconf, ray, tensordict, transfer_queue, transformers, verl, vllm.
 """

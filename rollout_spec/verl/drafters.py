@@ -1,6 +1,7 @@
 """The drafters of a rollout server's engine, one in each engine core."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 Answer = TypeVar("Answer")
+PASS_ENDS_S = 0.5  # after which the engine cores hear of samples that have ended: a call between two steps
 
 
 class Drafters:
@@ -18,7 +20,8 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
+        self._aborted, self._finished, self._samples = list[str](), list[str](), set[str]()
+        self._passing: asyncio.Task[None] | None = None  # ends of samples on, soon
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
@@ -29,17 +32,26 @@ class Drafters:
             self._decoded.add(core)
 
     def end_sample(self, sample: str) -> None:
-        """The sample of this name makes no more requests."""
-        self._samples.append(sample)
+        """The sample of this name makes no more requests: its text gives up its place soon, not in a weight
+        sync only."""
+        self._samples.add(sample)
+        if self._passing is None or self._passing.done():
+            self._passing = asyncio.create_task(self._pass_ends_on())
 
-    async def note_new_weights(self) -> None:
-        """The weights have changed."""
-        await self.call(ProposerControl.note_new_weights, self.take_ended())
+    async def _pass_ends_on(self) -> None:
+        await asyncio.sleep(PASS_ENDS_S)
+        samples, self._samples = self._samples, set()
+        with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
+            await self.call(ProposerControl.end_samples, list(samples))
+
+    async def note_new_weights(self, step: int) -> None:
+        """The weights have changed: those of this training step are served now."""
+        await self.call(ProposerControl.note_new_weights, self.take_ended(), step)
 
     def take_ended(self) -> Ended:
         """What has ended since the last call, which a drafter cannot see by itself."""
-        taken = Ended(self._aborted, self._finished, self._samples)
-        self._aborted, self._finished, self._samples = [], [], []
+        taken = Ended(self._aborted, self._finished, list(self._samples))
+        self._aborted, self._finished, self._samples = [], [], set()
         return taken
 
     async def take_counters(self) -> EngineCounters | None:
