@@ -131,7 +131,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens);
 
 /* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int64_t level);
+int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
 
 /* Free a prompt that is not its group's any more, and after which nothing begins. */
 void rs_prompt_free_if_old(rs_index *index, rs_sequence *prompt);

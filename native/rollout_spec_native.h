@@ -148,21 +148,12 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 /* The first tokens of every row of this sequence are the group's prompt, which is not indexed again. */
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t *sequence, rs_error *error);
 
-/* A sequence after the same prompt, which begins as the open `sequence` does, as far as these tokens, of a row, begin so
- * too: that is not counted again. */
-rs_status rs_sequence_fork(rs_index *index, int32_t sequence, const int32_t *tokens, int64_t num_tokens, int32_t *forked,
-                           rs_error *error);
-
 /* From now on a running sequence is in no batch. */
 rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error);
 
 /* A parked sequence may be in batches again. What its row and its text begin with is kept, and indexed only as far as it
  * was not. */
 rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error);
-
-/* With how many of these tokens an open sequence's text begins, its prompt included. */
-rs_status rs_sequence_compare(const rs_index *index, int32_t sequence, const int32_t *tokens, int64_t num_tokens,
-                              int64_t *num_common, rs_error *error);
 
 /* The first `capacity` tokens that an open sequence has after its prompt, indexed or not, and how many there are. */
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,

@@ -267,54 +267,12 @@ static rs_status find(const rs_index *index, int32_t sequence, rs_sequence **fou
     return *found != NULL ? RS_OK : rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
 }
 
-static int32_t num_alike(const int32_t *one, const int32_t *other, int64_t num) {
-    int32_t i = 0;
-    while (i < num && one[i] == other[i]) {
-        i++;
+int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
+    int32_t common = sequence->start;
+    while (common < level && common < sequence->end && tokens[common] == sequence->text[common - sequence->start]) {
+        common++;
     }
-    return i;
-}
-
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int64_t level) {
-    const int32_t start = sequence->start, end = level < sequence->end ? (int32_t)level : sequence->end;
-    return start + num_alike(sequence->text, tokens + start, end - start);
-}
-
-rs_status rs_sequence_compare(const rs_index *index, int32_t sequence, const int32_t *tokens, int64_t num_tokens,
-                              int64_t *num_common, rs_error *error) {
-    rs_sequence *found;
-    if (find(index, sequence, &found, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    const int32_t start = found->start;
-    *num_common = num_alike(found->prompt->text, tokens, num_tokens < start ? num_tokens : start);
-    if (*num_common == start) {
-        *num_common = rs_sequence_common(found, tokens, num_tokens);
-    }
-    return RS_OK;
-}
-
-rs_status rs_sequence_fork(rs_index *index, int32_t sequence, const int32_t *tokens, int64_t num_tokens, int32_t *forked,
-                           rs_error *error) {
-    int64_t common;
-    if (rs_sequence_compare(index, sequence, tokens, num_tokens, &common, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    const rs_sequence *from = index->slots[sequence].sequence;
-    if (common < from->start) {
-        return rs_fail(error, RS_EINVAL, "token_ids: do not begin with the prompt of sequence=%" PRId32, sequence);
-    }
-    rs_sequence *opened;
-    rs_group_enter(index, from->group);
-    rs_status status = rs_sequence_new(index, RS_RUNNING, from->group, from->prompt, from->text, common - from->start,
-                                       &opened);
-    if (status != RS_OK) {
-        return leave(index, from->group, status, error);
-    }
-    const int32_t known = from->at.indexed > from->followed ? from->at.indexed : from->followed;
-    restart(index, opened, common < known ? (int32_t)common : known);
-    *forked = opened->id;
-    return RS_OK;
+    return common;
 }
 
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {

@@ -348,7 +348,6 @@ class SequenceOracle:
 
     group: GroupOracle
     experience: Experience
-    prompt: PromptOracle | None = None  # by default its group's latest
     said: Text = ()  # with its start
     text: Text = ()  # of it, what is indexed
     num_followed: int = 0  # of it, tokens that were indexed before and are not counted again
@@ -358,7 +357,7 @@ class SequenceOracle:
     own_salt: int = 0
 
     def __post_init__(self):
-        self.prompt = self.prompt or self.group.prompt
+        self.prompt = self.group.prompt
         self.said = self.text = self.start
         self.serial = self.experience.next_serial()
         self.own_salt = ~(self.serial << 8) & BITS64
@@ -374,14 +373,6 @@ class SequenceOracle:
     @property
     def is_whole(self):
         return self.prompt.is_whole and self.num_behind == 0
-
-    def fork(self, row):
-        """One that begins as this does, as far as the row begins so too."""
-        common = [*(a == b for a, b in zip(row, self.said, strict=False)), False].index(False)
-        forked = SequenceOracle(self.group, self.experience, self.prompt)
-        forked.said = self.said[:common]
-        forked.num_followed = min(common, max(len(self.text), self.num_followed))
-        return forked
 
     def take(self, row, *, is_resumed=False):
         """The first half of a step: the row has these tokens now."""

@@ -173,28 +173,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.sequences[sequence] = SequenceOracle(self.groups[group], self.experience)
         self.sequence_group[sequence] = group
 
-    @precondition(lambda self: self.sequences and not self.is_over)
-    @rule(data=st.data(), rest=texts(10))
-    def fork_sequence(self, data, rest):
-        name = self.pick(data, self.sequences)
-        oracle = self.sequences[name]
-        kept = data.draw(st.integers(len(oracle.start), len(oracle.said)))
-        row = [*oracle.said[:kept], *rest]
-        num_common = [*(a == b for a, b in zip(row, oracle.said, strict=False)), False].index(False)
-        assert self.index.compare(name, np.array(row, np.int32)) == num_common
-        if kept > 0 and len(oracle.start) > 0:
-            with pytest.raises(InvalidArgument, match="do not begin with the prompt"):
-                self.index.fork_sequence(name, np.array(oracle.start[:-1], np.int32))
-        try:
-            sequence = self.index.fork_sequence(name, np.array(row, np.int32))
-        except BudgetExceeded:
-            self.is_over = True
-            return
-        group = self.sequence_group[sequence] = {**self.sequence_group, **self.parked}[name]
-        self.sequences[sequence] = oracle.fork(row)
-        self.idle = [each for each in self.idle if each != group]
-        self.check_given_up()
-
     @precondition(lambda self: self.sequence_group and not self.is_over)
     @rule(data=st.data())
     def step(self, data):

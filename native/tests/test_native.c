@@ -245,10 +245,6 @@ static void live(life *l) {
     f->levels[1] = PROMPT_LEN;
     TWICE(l, rs_group_set_prompt(l->index, group, f->token_ids[0], PROMPT_LEN, NULL));
     open_row(l, &group, 1);
-    int32_t forked;
-    TWICE(l, rs_sequence_fork(l->index, f->sequences[2], f->token_ids[2], f->levels[2] - 3, &forked, NULL));
-    CHECK(rs_sequence_close(l->index, f->sequences[2], NULL) == RS_OK);
-    f->sequences[2] = forked;
     step_rows(l, &group, 5);
     for (int32_t row = 0; row < NUM_SEQUENCES; row++) {
         CHECK(rs_sequence_close(l->index, f->sequences[row], NULL) == RS_OK);
@@ -323,17 +319,16 @@ static void test_full_index(uint32_t seed) {
         const int32_t group = (int32_t)random_below(MOST_GROUPS), sequence = (int32_t)random_below(MOST_SEQUENCES);
         const int64_t num = random_below(random_below(20) == 0 ? 1500 : 60);
         int32_t id;
-        switch (random_below(12)) {
+        switch (random_below(11)) {
         case 0: rs_group_open(index, text, num, &id, NULL); break;
         case 1: rs_group_set_prompt(index, group, text, num, NULL); break;
         case 2: rs_group_add(index, group, text, num, NULL); break;
         case 3: rs_sequence_open(index, group, &id, NULL); break;
-        case 4: rs_sequence_fork(index, sequence, text, num, &id, NULL); break;
-        case 5: rs_sequence_close(index, sequence, NULL); break;
-        case 6: rs_sequence_park(index, sequence, NULL); break;
-        case 7: rs_sequence_resume(index, sequence, NULL); break;
-        case 8: rs_group_close(index, group, NULL); break;
-        case 9: rs_catch_up(index, num); break;
+        case 4: rs_sequence_close(index, sequence, NULL); break;
+        case 5: rs_sequence_park(index, sequence, NULL); break;
+        case 6: rs_sequence_resume(index, sequence, NULL); break;
+        case 7: rs_group_close(index, group, NULL); break;
+        case 8: rs_catch_up(index, num); break;
         default:
             f->sequences[0] = sequence;
             f->levels[0] = (int32_t)num + PROMPT_LEN;

@@ -140,7 +140,7 @@ class Drafter:
             num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all. The rest
                 is text of this request: what it said before it was interrupted, or earlier turns.
             sample: names what the request belongs to, in its group: a later turn, or what goes on after an
-                abort, has the same name, and begins as that of its texts that has most in common with it.
+                abort, has the same name, and begins after the longest of its texts that it goes on after.
                 Without a name it begins after a text that its prompt begins with as a whole, if there is one.
 
         A request with another prompt than its group's gives the group that one; what runs keeps its own.

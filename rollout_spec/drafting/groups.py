@@ -11,6 +11,7 @@ from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 
 MAX_PARKED = 256  # sequences of one sample, or of all that have no name
+_CONTEXT = 8  # tokens before a text that is cut off from another, by which it is found
 _STALE_SHARE = 0.25  # of a group's text, which is too old to be kept: then the rest is indexed anew
 
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
@@ -37,18 +38,26 @@ class Member:
     sequence: int
     group: _Group
     sample: Hashable | None  # the name of what it belongs to
-    num_prompt: int  # tokens of the group's prompt, after which it begins
-    text: Text | None = None  # what it had said when its last request ended
-    num_tokens: int = 0  # then, with the prompt
+    prompt: Int32Array  # of the group, after which it begins
+    said: Int32Array  # when its last request ended
+    text: Text | None = None  # of the history
     is_aborted: bool = False  # that request was
     has_ended: bool = False  # the sample has
+
+    def num_shared(self, prompt: Int32Array) -> int:
+        """With how many of the tokens that it said this prompt goes on after the group's, -1: it does not."""
+        own = prompt[len(self.prompt) :]
+        num = min(len(own), len(self.said))
+        if not np.array_equal(prompt[: len(self.prompt)], self.prompt):
+            return -1
+        return int(np.append(own[:num] == self.said[:num], False).argmin())
 
 
 class Groups:
     """The groups and sequences of an index, and the history that they are indexed from.
 
     When a request has ended the history has its text, and its sequence is parked: the sample's next request
-    goes on there, or begins as it does. It is closed when the sample has said all, when too many are parked,
+    goes on there. It is closed when the sample has said all, when too many are parked,
     or with its group. What leaves a full index is decided in native/.
     """
 
@@ -83,7 +92,7 @@ class Groups:
             if member is None:
                 found = self._find(key, prompt, prompt[:num_group_tokens])
                 sequence = self._index.open_sequence(found.handle)
-                member = Member(sequence, found, sample, len(found.prompt))
+                member = Member(sequence, found, sample, found.prompt, prompt[:0])
         except (BudgetExceeded, OutOfMemory):
             return None
         finally:
@@ -99,28 +108,29 @@ class Groups:
         return member
 
     def _go_on(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Member | None:
-        """After the sample's text that shares most with the prompt, or beginning as that does. Without a name
-        after one as a whole, of the same group or of those that prompts identify."""
+        """After that of its sample's texts which has most in common with the prompt; what the prompt does not
+        repeat of it stays a text of its own. Without a name after all of one of the group's, or of those that
+        prompts identify."""
         chains = [
-            each
+            (each.num_shared(prompt), len(each.said), each)
             for each in self._parked.get(sample, ())
-            if (sample is not None or each.num_tokens <= len(prompt))
-            and (each.group.key == key or each.group.key[0] == key[0] == "prompt")
+            if each.group.key == key or each.group.key[0] == key[0] == "prompt"
         ]
-        compared = [(self._index.compare(each.sequence, prompt), each) for each in chains]
-        num_common, member = max(compared, key=lambda each: each[0], default=(0, None))
-        if member is None:
-            return None
+        if sample is None:
+            chains = [each for each in chains if each[0] == each[1]]
+        num, num_said, member = max(chains, key=lambda each: each[0], default=(0, 1, None))
         # After an abort the sender may lack the last tokens.
-        if num_common == (min(len(prompt), member.num_tokens) if member.is_aborted else member.num_tokens):
-            self._index.resume_sequence(member.sequence)
-            self._unpark(member)
-            self.num_resumed += 1
-            return member
-        if sample is None or num_common <= member.num_prompt:
+        if member is not None and member.is_aborted:
+            num_said = min(num_said, len(prompt) - len(member.prompt))
+        is_all = num == num_said
+        if member is None or num < (not is_all):
             return None
-        sequence = self._index.fork_sequence(member.sequence, prompt)
-        return Member(sequence, member.group, sample, member.num_prompt)
+        self._index.resume_sequence(member.sequence)
+        self._unpark(member)
+        self.num_resumed += is_all
+        if not is_all:
+            self._remember(member, member.said[max(0, num - _CONTEXT) :])
+        return member
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
@@ -172,11 +182,8 @@ class Groups:
     def park(self, member: Member, *, is_aborted: bool) -> None:
         """Its request has ended; the sample may go on."""
         group, said = member.group, self._index.text(member.sequence)
-        if self._history.num_samples:
-            name = None if member.sample is None else sample_key(member.sample)
-            member.text = self._history.add(group.history_key, said, name, member.text)
-            group.texts.add(member.text)
-        member.num_tokens, member.is_aborted = member.num_prompt + len(said), is_aborted
+        member.text = self._remember(member, said, member.text, is_cut=is_aborted)
+        member.said, member.is_aborted = said, is_aborted
         group.num_running -= 1
         group.parked.add(member)
         chains = self._parked[member.sample]
@@ -186,6 +193,15 @@ class Groups:
             self._close(member)
         elif len(chains) > MAX_PARKED:
             self._close(chains[0])
+
+    def _remember(
+        self, member: Member, said: Int32Array, text: Text | None = None, *, is_cut: bool = False
+    ) -> Text:
+        """Have the history keep what is indexed already."""
+        name = None if member.sample is None else sample_key(member.sample)
+        text = self._history.add(member.group.history_key, said, name, text, is_cut=is_cut)
+        member.group.texts.add(text)
+        return text
 
     def drop(self, member: Member) -> None:
         """The index has closed its sequence in a step."""

@@ -73,7 +73,13 @@ class History:
         return len(self._responses)
 
     def add(
-        self, prompt_key: bytes, tokens: Int32Array, sample: bytes | None = None, text: Text | None = None
+        self,
+        prompt_key: bytes,
+        tokens: Int32Array,
+        sample: bytes | None = None,
+        text: Text | None = None,
+        *,
+        is_cut: bool = False,
     ) -> Text:
         """Keep a text of this engine as the latest of its prompt, if it has tokens and none is negative.
 
@@ -82,11 +88,13 @@ class History:
             tokens: int32 [n].
             sample: of `sample_key`; None: one that says no more than this.
             text: what this call's tokens go on after, and whose place they take.
+            is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
         self._num_named += 1
         text = text or Text(sample or _digest(b"%d" % self._num_named + tokens.tobytes(), _NAME_BYTES))
         text.step = self.step
-        if self._keep(prompt_key, text, tokens):
+        self._new.pop(text, None)
+        if self._keep(prompt_key, text, tokens) and not is_cut:
             self._new[text] = prompt_key
         return text
 

@@ -211,29 +211,6 @@ class SuffixIndex:
         self._check(lib.rs_sequence_open(index, group, self._id, self._error))
         return int(self._id[0])
 
-    def fork_sequence(self, sequence: int, token_ids: Int32Array) -> int:
-        """Open one that begins as the open `sequence` does, as far as these tokens of its row (int32 vector)
-        begin so too, its prompt at least: that is not counted again. Returns its id.
-
-        Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
-        """
-        check_vector("token_ids", token_ids, None)
-        index, num_tokens, sequence = self._handle(), len(token_ids), int32("sequence", sequence)
-        tokens = _tokens(token_ids)
-        self._check(lib.rs_sequence_fork(index, sequence, tokens, num_tokens, self._id, self._error))
-        return int(self._id[0])
-
-    def compare(self, sequence: int, token_ids: Int32Array) -> int:
-        """With how many of these tokens (int32 vector) an open sequence begins, its prompt included.
-
-        Raises UnknownId, InvalidArgument.
-        """
-        check_vector("token_ids", token_ids, None)
-        index, number = self._handle(), ffi.new("int64_t *")
-        sequence, tokens, num_tokens = int32("sequence", sequence), _tokens(token_ids), len(token_ids)
-        self._check(lib.rs_sequence_compare(index, sequence, tokens, num_tokens, number, self._error))
-        return int(number[0])
-
     def text(self, sequence: int) -> Int32Array:
         """The tokens of an open sequence after its prompt, indexed or not, int32 [n]. Raises UnknownId."""
         number = ffi.new("int64_t *")
