@@ -221,7 +221,6 @@ void rs_index_free(rs_index *index) {
     rs_resize(memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
     rs_resize(memory, (void **)&index->slots, &index->slots_capacity, 0, sizeof *index->slots);
     rs_resize(memory, (void **)&index->behind, &index->behind_capacity, 0, sizeof *index->behind);
-    rs_release(memory, UINT64_MAX);
     rs_contexts_free(&index->contexts, memory);
     free(index);
 }
@@ -244,39 +243,34 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
 
 /* ---- checking ---- */
 
-/* How many slots there are in a list of closed ones; -1: it is broken. */
-static int64_t num_in_list(const rs_index *index, int32_t id) {
-    int64_t num = 0;
-    for (; id >= 0; id = index->groups[id].next_free) {
-        if ((uint32_t)id >= index->num_groups || index->groups[id].open || num++ > index->num_groups) {
-            return INT64_MIN;
-        }
-    }
-    return num;
-}
-
 static bool groups_hold(const rs_index *index) {
-    int64_t num_closed = num_in_list(index, index->free_group) + num_in_list(index, index->given_up);
-    int64_t num_idle = 0;
+    int64_t num_closed = 0, num_idle = 0;
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
         int32_t num_running = 0;
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             num_running += each->kind == RS_RUNNING;
-            if (each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
+            if (!group->open || each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
                 return false;
             }
         }
-        num_closed -= !group->open;
+        num_closed += !group->open;
         num_idle += group->open && num_running == 0;
-        if (num_running != group->num_running || (!group->open && group->first != NULL)) {
+        if (num_running != group->num_running) {
             return false;
+        }
+    }
+    const int32_t lists[] = {index->free_group, index->given_up};
+    for (int i = 0; i < 2; i++) {
+        for (int32_t id = lists[i]; id >= 0; id = index->groups[id].next_free) {
+            if (index->groups[id].open || num_closed-- == 0) {
+                return false;
+            }
         }
     }
     int32_t older = -1;
     for (int32_t id = index->oldest_idle; id >= 0; older = id, id = index->groups[id].newer) {
-        if (!index->groups[id].open || index->groups[id].num_running > 0 || index->groups[id].older != older ||
-            num_idle-- == 0) {
+        if (index->groups[id].num_running > 0 || index->groups[id].older != older || num_idle-- == 0) {
             return false;
         }
     }

@@ -65,22 +65,15 @@ void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence) {
 bool rs_behind_check(const rs_index *index) {
     uint32_t num = 0;
     for (uint32_t i = 0; i < index->num_slots; i++) {
-        rs_sequence *sequence = index->slots[i].sequence;
-        if (sequence != NULL && is_behind(sequence) != (sequence->behind > 0)) {
-            return false;
-        }
-        if (sequence == NULL || sequence->behind == 0) {
-            continue;
-        }
-        const uint32_t at = sequence->behind - 1;
-        if (at >= index->num_behind || index->behind[at].sequence != sequence ||
-            index->behind[at].key != entry_of(sequence).key ||
-            goes_first(index->behind + at, index->behind + (at - (at > 0)) / 2)) {
-            return false;
-        }
-        num++;
+        num += index->slots[i].sequence != NULL && is_behind(index->slots[i].sequence);
     }
-    return num == index->num_behind;
+    bool holds = num == index->num_behind;
+    for (uint32_t at = 0; at < index->num_behind && holds; at++) {
+        const rs_behind *entry = index->behind + at, *above = index->behind + (at - (at > 0)) / 2;
+        holds = is_behind(entry->sequence) && entry->sequence->behind == at + 1 &&
+                entry->key == entry_of(entry->sequence).key && !goes_first(entry, above);
+    }
+    return holds;
 }
 
 /* ---- their slots ---- */

@@ -196,6 +196,5 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens);
     batch->num_behind = draft_rows(index, batch);
-    rs_release(&index->memory, 1);
     return RS_OK;
 }

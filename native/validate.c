@@ -43,7 +43,7 @@ static uint64_t num_bytes_of_automaton(const rs_automaton *a) {
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
-    uint64_t num_bytes = sizeof *index + rs_num_discarded(&index->memory) +
+    uint64_t num_bytes = sizeof *index +
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->slots_capacity * sizeof *index->slots +
                          (uint64_t)index->behind_capacity * sizeof *index->behind +

@@ -272,37 +272,3 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     script = f"import sys, types; {module} = {older}; import rollout_spec.drafting.index"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
-
-
-def index_text(index, text, chunk=4096):
-    """Index a text as a group of its own, closed but for its text; returns the group."""
-    group = index.open_group(text[:0])
-    sequence = int32(index.open_sequence(group))
-    for level in range(chunk, len(text) + 1, chunk):
-        index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
-    index.close_sequence(int(sequence[0]))
-    return group
-
-
-def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once():
-    """Freeing all of it would make one step wait for milliseconds."""
-    text = np.random.default_rng(0).integers(0, 50_000, 1 << 18).astype(np.int32)
-    with SuffixIndex(num_speculative_tokens=2, max_bytes=20 << 20) as index:
-
-        def steps():
-            sequence = int32(index.open_sequence(index.open_group(text[:0])))
-            for level in range(1, 10):
-                index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
-                index.validate()
-                yield index.stats().num_bytes
-
-        index.close_group(index_text(index, text))
-        *_, small = steps()  # with what was learned, which stays
-        for _ in range(3):
-            group = index_text(index, text)
-            full = index.stats().num_bytes
-            index.close_group(group)
-        assert full - 1000 < index.stats().num_bytes < full and full > 10 << 20
-        num_bytes = [full, index.stats().num_bytes, *steps()]
-        assert max(-np.diff(num_bytes)) <= 2 << 20
-        assert num_bytes[-1] < small + (1 << 18)

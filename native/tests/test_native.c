@@ -45,7 +45,6 @@ static void check_valid(const rs_index *index) {
 
 static void check_freed(rs_automaton *a, rs_memory *memory) {
     rs_automaton_free(a);
-    rs_release(memory, UINT64_MAX);
     CHECK(memory->num_bytes == 0);
 }
 
@@ -386,39 +385,6 @@ static void test_budget(void) {
     free(f);
 }
 
-/* An array that is large keeps its content when it grows and shrinks, and is freed bit by bit. */
-static void test_large_arrays(void) {
-    enum { MIB = 1 << 20 };
-    rs_memory memory = {.max_bytes = 8 * MIB};
-    void *text = NULL;
-    uint32_t capacity = 0;
-    const uint32_t sizes[] = {1000, MIB + 5, 5 * MIB + 7, 2 * MIB, 1000, 5 * MIB + 1};
-    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-        uint32_t num_kept = capacity < sizes[i] ? capacity : sizes[i];
-        CHECK(rs_resize(&memory, &text, &capacity, sizes[i], 1) == RS_OK && capacity == sizes[i]);
-        for (uint32_t at = 0; at < num_kept; at += 999) {
-            CHECK(((char *)text)[at] == (char)(at % 127));
-        }
-        for (uint32_t at = 0; at < capacity; at++) {
-            ((char *)text)[at] = (char)(at % 127);
-        }
-        rs_test_fail_allocation(1);
-        CHECK(rs_resize(&memory, &text, &capacity, 6 * MIB, 1) == RS_ENOMEM && memory.num_bytes == sizes[i]);
-        rs_test_fail_allocation(0);
-    }
-    rs_discard(&memory, &text, &capacity, 1);
-    CHECK(text == NULL && capacity == 0);
-    CHECK(memory.num_bytes == 5 * MIB + 1 && rs_num_discarded(&memory) == memory.num_bytes);
-    rs_release(&memory, 2);
-    CHECK(memory.num_bytes == 4 * MIB);
-    CHECK(rs_resize(&memory, &text, &capacity, 6 * MIB, 1) == RS_OK); /* for which there is room now */
-    CHECK(memory.num_bytes == 8 * MIB && rs_num_discarded(&memory) == 2 * MIB);
-    rs_discard(&memory, &text, &capacity, 1);
-    CHECK(rs_resize(&memory, &text, &capacity, 9 * MIB, 1) == RS_EBUDGET && text == NULL);
-    rs_release(&memory, UINT64_MAX);
-    CHECK(memory.num_bytes == 0 && memory.discarded == NULL);
-}
-
 /* A state with more transitions than a list holds: found, in order, with allocations that fail in between. */
 static void test_many_branches(void) {
     enum { NUM = 500 };
@@ -636,7 +602,6 @@ int main(void) {
         test_full_index(seed);
     }
     test_budget();
-    test_large_arrays();
     test_many_branches();
     test_wide_blocks();
     test_max_branches();

@@ -195,8 +195,7 @@ class SuffixIndex:
         return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
 
     def close_group(self, group: int) -> None:
-        """Forget a group's text, in time in the number of sequences: what is large of it is freed in the
-        steps that follow, or where its bytes are needed, and counts in `stats` until then.
+        """Forget a group's text, and close what is parked in it.
 
         Raises UnknownId: no such group; InvalidArgument: one of its sequences runs.
         """
