@@ -139,9 +139,6 @@ void rs_prompt_free_if_old(rs_index *index, rs_sequence *prompt);
 /* Its slot is closed; its group does not learn of it. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
-/* There is no memory for more of it. */
-void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
-
 /* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
  * _park; rs_group_add leaves for its text. */
 void rs_group_enter(rs_index *index, int32_t group);

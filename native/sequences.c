@@ -337,13 +337,6 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
 
 /* ---- indexing ---- */
 
-void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
-    sequence->is_left_out = true;
-    index->groups[sequence->group].is_thin = true;
-    index->num_texts_left_out++;
-    rs_sequence_note_behind(index, sequence);
-}
-
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
 static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
     rs_place *at = &sequence->at;

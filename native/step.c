@@ -147,7 +147,9 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens) {
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
-            rs_sequence_leave_out(index, first);
+            first->is_left_out = index->groups[group].is_thin = true;
+            index->num_texts_left_out++;
+            rs_sequence_note_behind(index, first);
         }
         max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
         if (first->kind == RS_TEXT && first->behind == 0) {

@@ -7,6 +7,7 @@ a group that is indexed can be made again from here.
 import dataclasses
 import hashlib
 import io
+import uuid
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -55,13 +56,10 @@ class History:
         self.num_samples, self.step = num_samples, 0
         self.vocab_size = vocab_size
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[bytes, list[Text]] = (
-            OrderedDict()
-        )  # the sample's that was added last, last
+        self._responses: dict[bytes, list[Text]] = {}
         # By number of samples, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
-        self._num_named = 0
         self.num_bytes = 0
         self.num_dropped = 0
         """Samples, ever, for want of memory."""
@@ -90,8 +88,7 @@ class History:
             text: what this call's tokens go on after, and whose place they take.
             is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
-        self._num_named += 1
-        text = text or Text(sample or _digest(b"%d" % self._num_named + tokens.tobytes(), _NAME_BYTES))
+        text = text or Text(sample or uuid.uuid4().bytes[:_NAME_BYTES])
         text.step = self.step
         self._new.pop(text, None)
         if self._keep(prompt_key, text, tokens) and not is_cut:
