@@ -256,7 +256,8 @@ def test_what_is_parked_in_a_group_that_leaves_a_full_index_is_packed():
         rows.index.validate()
 
 
-def test_what_is_indexed_leaves_room_for_what_runs():
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
     with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
         rows = Rows(index, History(400, 1 << 20))
         rng = np.random.default_rng(0)
@@ -270,5 +271,7 @@ def test_what_is_indexed_leaves_room_for_what_runs():
         rows.say(member, row)
         rows.index_all()
         assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
+        member.has_ended = has_ended
         rows.groups.park(member, is_aborted=False)
-        assert index.given_up() == [member.group.handle], "to be indexed again with what was left out"
+        assert index.stats().num_groups == 0, "to be indexed again with what was left out"
+        assert rows.add(PROMPT, group="group") is not member

@@ -189,7 +189,8 @@ class Groups:
         chains = self._parked[member.sample]
         chains.append(member)
         self._index.park_sequence(member.sequence)
-        if member.has_ended:
+        self._forget_given_up()  # its own group perhaps, which lacks a text
+        if member.has_ended and member in group.parked:
             self._close(member)
         elif len(chains) > MAX_PARKED:
             self._close(chains[0])
