@@ -275,3 +275,47 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
         rows.groups.park(member, is_aborted=False)
         assert index.stats().num_groups == 0, "to be indexed again with what was left out"
         assert rows.add(PROMPT, group="group") is not member
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_in_a_full_index(seed):
+    """Turns, branches, rewritten and aborted ones, ends, other prompts: whatever leaves, what was said is kept, and
+    no call fails."""
+    rng = np.random.default_rng(seed)
+    with SuffixIndex(num_speculative_tokens=2, max_bytes=170_000 + 20_000 * seed) as index:
+        rows = Rows(index, History(6, 1 << 20))
+        running, before, num_dropped = [], {}, 0
+        for number in range(1500):
+            name = (int(rng.integers(0, 8)), int(rng.integers(0, 12)))
+            if rng.random() < 0.5 or not running:
+                text = list(before.get(name, [name[0], *range(3)]))
+                kept = len(text) if rng.random() < 0.6 else int(rng.integers(0, len(text) + 1))
+                prompt = [*text[:kept], *rng.integers(0, 40, rng.integers(0, 60)).tolist()]
+                sample = None if rng.random() < 0.2 else name
+                member = rows.add(prompt, group=name[0], num_group_tokens=4, sample=sample)
+                running += [(member, name, prompt)] * (member is not None)
+            else:
+                member, name, prompt = running.pop(int(rng.integers(0, len(running))))
+                row = [*prompt, *rng.integers(0, 40, rng.integers(1, 80)).tolist()]
+                none = int32(0)
+                step = index.index_and_draft(
+                    int32(member.sequence), int32(*row)[None], none, int32(len(row)), none
+                )
+                if step.num_dropped:
+                    num_dropped += 1
+                    rows.groups.drop(member)
+                    continue
+                before[name] = row
+                rows.groups.park(member, is_aborted=rng.random() < 0.2)
+                assert row[len(member.prompt) :] in rows.kept(name[0])
+            if rng.random() < 0.3:
+                rows.groups.index_next()
+            if rng.random() < 0.2:
+                rows.groups.end_samples([name])
+            rows.history.step += rng.random() < 0.01
+            if number % 20 == 0:
+                index.validate()
+        for member, *_ in running:
+            rows.groups.park(member, is_aborted=False)
+        index.validate()
+        assert index.stats().num_sequences == 0 < num_dropped
