@@ -279,8 +279,7 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_in_a_full_index(seed):
-    """Turns, branches, rewritten and aborted ones, ends, other prompts: whatever leaves, what was said is kept, and
-    no call fails."""
+    """Turns, branches, aborted ones, ends, other prompts: what was said is kept, and no call fails."""
     rng = np.random.default_rng(seed)
     with SuffixIndex(num_speculative_tokens=2, max_bytes=170_000 + 20_000 * seed) as index:
         rows = Rows(index, History(6, 1 << 20))

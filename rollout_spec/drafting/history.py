@@ -172,7 +172,7 @@ def read_file(path: Path) -> list[bytes]:
     """
     content, pieces, begin, mark = path.read_bytes(), list[bytes](), 0, _MORE
     while begin < len(content) or mark == _MORE:
-        if pieces and mark == _MORE and begin == len(content):
+        if pieces and begin == len(content):
             raise HistoryError(f"{path}: damaged, its end is missing")
         head = content[begin : begin + _HEAD_BYTES]
         end = begin + _HEAD_BYTES + int.from_bytes(head[-_LENGTH_BYTES:], "little")
