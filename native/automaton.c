@@ -27,32 +27,32 @@ static rs_status reserve_states(rs_automaton *a, uint32_t num) {
     return rs_reserve(a->memory, (void **)&a->states, &a->capacity, needed, sizeof *a->states);
 }
 
+static void make_root(rs_automaton *a) {
+    a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
+    a->num_states = 1;
+}
+
 rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
     memset(a, 0, sizeof *a);
     a->memory = memory;
     rs_status status = reserve_states(a, 1);
     if (status == RS_OK) {
-        a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
-        a->num_states = 1;
+        make_root(a);
     }
     return status;
 }
 
-void rs_automaton_free(rs_automaton *a) {
-    rs_discard(a->memory, (void **)&a->states, &a->capacity, sizeof *a->states);
-    rs_discard(a->memory, (void **)&a->pool.units, &a->pool.capacity, sizeof *a->pool.units);
-    memset(a, 0, sizeof *a);
+void rs_automaton_reset(rs_automaton *a) {
+    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    memset(&a->pool, 0, sizeof a->pool);
+    rs_resize(a->memory, (void **)&a->states, &a->capacity, 1, sizeof *a->states);
+    make_root(a);
 }
 
-void rs_automaton_reset(rs_automaton *a) {
-    rs_automaton old = *a;
-    rs_discard(a->memory, (void **)&old.pool.units, &old.pool.capacity, sizeof *old.pool.units);
-    if (rs_automaton_init(a, old.memory) == RS_OK) {
-        rs_automaton_free(&old);
-        return;
-    }
-    *a = (rs_automaton){.memory = old.memory, .states = old.states, .num_states = 1, .capacity = old.capacity};
-    a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
+void rs_automaton_free(rs_automaton *a) {
+    rs_resize(a->memory, (void **)&a->states, &a->capacity, 0, sizeof *a->states);
+    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    memset(a, 0, sizeof *a);
 }
 
 static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, uint32_t target) {

@@ -40,10 +40,9 @@ typedef struct {
 
 rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory);
 
-/* In constant time: what is large is freed bit by bit, see rs_discard. */
 void rs_automaton_free(rs_automaton *automaton);
 
-/* Forget all text. Its memory is freed in the same way; where there is none for an empty one, it is kept. */
+/* Forget all text. */
 void rs_automaton_reset(rs_automaton *automaton);
 
 /* Append a token to the text whose state is *last, which moves to that of the longer text. On failure nothing changes. */

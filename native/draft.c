@@ -123,10 +123,9 @@ static void move(walk *w, int32_t token) {
     }
 }
 
-int32_t rs_draft(rs_index *index, int32_t id, int32_t max_draft_tokens, double min_survival,
+int32_t rs_draft(rs_index *index, rs_sequence *sequence, int32_t max_draft_tokens, double min_survival,
                  rs_model_draft model, int32_t *tokens, float *survivals) {
-    rs_sequence *sequence = index->sequences + id;
-    rs_prediction *predictions = rs_predictions(index, id);
+    rs_prediction *predictions = sequence->predictions;
     walk w = start(index, sequence, model);
     double survival = 1.0;
     sequence->num_predictions = 0;

@@ -14,7 +14,7 @@ typedef struct {
 /* Draft up to max_draft_tokens after the sequence's text, and no further than the survival min_survival. Writes the
  * tokens and their survivals; returns how many there are. It changes nothing but the predictions of this sequence, so
  * the drafts of several do not depend on their order. */
-int32_t rs_draft(rs_index *index, int32_t sequence, int32_t max_draft_tokens, double min_survival,
+int32_t rs_draft(rs_index *index, rs_sequence *sequence, int32_t max_draft_tokens, double min_survival,
                  rs_model_draft model, int32_t *tokens, float *survivals);
 
 #endif

@@ -8,12 +8,10 @@
 
 #include "rollout_spec_native.h"
 
-typedef struct rs_discarded rs_discarded;
-
 typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
-    rs_discarded *discarded; /* arrays that are still to be freed; part of num_bytes */
+    uint64_t kept_free;      /* of these, what is not for what is allocated now */
     bool (*make_room)(void *owner); /* frees what its owner can spare; false: nothing. NULL: nobody is asked */
     void *owner;
 } rs_memory;
@@ -28,15 +26,6 @@ bool rs_test_has_failed(void);
  * nothing changes. Only growth fails: where the allocator refuses to shrink the array, it keeps its size. */
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
                     size_t element_size);
-
-/* Free a small array now. Free a large one later, in pieces: when rs_release is called, or when its bytes are needed.
- * Returning pages to the system takes up to 0.15 ms per MiB. */
-void rs_discard(rs_memory *memory, void **pointer, uint32_t *capacity, size_t element_size);
-
-/* Free pieces of discarded arrays, of num_bytes together and at most one piece (2 MiB) more. */
-void rs_release(rs_memory *memory, uint64_t num_bytes);
-
-uint64_t rs_num_discarded(const rs_memory *memory);
 
 /* Make room for `needed` elements; grows geometrically. */
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,

@@ -3,7 +3,8 @@
  * This file is also the cffi cdef (native/build_native.py reads it and blanks the lines that start
  * with '#'): constants are enums, there are no function-like macros.
  *
- * An index holds groups (the samples of one prompt). A group holds the text of its prompt and of its sequences.
+ * An index holds groups (the samples of one prompt). A group holds the text of its prompt and of its sequences. It may get
+ * another prompt: then its sequences that are there stay after theirs.
  *
  *   continuation  Of a string: a token that came after it, in the text of any sequence of the group.
  *   match     The longest suffix w of a sequence's text (the whole text included) that has a continuation. The match
@@ -35,8 +36,10 @@
  * of it is indexed: rs_catch_up goes on with it.
  *
  * A group without a running sequence is idle. Where an index is full it gives up the group that has been idle longest, in
- * whatever call that is; rs_group_given_up names it, and nothing is left of its parked sequences but their text. Where none
- * is idle, a group that holds more than its sequences' text forgets the rest, its spare text, and indexes theirs again.
+ * whatever call that is, with what is parked in it; rs_group_given_up names it. Where none is idle, a group that holds more
+ * than its running sequences' text forgets the rest, its spare text, and indexes theirs again. What is parked there is
+ * indexed when it runs again. Texts without a sequence and parked ones leave an eighth of the budget to those that run.
+ * A group that has lost a text so, or had no room for one, is given up once it is idle.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -45,7 +48,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 27, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 28, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
     RS_MAX_BRANCHES = 64,
@@ -124,6 +127,10 @@ rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_t
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error);
 
+/* From now on what is opened in the group, or added to it, begins after this prompt, which is copied and is behind. */
+rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                              rs_error *error);
+
 /* This text, which is copied, follows the group's prompt, and is behind. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
@@ -135,26 +142,24 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens);
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
 int32_t rs_group_given_up(rs_index *index);
 
-/* Forgets the group's text, but for that of its parked sequences. RS_EINVAL while one of its sequences runs. */
+/* Forgets the group's text and closes what is parked in it. RS_EINVAL while one of its sequences runs. */
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error);
 
-/* after_prompt: the first tokens of every row of this sequence are the group's prompt, which is
- * not indexed again. Else the sequence begins at the root, all its tokens are its own. */
-rs_status rs_sequence_open(rs_index *index, int32_t group, bool after_prompt, int32_t *sequence, rs_error *error);
+/* The first tokens of every row of this sequence are the group's prompt, which is not indexed again. */
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t *sequence, rs_error *error);
 
 /* From now on a running sequence is in no batch. */
 rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error);
 
 /* A parked sequence may be in batches again. What its row and its text begin with is kept, and indexed only as far as it
- * was not. RS_EINVAL: its group is gone. */
+ * was not. */
 rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error);
 
-/* The first `capacity` tokens that an open sequence has after its start (the prompt, or the root), indexed or not, and how
- * many there are. */
+/* The first `capacity` tokens that an open sequence has after its prompt, indexed or not, and how many there are. */
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error);
 
-/* The text stays in the group. */
+/* The text stays in the group; what of it is behind is indexed yet. */
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
 /* Take over what is new in every row and index it, catch up, then draft for every row: siblings see each other's newest

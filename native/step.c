@@ -87,9 +87,8 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 
 /* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
  * are about a text that did not come. */
-static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens, int32_t num_new) {
-    const rs_sequence *sequence = index->sequences + id;
-    const rs_prediction *predictions = rs_predictions(index, id);
+static void learn_outcome(rs_index *index, const rs_sequence *sequence, const int32_t *new_tokens, int32_t num_new) {
+    const rs_prediction *predictions = sequence->predictions;
     for (int32_t i = 0; i < sequence->num_predictions && i < num_new; i++) {
         rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);
         if (predictions[i].token != new_tokens[i]) {
@@ -98,35 +97,25 @@ static void learn_outcome(rs_index *index, int32_t id, const int32_t *new_tokens
     }
 }
 
-/* At which level the row and the sequence's text no longer are the same, up to the row's. */
-static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
-    int32_t common = sequence->start;
-    while (common < level && common < sequence->end && tokens[common] == sequence->text[common - sequence->start]) {
-        common++;
-    }
-    return common;
-}
-
 /* Take over what is new of a row, and index it unless that is much. False where it must be dropped. */
 static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
-    rs_sequence *sequence = index->sequences + batch->sequences[i];
+    rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
     const int32_t level = batch->levels[i];
-    const rs_group *group = index->groups + sequence->group;
     if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
-        sequence->is_left_out || index->sequences[group->prompt].is_left_out) {
+        sequence->is_left_out || sequence->prompt->is_left_out) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {
-        rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
+        rs_sequence_cut(index, sequence, rs_sequence_common(sequence, tokens, level));
         sequence->is_resumed = false;
     }
     const int32_t first = sequence->end, num_new = level - first;
     if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
         return false;
     }
-    const bool was_behind = sequence->at.indexed < first || !rs_is_whole(index, group);
-    learn_outcome(index, batch->sequences[i], tokens + first, num_new);
+    const bool was_behind = sequence->at.indexed < first || rs_waits_for_prompt(sequence);
+    learn_outcome(index, sequence, tokens + first, num_new);
     if (rs_sequence_write(index, sequence, tokens + first, num_new) != RS_OK) {
         return false;
     }
@@ -141,7 +130,10 @@ static int32_t take_rows(rs_index *index, const rs_batch *batch) {
         if (!take_row(index, batch, i)) {
             batch->num_draft_tokens[i] = -1;
             num_dropped++;
-            rs_sequence_close(index, batch->sequences[i], NULL);
+            rs_sequence *dropped = rs_find_sequence(index, batch->sequences[i]);
+            const int32_t group = dropped->group;
+            rs_sequence_free(index, dropped);
+            rs_group_leave(index, group);
         }
     }
     return num_dropped;
@@ -149,51 +141,23 @@ static int32_t take_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- what is behind ---- */
 
-static bool waits_for_its_prompt(const rs_index *index, const rs_sequence *sequence) {
-    return sequence->kind != RS_PROMPT && !rs_is_whole(index, index->groups + sequence->group);
-}
-
-/* Of two that are behind. */
-static bool goes_first(const rs_sequence *one, const rs_sequence *other) {
-    const bool one_runs = one->kind == RS_PROMPT || one->kind == RS_RUNNING;
-    const bool other_runs = other->kind == RS_PROMPT || other->kind == RS_RUNNING;
-    if (one_runs != other_runs) {
-        return one_runs;
-    }
-    const uint64_t of_one = one_runs ? (uint64_t)(one->end - one->at.indexed) : one->serial;
-    const uint64_t of_other = one_runs ? (uint64_t)(other->end - other->at.indexed) : other->serial;
-    if (of_one != of_other) {
-        return of_one < of_other;
-    }
-    return one->group != other->group ? one->group < other->group : one < other;
-}
-
-static rs_sequence *next_to_index(rs_index *index) {
-    rs_sequence *first = NULL;
-    for (int32_t id = index->first_behind; id >= 0; id = index->sequences[id].next) {
-        rs_sequence *sequence = index->sequences + id;
-        if (!waits_for_its_prompt(index, sequence) && (first == NULL || goes_first(sequence, first))) {
-            first = sequence;
-        }
-    }
-    return first;
-}
-
 bool rs_catch_up(rs_index *index, int64_t max_tokens) {
-    rs_sequence *first;
-    while ((first = next_to_index(index)) != NULL && max_tokens > 0) {
+    while (index->num_behind > 0 && max_tokens > 0) {
+        rs_sequence *first = index->behind[0].sequence;
         const int32_t group = first->group, before = first->at.indexed;
-        rs_group_enter(index->groups + group);
+        rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
-            rs_sequence_leave_out(index, first);
+            first->is_left_out = index->groups[group].is_thin = true;
+            index->num_texts_left_out++;
+            rs_sequence_note_behind(index, first);
         }
         max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
-        if (first->kind == RS_TEXT && !first->is_behind) {
+        if (first->kind == RS_TEXT && first->behind == 0) {
             rs_sequence_free(index, first);
         }
-        rs_group_leave(index, index->groups + group);
+        rs_group_leave(index, group);
     }
-    return first != NULL;
+    return index->num_behind > 0;
 }
 
 /* ---- draft ---- */
@@ -213,12 +177,12 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
         if (batch->num_draft_tokens[i] < 0) {
             continue;
         }
-        const rs_sequence *sequence = index->sequences + batch->sequences[i];
+        rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-        const bool is_behind = sequence->at.indexed < sequence->end || waits_for_its_prompt(index, sequence);
+        const bool is_behind = sequence->at.indexed < sequence->end || rs_waits_for_prompt(sequence);
         num_behind += is_behind;
         batch->num_draft_tokens[i] =
-            rs_draft(index, batch->sequences[i], is_behind ? 0 : batch->max_draft_tokens[i], batch->min_survival,
+            rs_draft(index, sequence, is_behind ? 0 : batch->max_draft_tokens[i], batch->min_survival,
                      model_draft(batch, i), batch->draft_tokens + at, batch->survivals + at);
     }
     return num_behind;
@@ -234,6 +198,5 @@ rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens);
     batch->num_behind = draft_rows(index, batch);
-    rs_release(&index->memory, 1);
     return RS_OK;
 }

@@ -11,35 +11,30 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
-    if (sequence->kind == RS_PARKED && sequence->group < 0) {
-        return sequence->is_behind ? "sequence: its group is gone, it cannot be behind" : NULL;
-    }
     const rs_group *group = rs_find_group(index, sequence->group);
     if (group == NULL) {
         return "sequence: its group is not open";
     }
     const rs_automaton *a = &group->automaton;
-    const bool is_prompt = sequence->kind == RS_PROMPT;
-    const bool waits = !is_prompt && !rs_is_whole(index, group);
-    if (sequence->at.last >= a->num_states ||
-        (waits ? indexed != sequence->start : a->states[sequence->at.last].len != (uint32_t)indexed)) {
+    if (sequence->at.last >= a->num_states || (rs_waits_for_prompt(sequence)
+                                                   ? indexed != sequence->start
+                                                   : a->states[sequence->at.last].len != (uint32_t)indexed)) {
         return "sequence: at is not the place of its text";
     }
     if (indexed < sequence->start || indexed > sequence->end || sequence->followed > sequence->end) {
         return "sequence: its levels are not in order";
     }
-    if (sequence->is_behind != (indexed < sequence->end && !sequence->is_left_out)) {
-        return "sequence: is_behind is wrong";
-    }
-    if ((sequence->start != 0 && sequence->start != index->sequences[group->prompt].end) ||
-        is_prompt != (sequence - index->sequences == group->prompt)) {
-        return "sequence: it begins where its prompt does not end, or is not its group's prompt";
+    const rs_sequence *prompt = sequence->prompt;
+    if ((prompt == NULL) != (sequence->kind == RS_PROMPT) || sequence->start != (prompt == NULL ? 0 : prompt->end) ||
+        (prompt != NULL && (prompt->kind != RS_PROMPT || prompt->group != sequence->group))) {
+        return "sequence: it does not begin after a prompt of its group, or is none";
     }
     if (index->corpus.states != NULL && !rs_match_holds(&index->corpus, sequence->at.corpus, indexed)) {
         return "sequence: its match is not in the corpus";
     }
     bool fit = sequence->num_predictions >= 0 &&
-               sequence->num_predictions <= index->options.num_speculative_tokens;
+               (uint32_t)sequence->num_predictions <= sequence->predictions_capacity &&
+               (sequence->predictions != NULL) == (sequence->kind == RS_RUNNING);
     return fit ? NULL : "sequence: num_predictions out of range";
 }
 
@@ -48,14 +43,18 @@ static uint64_t num_bytes_of_automaton(const rs_automaton *a) {
 }
 
 static uint64_t num_bytes_of(const rs_index *index) {
-    uint64_t num_bytes = sizeof *index + rs_num_discarded(&index->memory) +
+    uint64_t num_bytes = sizeof *index +
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
-                         (uint64_t)index->sequences_capacity * sizeof *index->sequences +
-                         (uint64_t)index->predictions_capacity * sizeof *index->predictions +
+                         (uint64_t)index->slots_capacity * sizeof *index->slots +
+                         (uint64_t)index->behind_capacity * sizeof *index->behind +
                          (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
                          num_bytes_of_automaton(&index->corpus);
-    for (uint32_t i = 0; i < index->num_sequences; i++) {
-        num_bytes += (uint64_t)index->sequences[i].text_capacity * sizeof *index->sequences[i].text;
+    for (uint32_t i = 0; i < index->num_slots; i++) {
+        const rs_sequence *sequence = index->slots[i].sequence;
+        if (sequence != NULL) {
+            num_bytes += sizeof *sequence + (uint64_t)sequence->text_capacity * sizeof *sequence->text +
+                         (uint64_t)sequence->predictions_capacity * sizeof *sequence->predictions;
+        }
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
         num_bytes += num_bytes_of_automaton(&index->groups[i].automaton);
@@ -88,8 +87,9 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
             return rs_fail(error, RS_ECORRUPT, "group %" PRIu32 ": %s", i, broken);
         }
     }
-    for (uint32_t i = 0; i < index->num_sequences; i++) {
-        const char *broken = index->sequences[i].kind != RS_CLOSED ? check_sequence(index, index->sequences + i) : NULL;
+    for (uint32_t i = 0; i < index->num_slots; i++) {
+        const rs_sequence *sequence = index->slots[i].sequence;
+        const char *broken = sequence != NULL ? check_sequence(index, sequence) : NULL;
         if (broken != NULL) {
             return rs_fail(error, RS_ECORRUPT, "%s", broken);
         }

@@ -46,7 +46,8 @@ class EngineCounters(Counters):
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
     num_untracked_rows: int = 0  # decoding rows without a place in the index
     num_behind_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
-    num_texts_left_out: int = 0  # prompts, requests and responses of the history, for want of memory
+    num_texts_left_out: int = 0  # prompts, requests and earlier texts, for want of memory in the index
+    num_samples_dropped: int = 0  # of the history, for want of memory
     num_resumed: int = 0  # requests that went on where their sample's text ended
     num_failed_steps: int = 0  # steps in which drafting failed and generation went on without
     draft_seconds: float = 0.0  # wall time inside the drafter, indexing included
@@ -219,7 +220,12 @@ METRICS = (
     Metric(
         "num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
         "Prompts, requests and earlier responses for which the index had no memory.",
-        "Above 0: raise `max_index_mb`, or lower `history`.",
+        "Above 0: not all that runs at a time fits. Raise `max_index_mb`, or lower `history`.",
+    ),
+    Metric(
+        "num_samples_dropped", "engine", lambda counts: counts.num_samples_dropped,
+        "Samples that the history gave up for newer ones, for want of memory.",
+        "Above 0: not every prompt keeps `history` samples. Raise `max_index_mb`, or lower `history`.",
     ),
     Metric(
         "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),

@@ -140,6 +140,10 @@ class Experience:
         self.weights: dict[tuple, list] = defaultdict(self.first_weights)
         self.num_opened = 0
 
+    def next_serial(self):
+        self.num_opened += 1
+        return self.num_opened
+
     def first_weights(self):
         [bias], own, other = ([single(x) / single(3) for x in part] for part in self.FIRST)
         return [bias, own, other]
@@ -257,27 +261,46 @@ def start_of(ranges, number):
     return max(start for start in ranges if start <= number)
 
 
-class GroupOracle:
-    """Everything that was indexed in one group; num_indexed: of the prompt, at first."""
+@dataclass(eq=False)
+class PromptOracle:
+    """A prompt of a group, and how much of it is indexed."""
 
-    def __init__(self, prompt, options, num_indexed=None):
+    group: GroupOracle
+    text: Text
+    serial: int = 0
+    indexed: Text = ()
+
+    @property
+    def num_behind(self):
+        return len(self.text) - len(self.indexed)
+
+    @property
+    def is_whole(self):
+        return self.num_behind == 0
+
+    def index(self, num):
+        for token in self.text[len(self.indexed) :][:num]:
+            self.indexed = self.group.extend(self.indexed, token)
+
+
+class GroupOracle:
+    """Everything that was indexed in one group; `experience`: where its prompts are behind at first."""
+
+    def __init__(self, prompt, options, experience=None):
         self.options = options
-        self.prompt: Text = tuple(prompt)
-        self.indexed: Text = ()  # of the prompt
         self.continuations: dict[Text, list[int]] = defaultdict(list)
         self.positions: dict[Text, int] = {}
         self.ends: dict[Text, set[int]] = defaultdict(set)
         self.counts: dict[Text, int] = defaultdict(int)
         self.num_tokens = 0
-        self.index_prompt(len(self.prompt) if num_indexed is None else num_indexed)
+        self.set_prompt(prompt, experience)
 
-    def index_prompt(self, num):
-        for token in self.prompt[len(self.indexed) :][:num]:
-            self.indexed = self.extend(self.indexed, token)
-
-    @property
-    def is_whole(self):
-        return self.indexed == self.prompt
+    def set_prompt(self, prompt, experience=None):
+        self.prompt = PromptOracle(self, tuple(prompt))
+        if experience is None:
+            self.prompt.index(len(prompt))
+        else:
+            self.prompt.serial = experience.next_serial()
 
     def match(self, text):
         """The longest suffix of the text that has a continuation."""
@@ -324,7 +347,6 @@ class SequenceOracle:
     """One sequence: its text, how much of it is indexed, and the draft that is not verified yet."""
 
     group: GroupOracle
-    after_prompt: bool
     experience: Experience
     said: Text = ()  # with its start
     text: Text = ()  # of it, what is indexed
@@ -335,14 +357,14 @@ class SequenceOracle:
     own_salt: int = 0
 
     def __post_init__(self):
+        self.prompt = self.group.prompt
         self.said = self.text = self.start
-        self.experience.num_opened += 1
-        self.serial = self.experience.num_opened
+        self.serial = self.experience.next_serial()
         self.own_salt = ~(self.serial << 8) & BITS64
 
     @property
     def start(self):
-        return self.group.prompt if self.after_prompt else ()
+        return self.prompt.text
 
     @property
     def num_behind(self):
@@ -350,7 +372,7 @@ class SequenceOracle:
 
     @property
     def is_whole(self):
-        return self.group.is_whole and self.num_behind == 0
+        return self.prompt.is_whole and self.num_behind == 0
 
     def take(self, row, *, is_resumed=False):
         """The first half of a step: the row has these tokens now."""

@@ -221,15 +221,16 @@ def test_what_is_wrong_changes_nothing():
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
-def test_the_response_to_another_prompt_of_the_group_is_none_to_its_own(prompt):
-    """However long that is: the history would index the text after a prompt that it does not follow."""
+def test_a_response_to_another_prompt_of_the_group_is_one_of_the_group(prompt):
     batch = make()
     batch.add("own", group="g")
     batch.add("other", np.array(prompt, np.int32), group="g")
-    batch.step([[21, 22], [31, 32]])
+    assert batch.step([[21, 22, 23], [31, 32, 33]]) == [[], []]
+    assert [draft[:2] for draft in batch.step([[31], [21]])] == [[32, 33], [22, 23]]
     for name in ("own", "other"):
         batch.drafter.remove(name)
-    assert [text.tolist() for text in batch.drafter.history.get(group_key("g"))] == [[21, 22]]
+    kept = [text.tolist() for text in batch.drafter.history.get(group_key("g"))]
+    assert kept == [[21, 22, 23, 31], [31, 32, 33, 21]]
 
 
 @pytest.mark.parametrize("sample", ["s", None])
@@ -244,24 +245,20 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
         drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
         for level in range(begin + 1, end + 1):
             drafter.draft([name], [1], row, np.array([level], np.int32))
-        drafter.remove(name, remember=how != "aborted")
+        drafter.remove(name, is_aborted=how == "aborted")
 
     turn("first", 50, 200)
     before = drafter.index.stats().num_tokens
-    num_kept = 100 if how == "without thoughts" else 200
+    num_kept = (100 if sample else 50) if how == "without thoughts" else 200
     if how == "without thoughts":
         row[0, 100:300] = text[200:400]
     turn("second", 300, 350)
     drafter.index.validate()
-    if how != "without thoughts" or sample:
-        assert drafter.index.stats().num_tokens == before + 350 - num_kept
+    assert drafter.index.stats().num_tokens == before + 350 - num_kept
     drafter.end_samples(["s"])
     kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
-    if how == "aborted" and sample is None:
-        assert kept == []
-    else:
-        assert kept[-1] == row[0, 50:350].tolist()
-        assert len(kept) == 1 + (how == "without thoughts" and sample is None)
+    thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
+    assert kept == [*thoughts, row[0, 50:350].tolist()]
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])

@@ -274,35 +274,48 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
-def index_text(index, text, chunk=4096):
-    """Index a text as a group of its own, closed but for its text; returns the group."""
-    group = index.open_group(text[:0])
-    sequence = int32(index.open_sequence(group))
-    for level in range(chunk, len(text) + 1, chunk):
-        index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
-    index.close_sequence(int(sequence[0]))
-    return group
+def test_what_is_behind_when_its_sequence_closes_is_indexed_yet(index):
+    sequence, text = index.open_sequence(index.open_group(int32(1, 2))), np.arange(1, 200, dtype=np.int32)
+    nothing = int32(0)
+    index.index_and_draft(int32(sequence), text[None], nothing, int32(199), nothing, max_tokens=2)
+    assert index.stats().num_tokens == 2
+    index.close_sequence(sequence)
+    with pytest.raises(UnknownId):
+        index.text(sequence)
+    index.catch_up()
+    assert index.stats().num_tokens == 199
 
 
-def test_a_large_group_is_freed_piece_by_piece_and_its_bytes_are_there_at_once():
-    """Freeing all of it would make one step wait for milliseconds."""
-    text = np.random.default_rng(0).integers(0, 50_000, 1 << 18).astype(np.int32)
-    with SuffixIndex(num_speculative_tokens=2, max_bytes=20 << 20) as index:
+def test_short_rows_are_indexed_before_long_ones_and_these_before_texts(index):
+    """In whatever order they came; a group's prompt before what begins after it."""
+    prompt, text = int32(1, 2), np.arange(1, 400, dtype=np.int32)
+    groups = [index.open_group(prompt) for _ in range(3)]
+    index.catch_up()
+    index.add_text(groups[0], text[:100])
+    sequences = int32(*(index.open_sequence(group) for group in groups[1:]))
+    rows, levels = int32(0, 0), int32(399, 150)
+    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=148)
+    assert (step.num_behind, index.stats().num_tokens) == (1, 6 + 148)
+    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=397)
+    assert (step.num_behind, index.stats().num_tokens_behind) == (0, 100)
 
-        def steps():
-            sequence = int32(index.open_sequence(index.open_group(text[:0])))
-            for level in range(1, 10):
-                index.index_and_draft(sequence, text[None], int32(0), int32(level), int32(0))
-                index.validate()
-                yield index.stats().num_bytes
 
-        index.close_group(index_text(index, text))
-        *_, small = steps()  # with what was learned, which stays
-        for _ in range(3):
-            group = index_text(index, text)
-            full = index.stats().num_bytes
-            index.close_group(group)
-        assert index.stats().num_bytes == full > 10 << 20
-        num_bytes = [full, index.stats().num_bytes, *steps()]
-        assert max(-np.diff(num_bytes)) <= 2 << 20
-        assert num_bytes[-1] < small + (1 << 18)
+def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 500, (2, 12_000)).astype(np.int32)
+    rows[1, :2] = rows[0, :2]
+    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
+        group, nothing = index.open_group(rows[0, :2]), int32(0)
+        first, second = index.open_sequence(group), index.open_sequence(group)
+        index.index_and_draft(int32(first), rows, int32(0), int32(4_000), nothing)
+        index.park_sequence(first)
+        for level in range(100, 11_000, 100):
+            step = index.index_and_draft(int32(second), rows, int32(1), int32(level), nothing)
+        assert step.num_dropped == 0 and index.stats().num_tokens == level
+        index.validate()
+        assert not index.has_behind
+        index.resume_sequence(first)
+        assert index.has_behind and index.text(first).tolist() == rows[0, 2:4_000].tolist()
+        for sequence in (first, second):
+            index.park_sequence(sequence)
+        assert index.given_up() == [group], "it lacks a text, and is idle"

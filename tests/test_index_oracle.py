@@ -80,7 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}  # of those that run
-        self.parked: dict[int, int | None] = {}  # likewise; None: its group is gone
+        self.parked: dict[int, int] = {}  # likewise
         self.resumed: set[int] = set()
         self.texts: list[tuple[int, SequenceOracle]] = []  # groups, and what was added to them
         self.idle: list[int] = []  # the groups without a sequence, the one that has been so longest first
@@ -92,7 +92,8 @@ class IndexMachine(RuleBasedStateMachine):
     def forget(self, group):
         self.idle.remove(group)
         self.texts = [each for each in self.texts if each[0] != group]
-        self.parked = {name: None if at == group else at for name, at in self.parked.items()}
+        for sequence in [name for name, at in self.parked.items() if at == group]:
+            del self.parked[sequence], self.sequences[sequence]
         del self.groups[group]
 
     def leave(self, group):
@@ -126,26 +127,41 @@ class IndexMachine(RuleBasedStateMachine):
             return
         self.check_given_up()
         assert group not in self.groups
-        self.groups[group] = GroupOracle(prompt, self.options, 0)
+        self.groups[group] = GroupOracle(prompt, self.options, self.experience)
         self.idle.append(group)
+
+    @precondition(lambda self: self.groups and not self.is_over)
+    @rule(data=st.data(), prompt=texts(20))
+    def set_prompt(self, data, prompt):
+        group = self.pick(data, self.groups)
+        try:
+            self.index.set_prompt(group, np.array(prompt, np.int32))
+        except BudgetExceeded:
+            self.is_over = True  # spare text may be gone
+            return
+        self.groups[group].set_prompt(prompt, self.experience)
+        self.leave(group)
+        self.check_given_up()
 
     @precondition(lambda self: self.groups and not self.max_bytes)
     @rule(data=st.data(), text=texts(30))
     def add_text(self, data, text):
         group = self.pick(data, self.groups)
         self.index.add_text(group, np.array(text, np.int32))
-        oracle = SequenceOracle(self.groups[group], True, self.experience)
+        if not text:
+            return
+        oracle = SequenceOracle(self.groups[group], self.experience)
         oracle.said += tuple(text)
-        self.texts += [(group, oracle)] * bool(text)
+        self.texts.append((group, oracle))
         self.leave(group)
         self.check_given_up()
 
     @precondition(lambda self: self.groups and not self.is_over)
-    @rule(data=st.data(), after_prompt=st.booleans())
-    def open_sequence(self, data, after_prompt):
+    @rule(data=st.data())
+    def open_sequence(self, data):
         group = self.pick(data, self.groups)
         try:
-            sequence = self.index.open_sequence(group, after_prompt=after_prompt)
+            sequence = self.index.open_sequence(group)
         except BudgetExceeded:
             self.leave(group)
             self.check_given_up()
@@ -154,7 +170,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert sequence not in self.sequences
         self.idle = [each for each in self.idle if each != group]
         self.check_given_up()
-        self.sequences[sequence] = SequenceOracle(self.groups[group], after_prompt, self.experience)
+        self.sequences[sequence] = SequenceOracle(self.groups[group], self.experience)
         self.sequence_group[sequence] = group
 
     @precondition(lambda self: self.sequence_group and not self.is_over)
@@ -227,33 +243,29 @@ class IndexMachine(RuleBasedStateMachine):
     def catch_up(self, max_tokens):
         """What runs and prompts, first where least is left; then what is parked and texts, in order."""
         while True:
+            every = [
+                *((True, group, self.sequences[name]) for name, group in self.sequence_group.items()),
+                *((False, group, self.sequences[name]) for name, group in self.parked.items()),
+                *((False, group, oracle) for group, oracle in self.texts),
+            ]
+            # Of earlier prompts those after which there is something.
+            prompts = {group.prompt: number for number, group in self.groups.items()}
+            prompts |= {oracle.prompt: number for _, number, oracle in every}
             waiting = [
-                ((0, len(group.prompt) - len(group.indexed), number, 0), number, group, None)
-                for number, group in self.groups.items()
-                if not group.is_whole
+                ((0, prompt.num_behind, prompt.serial), number, prompt) for prompt, number in prompts.items()
             ]
-            own = [(name, group, self.sequences[name]) for name, group in self.sequence_group.items()]
-            for name, group, oracle in own:
-                waiting.append(((0, oracle.num_behind, group, name), group, oracle.group, oracle))
-            parked = [
-                (group, self.sequences[name]) for name, group in self.parked.items() if group is not None
-            ]
-            for group, oracle in [*parked, *self.texts]:
-                waiting.append(((1, oracle.serial, 0, 0), group, oracle.group, oracle))
-            waiting = [
-                each for each in waiting if each[3] is None or (each[3].num_behind and each[2].is_whole)
-            ]
+            for runs, number, oracle in every:
+                if oracle.prompt.is_whole:
+                    key = (0, oracle.num_behind) if runs else (1, 0)
+                    waiting.append(((*key, oracle.serial), number, oracle))
+            waiting = [each for each in waiting if each[2].num_behind]
             if not waiting:
                 return False
             if max_tokens == 0:
                 return True
-            _, number, group, oracle = min(waiting, key=lambda each: each[0])
-            if oracle is None:
-                num = min(max_tokens, len(group.prompt) - len(group.indexed))
-                group.index_prompt(num)
-            else:
-                num = min(max_tokens, oracle.num_behind)
-                oracle.index(num)
+            _, number, oracle = min(waiting, key=lambda each: each[0])
+            num = min(max_tokens, oracle.num_behind)
+            oracle.index(num)
             max_tokens -= num
             self.texts = [each for each in self.texts if each[1].num_behind]
             self.leave(number)
@@ -280,14 +292,15 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data):
         sequence = self.pick(data, self.parked)
-        if self.parked[sequence] is None:
-            with pytest.raises(InvalidArgument, match="its group is gone"):
-                self.index.resume_sequence(sequence)
+        try:
+            self.index.resume_sequence(sequence)
+        except BudgetExceeded:
+            self.is_over = True
             return
-        self.index.resume_sequence(sequence)
         self.sequence_group[sequence] = self.parked.pop(sequence)
         self.idle = [each for each in self.idle if each != self.sequence_group[sequence]]
         self.resumed.add(sequence)
+        self.check_given_up()
 
     def model_drafts(self, data, num_rows):
         """Of every row of the matrix, all of one length; empty: there is no model in this step."""
@@ -310,9 +323,11 @@ class IndexMachine(RuleBasedStateMachine):
     def close_sequence(self, data):
         sequence = self.pick(data, self.sequences)
         self.index.close_sequence(sequence)
-        del self.sequences[sequence]
+        oracle = self.sequences.pop(sequence)
         self.resumed.discard(sequence)
-        if self.parked.pop(sequence, self) is self:
+        group = {**self.sequence_group, **self.parked}[sequence]
+        self.texts += [(group, oracle)] * bool(oracle.num_behind)
+        if self.parked.pop(sequence, None) is None:
             self.leave(self.sequence_group.pop(sequence))
         with pytest.raises(UnknownId):
             self.index.close_sequence(sequence)
@@ -368,7 +383,7 @@ NUM_ROWS, K = 20, 4
 def test_thousands_of_row_steps_equal_the_oracle():
     """Twenty rows, more than one turn of walks: what a walk changed would show in another row's draft.
 
-    Siblings after five prompts, the last of each begins at the root. Each row gets what a target would
+    Siblings after five prompts, the last of each after another one. Each row gets what a target would
     sample: its draft as far as that is right, and one token more. Now and then more, as after a step that was
     left out: of what it drafted after the first wrong token nothing is learned.
     """
@@ -382,12 +397,17 @@ def test_thousands_of_row_steps_equal_the_oracle():
     index = index_with_corpus(corpus, num_speculative_tokens=K)
     sequences, oracles, matrix = [], [], np.zeros((NUM_ROWS, 128), np.int32)
     for row in range(NUM_ROWS):
-        after_prompt = row % 4 != 3
-        if row % 4 == 0:
+        if row % 4 in (0, 3):
             prompt = say(int(rng.integers(0, 20)))
-            group, of_group = index.open_group(int32(*prompt)), GroupOracle(prompt, options)
-        sequences.append(index.open_sequence(group, after_prompt=after_prompt))
-        oracles.append(SequenceOracle(of_group, after_prompt, experience))
+            if row % 4 == 0:
+                group, of_group = index.open_group(int32(*prompt)), GroupOracle(prompt, options)
+            else:
+                index.set_prompt(group, int32(*prompt))
+                of_group.set_prompt(prompt)
+            experience.next_serial()
+            index.catch_up()
+        sequences.append(index.open_sequence(group))
+        oracles.append(SequenceOracle(of_group, experience))
     index.catch_up()
     texts = [[*oracle.start, *say(100)] for oracle in oracles]
     while rows := [i for i in rng.permutation(NUM_ROWS).tolist() if len(oracles[i].text) < len(texts[i])]:

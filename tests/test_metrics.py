@@ -50,6 +50,7 @@ def test_the_metrics_of_two_servers_by_hand():
             "num_resumed": 0,
             "num_untracked_rows": 0,
             "num_texts_left_out": 0,
+            "num_samples_dropped": 0,
             "tokens_per_step": (32 - 2) / 20,
             "acceptance_rate": 0.5,
             "share_on": 34 / 40,

@@ -141,35 +141,31 @@ class Drafter:
             num_group_tokens: how many of the prompt's tokens are the group's prompt, by default all. The rest
                 is text of this request: what it said before it was interrupted, or earlier turns.
             sample: names what the request belongs to, in its group: a later turn, or what goes on after an
-                abort, has the same name, and begins after what it and the text so far have in common.
+                abort, has the same name, and begins after the longest of its texts that it goes on after.
                 Without a name it begins after a text that its prompt begins with as a whole, if there is one.
 
-        The first request of a group gives the group its prompt. A request whose prompt begins with that
-        continues after it; any other starts at the automaton's root.
+        A request with another prompt than its group's gives the group that one; what runs keeps its own.
         """
         member = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
         self._requests[request_id] = _Request(member, max_level)
         self._rows = None
 
-    def remove(self, request_id: str, *, remember: bool = True) -> None:
-        """End a request; its text stays in its group, and its place is kept for the sample's next one.
+    def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
+        """End a request that was added; its text stays, and its place is kept for the sample's next one.
 
-        Args:
-            request_id: one that was added.
-            remember: without a name of its sample, keep its text in the history; not that of an aborted
-                request, which goes on under another name.
+        is_aborted: that one's prompt may lack the last tokens.
         """
         self._rows = None
         member = self._requests.pop(request_id).member
         if member is not None:
-            self._groups.park(member, remember=remember)
+            self._groups.park(member, is_aborted=is_aborted)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
-        """These have said all: the history keeps them, those that run as soon as their request is removed."""
+        """These have said all: what they have parked is closed, at once or when their request is removed."""
+        samples = set(samples)
         for request in self._requests.values():
-            member = request.member
-            if member is not None and member.sample is not None and member.sample[1] in samples:
-                member.sample = None
+            if request.member is not None and request.member.sample in samples:
+                request.member.has_ended = True
         self._groups.end_samples(samples)
 
     def draft(
@@ -261,9 +257,13 @@ class Drafter:
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
-        has_more = self.index.has_behind
-        while has_more and has_time():
-            has_more = self.index.catch_up(PIECE_TOKENS)
+        while self._has_behind and has_time():
+            if not self.index.catch_up(PIECE_TOKENS):
+                self._groups.index_next()
+
+    @property
+    def _has_behind(self) -> bool:
+        return self.index.has_behind or self._groups.has_waiting
 
     def _end_step(self, now: float, goes_on: bool) -> float | None:
         """A step ends now; returns what it took. None: without a request that goes on, the engine may have
@@ -307,11 +307,12 @@ class Drafter:
     ) -> StepResult:
         """Index what these rows got, and what waits; propose tokens of this survival or more, None: none."""
         rows.set_levels(levels, least_survival is not None, rooms)
+        self._groups.index_next()
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
             least_survival or 0.0, PIECE_TOKENS, model_drafts,
         )  # fmt: skip
-        if self.index.has_behind:  # also where nobody waits for a device
+        if self._has_behind:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
@@ -321,7 +322,10 @@ class Drafter:
     def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
         """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
-            self._requests[self._row_ids[row]].member = None
+            request = self._requests[self._row_ids[row]]
+            assert request.member is not None
+            self._groups.drop(request.member)
+            request.member = None
         self._rows = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
@@ -370,10 +374,13 @@ class Drafter:
         num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
+        self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
         self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
         each = self.counters, self._gate.counters, self._model_share.counters
         return EngineCounters.sum(one.take() for one in each)
 
-    def note_new_weights(self) -> None:
-        """The target's weights have changed: the time until the next step is no step's."""
+    def note_new_weights(self, step: int | None = None) -> None:
+        """The target's weights have changed: the time until the next step is no step's. `step`: the training
+        step that begins, by default the one after the last."""
+        self.history.step = self.history.step + 1 if step is None else step
         self._last_end = None

@@ -1,64 +1,76 @@
-"""The groups of an index: whom a request belongs to, and the history that a group begins with."""
+"""The groups of an index: after which text a request goes on, and which of a prompt's texts are indexed."""
 
 import dataclasses
-import math
-from collections import OrderedDict
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable
-from typing import Any
 
 import numpy as np
 
-from rollout_spec.drafting.history import History, group_key, prompt_key
+from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 
-_HISTORY_SHARE = 0.875  # of the byte budget: beyond it no group gets more than what is generated here
-_BYTES_PER_TOKEN = 64  # about, of the index
-
-MAX_UNNAMED = 256  # parked sequences that are found by their text alone
-_TAIL = 8  # tokens at its end by which a text is looked for
+MAX_PARKED = 256  # sequences of one sample, or of all that have no name
+_CONTEXT = 8  # tokens before a text that is cut off from another, by which it is found
+_STALE_SHARE = 0.25  # of a group's text, which is too old to be kept: then the rest is indexed anew
 
 _Key = tuple[str, Hashable]  # what identifies a group, and its value
-SampleName = tuple[Hashable | None, Hashable]  # of its group, if that has one, and its own in there
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
+    """One that is indexed. Of all others there are the history's texts alone."""
+
     handle: int
     key: _Key
-    prompt: Int32Array
+    prompt: Int32Array  # after which new requests begin
     history_key: bytes
-    has_history: bool = False  # it was asked for its earlier responses
+    step: int  # the training step in which it was asked for last
+    num_running: int = 0
+    texts: set[Text] = dataclasses.field(default_factory=set)  # that are in the index
+    parked: set["Member"] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)
 class Member:
-    """A sequence of a group: a request, or between two requests what their sample has said so far."""
+    """A sequence of a group: requests of which each goes on after the one before."""
 
     sequence: int
     group: _Group
-    after_prompt: bool  # its text in the index is what comes after the group's prompt
-    sample: SampleName | None  # None: what it says is remembered when its request has ended
+    sample: Hashable | None  # the name of what it belongs to
+    prompt: Int32Array  # of the group, after which it begins
+    said: Int32Array  # when its last request ended
+    text: Text | None = None  # of the history
+    is_aborted: bool = False  # that request was
+    has_ended: bool = False  # the sample has
+
+    def num_shared(self, prompt: Int32Array) -> int:
+        """With how many of the tokens that it said this prompt goes on after the group's, -1: it does not."""
+        own = prompt[len(self.prompt) :]
+        num = min(len(own), len(self.said))
+        if not np.array_equal(prompt[: len(self.prompt)], self.prompt):
+            return -1
+        return int(np.append(own[:num] == self.said[:num], False).argmin())
 
 
 class Groups:
-    """The groups and sequences of an index, and the history they begin with.
+    """The groups and sequences of an index, and the history that they are indexed from.
 
-    When a request has ended, its sequence is parked: the sample's next request goes on there. It is closed
-    when the sample has said all, when too many without a name are parked, or with its group. What leaves a
-    full index is decided in native/: idle groups, then text that nobody goes on with, then what does not fit.
+    When a request has ended the history has its text, and its sequence is parked: the sample's next request
+    goes on there. It is closed when the sample has said all, when too many are parked,
+    or with its group. What leaves a full index is decided in native/.
     """
 
     def __init__(self, index: SuffixIndex, history: History) -> None:
         self._index = index
         self._history = history
         self._groups: dict[_Key, _Group] = {}
-        self._keys: dict[int, _Key] = {}  # of the groups, by their handles
+        self._by_handle: dict[int, _Group] = {}
+        self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
         self.num_resumed = 0  # requests that went on where their sample's text ended
-        self.num_texts_left_out = 0  # responses of the history, for which there was no memory
-        self._parked: dict[SampleName, Member] = {}
-        # Those without, by the number and the last of all their tokens; the one parked last is the last.
-        self._unnamed: OrderedDict[tuple[int, bytes], Member] = OrderedDict()
+        self.num_texts_left_out = 0  # of the history, for which there was no memory
+        # By the sample's name, None: those without; the one parked last is the last.
+        self._parked: defaultdict[Hashable | None, list[Member]] = defaultdict(list)
 
     def add(
         self,
@@ -75,122 +87,151 @@ class Groups:
             return None
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
         self._forget_given_up()
-        name = None if sample is None else (group, sample)
-        member = self._take_by_text(prompt, key) if name is None else self._parked.pop(name, None)
-        if member is not None:
-            if not member.after_prompt or _begins_with(prompt, member.group.prompt):
-                said = self._whole_text(member)
-                if _begins_with(prompt, said[: len(prompt)]):  # after an abort its sender may lack the last
-                    self.num_resumed += 1
-                self._index.resume_sequence(member.sequence)
-                return member
-            self._close(member)
         try:
-            found = self._groups.get(key) or self._open(key, prompt[:num_group_tokens])
-            after_prompt = _begins_with(prompt, found.prompt)
-            sequence = self._index.open_sequence(found.handle, after_prompt=after_prompt)
+            member = self._go_on(prompt, key, sample)
+            if member is None:
+                found = self._find(key, prompt, prompt[:num_group_tokens])
+                sequence = self._index.open_sequence(found.handle)
+                member = Member(sequence, found, sample, found.prompt, prompt[:0])
         except (BudgetExceeded, OutOfMemory):
             return None
-        if not found.has_history:
-            self._add_history(found)
-        return Member(sequence, found, after_prompt, name)
+        finally:
+            self._forget_given_up()
+        if member.group.num_running == 0:
+            new = [
+                text
+                for text in self._history.texts(member.group.history_key)
+                if text not in member.group.texts
+            ]
+            self._waiting.append((member.group, new))
+        member.group.num_running += 1
+        return member
 
-    def park(self, member: Member, *, remember: bool) -> None:
-        """Its request has ended; the sample may go on. `remember`: without a name its text is kept now."""
-        self._index.park_sequence(member.sequence)
-        name = member.sample
-        if name is None:
-            if remember:
-                self._remember(member)
-            self._park_unnamed(member)
+    def _go_on(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Member | None:
+        """After that of its sample's texts which has most in common with the prompt; what the prompt does not
+        repeat of it stays a text of its own. Without a name after all of one of the group's, or of those that
+        prompts identify."""
+        chains = [
+            (each.num_shared(prompt), len(each.said), each)
+            for each in self._parked.get(sample, ())
+            if each.group.key == key or each.group.key[0] == key[0] == "prompt"
+        ]
+        if sample is None:
+            chains = [each for each in chains if each[0] == each[1]]
+        num, num_said, member = max(chains, key=lambda each: each[0], default=(0, 1, None))
+        # After an abort the sender may lack the last tokens.
+        if member is not None and member.is_aborted:
+            num_said = min(num_said, len(prompt) - len(member.prompt))
+        is_all = num == num_said
+        if member is None or num < (not is_all):
+            return None
+        self._index.resume_sequence(member.sequence)
+        self._unpark(member)
+        self.num_resumed += is_all
+        if not is_all:
+            self._remember(member, member.said[max(0, num - _CONTEXT) :])
+        return member
+
+    def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
+        """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
+        found = self._groups.get(key)
+        if found is not None and found.num_running == 0 and self._is_stale(found):
+            self._index.close_group(found.handle)
+            self._forget(found)
+            found = None
+        if found is None:
+            handle = self._index.open_group(group_prompt)
+            history_key = group_key(key[1]) if key[0] == "group" else prompt_key(group_prompt)
+            found = _Group(handle, key, group_prompt.copy(), history_key, self._history.step)
+            self._groups[key] = self._by_handle[handle] = found
+        elif not np.array_equal(prompt[: len(found.prompt)], found.prompt):
+            self._index.set_prompt(found.handle, group_prompt)
+            found.prompt = group_prompt.copy()
+        return found
+
+    def _is_stale(self, group: _Group) -> bool:
+        """Whether it is asked for in a new training step, and too much of it is too old to be kept."""
+        before, group.step = group.step, self._history.step
+        nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
+        num_tokens = sum(len(text.tokens) for text in group.texts)
+        return before != group.step and sum(nums_old) > _STALE_SHARE * num_tokens
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are texts of the history for `index_next`."""
+        return bool(self._waiting)
+
+    def index_next(self) -> None:
+        """Give the index one of the texts that wait, if any: the last of each group, then those before."""
+        self._forget_given_up()
+        while self._waiting:
+            group, texts = self._waiting.popleft()
+            if not texts or self._groups.get(group.key) is not group:
+                continue
+            # Of equally frequent continuations the one that came first is drafted: so the latest first.
+            text = texts.pop()
+            try:
+                if text.is_kept and text not in group.texts:
+                    self._index.add_text(group.handle, text.tokens)
+                    group.texts.add(text)
+                self._waiting.append((group, texts))
+            except (BudgetExceeded, OutOfMemory):  # which the index counts
+                self.num_texts_left_out += len(texts)
             return
-        other = self._parked.get(name)  # the sample had two requests at a time
-        if other is not None:
-            other, member = sorted((other, member), key=lambda each: len(self._index.text(each.sequence)))
-            self._index.close_sequence(other.sequence)
-        self._parked[name] = member
 
-    def _park_unnamed(self, member: Member) -> None:
-        text = self._whole_text(member)
-        place = len(text), text[-_TAIL:].tobytes()
-        replaced = self._unnamed.pop(place, None)
-        self._unnamed[place] = member
-        if replaced is None and len(self._unnamed) > MAX_UNNAMED:
-            _, replaced = self._unnamed.popitem(last=False)
-        if replaced is not None:
-            self._close(replaced)
+    def park(self, member: Member, *, is_aborted: bool) -> None:
+        """Its request has ended; the sample may go on."""
+        group, said = member.group, self._index.text(member.sequence)
+        member.text = self._remember(member, said, member.text, is_cut=is_aborted)
+        member.said, member.is_aborted = said, is_aborted
+        group.num_running -= 1
+        group.parked.add(member)
+        chains = self._parked[member.sample]
+        chains.append(member)
+        self._index.park_sequence(member.sequence)
+        self._forget_given_up()  # its own group perhaps, which lacks a text
+        if member.has_ended and member in group.parked:
+            self._close(member)
+        elif len(chains) > MAX_PARKED:
+            self._close(chains[0])
+
+    def _remember(
+        self, member: Member, said: Int32Array, text: Text | None = None, *, is_cut: bool = False
+    ) -> Text:
+        """Have the history keep what is indexed already."""
+        name = None if member.sample is None else sample_key(member.sample)
+        text = self._history.add(member.group.history_key, said, name, text, is_cut=is_cut)
+        member.group.texts.add(text)
+        return text
+
+    def drop(self, member: Member) -> None:
+        """The index has closed its sequence in a step."""
+        member.group.num_running -= 1
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
-        """Samples of these names, in whatever group, have said all: the history keeps the parked ones."""
-        for name in [name for name in self._parked if name[1] in samples]:
-            self._close(self._parked.pop(name))
+        """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
+        self._forget_given_up()
+        for name in samples:
+            for member in list(self._parked.get(name, ())):
+                self._close(member)
 
     def _close(self, member: Member) -> None:
-        """Nothing goes on after a parked sequence any more; without a name it is remembered already."""
-        if member.sample is not None:
-            self._remember(member)
+        self._unpark(member)
         self._index.close_sequence(member.sequence)
 
-    def _remember(self, member: Member) -> None:
-        """Keep its text in the history."""
-        if self._history.num_responses and member.after_prompt:
-            self._history.add(member.group.history_key, self._index.text(member.sequence))
-
-    def _whole_text(self, member: Member) -> Int32Array:
-        text = self._index.text(member.sequence)
-        return np.concatenate([member.group.prompt, text]) if member.after_prompt else text
-
-    def _take_by_text(self, prompt: Int32Array, key: _Key) -> Member | None:
-        """One without a name that the prompt begins with, the longest text first."""
-        places = [
-            place
-            for place, member in self._unnamed.items()
-            if place[0] <= len(prompt)
-            and prompt[max(0, place[0] - _TAIL) : place[0]].tobytes() == place[1]
-            and (member.group.key == key or member.group.key[0] == key[0] == "prompt")
-        ]
-        for place in sorted(places, reverse=True):
-            if _begins_with(prompt, self._whole_text(self._unnamed[place])):
-                return self._unnamed.pop(place)
-        return None
-
-    def _open(self, key: _Key, prompt: Int32Array) -> _Group:
-        handle = self._index.open_group(prompt)
-        self._forget_given_up()
-        kind, name = key
-        history_key = group_key(name) if kind == "group" else prompt_key(prompt)
-        self._groups[key] = found = _Group(handle, key, prompt.copy(), history_key)
-        self._keys[handle] = key
-        return found
+    def _unpark(self, member: Member) -> None:
+        chains = self._parked[member.sample]
+        chains.remove(member)
+        if not chains:
+            del self._parked[member.sample]
+        member.group.parked.remove(member)
 
     def _forget_given_up(self) -> None:
         for handle in self._index.given_up():
-            group = self._groups.pop(self._keys.pop(handle))
-            both: list[dict[Any, Member]] = [self._parked, self._unnamed]
-            for parked in both:
-                for name in [name for name, member in parked.items() if member.group is group]:
-                    self._close(parked.pop(name))
+            self._forget(self._by_handle[handle])
 
-    def _add_history(self, group: _Group) -> None:
-        """The latest first: of continuations that are equally frequent the one that came first is drafted."""
-        group.has_history = True
-        responses = self._history.get(group.history_key)
-        if not responses:
-            return
-        # A full index does without them rather than without what is generated here.
-        stats = self._index.stats()
-        num_tokens = stats.num_tokens_behind + sum(map(len, responses))
-        most = _HISTORY_SHARE * (self._index.max_bytes or math.inf)
-        if stats.num_bytes + num_tokens * _BYTES_PER_TOKEN <= most:
-            for number, response in enumerate(reversed(responses), 1):
-                try:
-                    self._index.add_text(group.handle, response)
-                except (BudgetExceeded, OutOfMemory):  # which the index counts
-                    self.num_texts_left_out += len(responses) - number
-                    return
-        else:
-            self.num_texts_left_out += len(responses)
-
-
-def _begins_with(prompt: Int32Array, text: Int32Array) -> bool:
-    return np.array_equal(prompt[: len(text)], text)
+    def _forget(self, group: _Group) -> None:
+        """It is packed now: nothing of it is indexed, and what it said is in the history."""
+        del self._groups[group.key], self._by_handle[group.handle]
+        for member in list(group.parked):
+            self._unpark(member)

@@ -1,11 +1,15 @@
-"""The responses of earlier training steps: the last ones to every prompt, as tokens.
+"""The texts of every prompt, packed: what its last samples said, as tokens. Four bytes a token.
 
-Four bytes a token are all that it costs to keep them; a group that is opened again indexes its own.
+A sequence of the index has its text too, while it runs or waits for its sample's next turn. The automaton of
+a group that is indexed can be made again from here.
 """
 
+import dataclasses
 import hashlib
 import io
-from collections import OrderedDict, defaultdict, deque
+import uuid
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,128 +17,150 @@ import numpy as np
 
 from rollout_spec.drafting.native import Int32Array
 
-_MAGIC = b"rollout_spec history 4\n"
+_MAGIC = b"rollout_spec history 5\n"
 _LENGTH_BYTES = 8  # that say how long a piece's content is
 _PIECE_BYTES = 1 << 20  # about, of a piece's texts; a longer text is a piece of its own
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
-_KEY_BYTES = 16
-_OVERHEAD_BYTES = 200  # that a response and a prompt take beyond their tokens
+_MORE, _LAST = b"+", b"."  # with which a piece's content begins: whether others follow
+_KEY_BYTES, _NAME_BYTES = 16, 8
+_OVERHEAD_BYTES = 200  # that a text and a prompt take beyond their tokens
+MAX_TEXTS = 64  # of one sample
 
 
 class HistoryError(ValueError):
     """A file that is damaged or not a history; the message names it."""
 
 
-class Responses:
-    """The last responses to every prompt, int32 [n] each, within a budget.
+@dataclasses.dataclass(eq=False)
+class Text:
+    """What a sample said after a prompt, in one request or in several that went on after each other."""
+
+    sample: bytes
+    step: int = 0  # the training step in which it got its end
+    tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+    is_kept: bool = False
+
+
+class History:
+    """The texts of the last samples of every prompt, within a budget.
 
     Args:
-        num_responses: kept per prompt, the latest.
-        max_bytes: of everything; beyond it the prompts that have most responses lose their earliest, in turn,
-            so that as many prompts as possible keep one. No call drops more than it takes the place of.
+        num_samples: kept per prompt: those of the latest training steps, whoever served them.
+        max_bytes: of everything; beyond it the prompts that have most samples lose their earliest, in turn,
+            the one first that was seen longest ago. So as many prompts as possible keep one.
+        vocab_size: a piece with other tokens is refused.
     """
 
-    def __init__(self, num_responses: int, max_bytes: int) -> None:
-        self.num_responses = num_responses
+    def __init__(self, num_samples: int, max_bytes: int, vocab_size: int = 1 << 31) -> None:
+        self.num_samples, self.step = num_samples, 0
+        self.vocab_size = vocab_size
         self._max_bytes = max_bytes
-        # The prompt that was met longest ago first.
-        self._responses: OrderedDict[bytes, deque[Int32Array]] = OrderedDict()
-        # By number of responses, the prompts that have that many; first the one that has had it longest.
+        self._responses: dict[bytes, list[Text]] = {}
+        # By number of samples, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
         self.num_bytes = 0
+        self.num_dropped = 0
+        """Samples, ever, for want of memory."""
+        self.pieces: Iterator[bytes] = iter(())
+        """The pieces of what was asked for last that are still to be handed on."""
 
     def __len__(self) -> int:
         """The number of prompts."""
         return len(self._responses)
 
-    def add(self, prompt_key: bytes, response: Int32Array) -> None:
-        """Keep a response as the latest of its prompt, unless it is none: empty, or with negative tokens.
+    def add(
+        self,
+        prompt_key: bytes,
+        tokens: Int32Array,
+        sample: bytes | None = None,
+        text: Text | None = None,
+        *,
+        is_cut: bool = False,
+    ) -> Text:
+        """Keep a text of this engine as the latest of its prompt, if it has tokens and none is negative.
 
-        It takes the place of those that it begins with: what its sample had said before.
+        Args:
+            prompt_key: of `prompt_key` or `group_key`.
+            tokens: int32 [n].
+            sample: of `sample_key`; None: one that says no more than this.
+            text: what this call's tokens go on after, and whose place they take.
+            is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
-        is_text = len(response) > 0 and response.min() >= 0
-        if not is_text or response.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
-            return
-        if prompt_key not in self._responses:
-            self._responses[prompt_key] = deque()
-            self.num_bytes += _OVERHEAD_BYTES
-        self._responses.move_to_end(prompt_key)
-        responses = self._responses[prompt_key]
-        responses.append(response)
-        self.num_bytes += response.nbytes + _OVERHEAD_BYTES
-        self._move(prompt_key, len(responses) - 1, len(responses))
-        for number in range(len(responses) - 2, -1, -1):
-            earlier = responses[number]
-            if len(earlier) < len(response) and np.array_equal(earlier, response[: len(earlier)]):
-                self._drop(prompt_key, number)
-        if len(responses) > self.num_responses:
-            self._drop(prompt_key)
+        text = text or Text(sample or uuid.uuid4().bytes[:_NAME_BYTES])
+        text.step = self.step
+        self._new.pop(text, None)
+        if self._keep(prompt_key, text, tokens) and not is_cut:
+            self._new[text] = prompt_key
+        return text
+
+    def _keep(self, prompt_key: bytes, text: Text, tokens: Int32Array) -> bool:
+        """It takes the place of texts of its sample that it begins with: of what was said before."""
+        is_text = len(tokens) > 0 and tokens.min() >= 0
+        if not self.num_samples or not is_text or tokens.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
+            return text.is_kept
+        if text.is_kept:
+            self.num_bytes += tokens.nbytes - text.tokens.nbytes
+        text.tokens = tokens
+        texts = self.texts(prompt_key)
+        own = [each for each in texts if each.sample == text.sample and each is not text]
+        own = [each for each in own if not np.array_equal(each.tokens, tokens[: len(each.tokens)])]
+        others = [each for each in texts if each.sample != text.sample]
+        place = bisect_right([each.step for each in others], text.step)
+        texts = [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
+        samples = list(dict.fromkeys(each.sample for each in texts))
+        left = set(samples[-self.num_samples :])
+        self._set(prompt_key, [each for each in texts if each.sample in left])
         while self.num_bytes > self._max_bytes:
-            most = self._prompts_with[max(self._prompts_with)]
-            self._drop(next(iter(most)))
+            most = next(iter(self._prompts_with[max(self._prompts_with)]))
+            texts = self.texts(most)
+            self._set(most, [each for each in texts if each.sample != texts[0].sample])
+            self.num_dropped += 1
+        return text.is_kept
 
-    def _drop(self, prompt_key: bytes, number: int = 0) -> None:
-        """By default the earliest of the prompt."""
-        responses = self._responses[prompt_key]
-        self.num_bytes -= responses[number].nbytes + _OVERHEAD_BYTES
-        del responses[number]
-        self._move(prompt_key, len(responses) + 1, len(responses))
-        if not responses:
-            del self._responses[prompt_key]
-            self.num_bytes -= _OVERHEAD_BYTES
-
-    def _move(self, prompt_key: bytes, before: int, now: int) -> None:
-        """Among the prompts with `now` responses, from those with `before`."""
+    def _set(self, prompt_key: bytes, texts: list[Text]) -> None:
+        before = self._responses.pop(prompt_key, [])
         if before:
-            del self._prompts_with[before][prompt_key]
-            if not self._prompts_with[before]:
-                del self._prompts_with[before]
-        if now:
-            self._prompts_with[now][prompt_key] = None
+            self.num_bytes -= _size(before)
+            number = _num_samples(before)
+            del self._prompts_with[number][prompt_key]
+            if not self._prompts_with[number]:
+                del self._prompts_with[number]
+        if texts:
+            self.num_bytes += _size(texts)
+            self._responses[prompt_key] = texts
+            self._prompts_with[_num_samples(texts)][prompt_key] = None
+        kept = set(texts)
+        for each in (*before, *texts):
+            each.is_kept = each in kept
+            if not each.is_kept:
+                self._new.pop(each, None)
+
+    def texts(self, prompt_key: bytes) -> list[Text]:
+        """What is kept of a prompt, the earliest sample first."""
+        return self._responses.get(prompt_key, [])
 
     def get(self, prompt_key: bytes) -> list[Int32Array]:
-        """The responses to a prompt, the earliest first."""
-        return list(self._responses.get(prompt_key, ()))
+        """The same as tokens."""
+        return [text.tokens for text in self.texts(prompt_key)]
 
     def pack(self) -> Iterator[bytes]:
         """Everything that is there now, in pieces with a version and a checksum each; at least one."""
-        kept = [(key, response) for key, responses in self._responses.items() for response in responses]
-        begin = num_bytes = 0
-        for end, (_, response) in enumerate(kept, 1):
-            num_bytes += response.nbytes
-            if num_bytes >= _PIECE_BYTES and end < len(kept):
-                yield _packed(kept[begin:end])
-                begin, num_bytes = end, 0
-        yield _packed(kept[begin:])
-
-
-class History(Responses):
-    """The responses to a prompt, of this engine and of others; what is new can be shared."""
-
-    def __init__(self, num_responses: int, max_bytes: int) -> None:
-        super().__init__(num_responses, max_bytes)
-        self._new = Responses(num_responses, max_bytes)
-        self.pieces: Iterator[bytes] = iter(())
-        """The pieces of what was asked for last that are still to be handed on."""
-
-    def add(self, prompt_key: bytes, response: Int32Array) -> None:
-        """Keep a response of this engine as the latest of its prompt."""
-        super().add(prompt_key, response)
-        self._new.add(prompt_key, response)
+        return _pieces([(key, text) for key, texts in self._responses.items() for text in texts])
 
     def take_new(self) -> Iterator[bytes]:
         """What `add` has kept since the last call, in pieces for `merge` of other engines' histories."""
-        taken, self._new = self._new, Responses(self.num_responses, self._max_bytes)
-        return taken.pack()
+        taken, self._new = self._new, {}
+        return _pieces([(key, text) for text, key in taken.items()])
 
     def merge(self, content: bytes) -> None:
-        """Keep a piece that another history's `take_new` or `pack` has given, as the latest of its prompts.
+        """Keep a piece that another history's `take_new` or `pack` has given, by its texts' training steps.
 
-        Raises HistoryError: it is of another version or damaged; nothing was added.
+        Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
-        for key, response in _unpack(content, "history of another engine"):
-            super().add(key, response)
+        for key, text, tokens in _unpack(content, "history of another engine", self.vocab_size):
+            self._keep(key, text, tokens)
 
 
 def read_file(path: Path) -> list[bytes]:
@@ -142,25 +168,41 @@ def read_file(path: Path) -> list[bytes]:
 
     Raises:
         OSError: the file cannot be read.
-        HistoryError: it is not one of ours, of another version, or damaged.
+        HistoryError: it is not one of ours, of another version, damaged, or cut off.
     """
-    content, pieces, begin = path.read_bytes(), list[bytes](), 0
-    while begin < len(content) or not pieces:
+    content, pieces, begin, mark = path.read_bytes(), list[bytes](), 0, _MORE
+    while begin < len(content) or mark == _MORE:
+        if pieces and begin == len(content):
+            raise HistoryError(f"{path}: damaged, its end is missing")
         head = content[begin : begin + _HEAD_BYTES]
         end = begin + _HEAD_BYTES + int.from_bytes(head[-_LENGTH_BYTES:], "little")
         pieces.append(content[begin:end])
-        _checked(pieces[-1], str(path))
+        mark = _checked(pieces[-1], str(path))[:1]
         begin = end
     return pieces
 
 
-def _packed(kept: Sequence[tuple[bytes, Int32Array]]) -> bytes:
-    buffer = io.BytesIO()
+def _pieces(kept: Sequence[tuple[bytes, Text]]) -> Iterator[bytes]:
+    # Their texts may grow while the pieces are on their way: these are of now.
+    kept = [(key, dataclasses.replace(text)) for key, text in kept]
+    begin = num_bytes = 0
+    for end, (_, text) in enumerate(kept, 1):
+        num_bytes += text.tokens.nbytes
+        if num_bytes >= _PIECE_BYTES and end < len(kept):
+            yield _packed(kept[begin:end], _MORE)
+            begin, num_bytes = end, 0
+    yield _packed(kept[begin:], _LAST)
+
+
+def _packed(kept: Sequence[tuple[bytes, Text]], mark: bytes) -> bytes:
+    buffer = io.BytesIO(mark)
+    buffer.seek(len(mark))
     np.savez(
         buffer,
-        keys=np.frombuffer(b"".join(key for key, _ in kept), np.uint8).reshape(-1, _KEY_BYTES),
-        lengths=np.array([len(response) for _, response in kept], np.int64),
-        tokens=np.concatenate([np.empty(0, np.int32), *(response for _, response in kept)]),
+        names=np.frombuffer(b"".join(key + text.sample for key, text in kept), np.uint8),
+        steps=np.array([text.step for _, text in kept], np.int64),
+        lengths=np.array([len(text.tokens) for _, text in kept], np.int64),
+        tokens=np.concatenate([np.empty(0, np.int32), *(text.tokens for _, text in kept)]),
     )
     content = buffer.getbuffer()
     length = len(content).to_bytes(_LENGTH_BYTES, "little")
@@ -177,17 +219,43 @@ def _checked(piece: bytes, where: str) -> bytes:
     return content
 
 
-def _unpack(piece: bytes, where: str) -> list[tuple[bytes, Int32Array]]:
-    """Prompt keys and responses. Raises HistoryError, beginning with `where`."""
-    with np.load(io.BytesIO(_checked(piece, where))) as arrays:
-        texts = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+def _unpack(piece: bytes, where: str, vocab_size: int) -> list[tuple[bytes, Text, Int32Array]]:
+    """Prompt keys and texts. Raises HistoryError, beginning with `where`."""
+    with np.load(io.BytesIO(_checked(piece, where)[1:])) as arrays:
+        tokens = arrays["tokens"]
+        largest = tokens.max(initial=0)
+        if largest >= vocab_size:
+            raise HistoryError(f"{where}: has the token {largest}, the model's vocabulary is of {vocab_size}")
+        texts = np.split(tokens, np.cumsum(arrays["lengths"])[:-1])
+        names = arrays["names"].reshape(-1, _KEY_BYTES + _NAME_BYTES)
         # Where there is no text, split makes an empty one.
-        return [(key.tobytes(), tokens.copy()) for key, tokens in zip(arrays["keys"], texts, strict=False)]
+        each = zip(names, arrays["steps"].tolist(), texts, strict=False)
+        return [
+            (name[:_KEY_BYTES].tobytes(), Text(name[_KEY_BYTES:].tobytes(), step), said.copy())
+            for name, step, said in each
+        ]
+
+
+def _num_samples(texts: list[Text]) -> int:
+    return len({each.sample for each in texts})
+
+
+def _size(texts: list[Text]) -> int:
+    return _OVERHEAD_BYTES + sum(text.tokens.nbytes + _OVERHEAD_BYTES for text in texts)
+
+
+def _digest(content: bytes, num_bytes: int) -> bytes:
+    return hashlib.blake2b(content, digest_size=num_bytes).digest()
 
 
 def prompt_key(prompt_token_ids: Int32Array) -> bytes:
-    return hashlib.blake2b(b"prompt" + prompt_token_ids.tobytes(), digest_size=_KEY_BYTES).digest()
+    return _digest(b"prompt" + prompt_token_ids.tobytes(), _KEY_BYTES)
 
 
 def group_key(group: Hashable) -> bytes:
-    return hashlib.blake2b(f"group{type(group).__name__}{group}".encode(), digest_size=_KEY_BYTES).digest()
+    return _digest(f"group{type(group).__name__}{group}".encode(), _KEY_BYTES)
+
+
+def sample_key(sample: Hashable) -> bytes:
+    """What a sample is known by, among those of its prompt."""
+    return _digest(f"{type(sample).__name__}{sample}".encode(), _NAME_BYTES)

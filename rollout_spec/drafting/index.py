@@ -161,6 +161,16 @@ class SuffixIndex:
         self._check(lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, self._id, self._error))
         return int(self._id[0])
 
+    def set_prompt(self, group: int, prompt_token_ids: Int32Array) -> None:
+        """What is opened in the group from now on, or added to it, begins after this prompt, which is behind.
+
+        Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
+        """
+        check_vector("prompt_token_ids", prompt_token_ids, None)
+        index, num_tokens = self._handle(), len(prompt_token_ids)
+        tokens = _tokens(prompt_token_ids)
+        self._check(lib.rs_group_set_prompt(index, int32("group", group), tokens, num_tokens, self._error))
+
     def add_text(self, group: int, token_ids: Int32Array) -> None:
         """A text (int32 vector) that follows the group's prompt, and is behind.
 
@@ -185,25 +195,23 @@ class SuffixIndex:
         return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
 
     def close_group(self, group: int) -> None:
-        """Forget a group's text, in time in the number of sequences: what is large of it is freed in the
-        steps that follow, or where its bytes are needed, and counts in `stats` until then.
+        """Forget a group's text, and close what is parked in it.
 
         Raises UnknownId: no such group; InvalidArgument: one of its sequences runs.
         """
         self._check(lib.rs_group_close(self._handle(), int32("group", group), self._error))
 
-    def open_sequence(self, group: int, *, after_prompt: bool = True) -> int:
-        """Open a sequence and return its id.
+    def open_sequence(self, group: int) -> int:
+        """Open a sequence and return its id. Its rows begin with the group's prompt.
 
-        after_prompt: the rows of this sequence begin with the group's prompt, which is not indexed
-        again. Otherwise it begins at the root and all its tokens are its own.
+        Raises UnknownId, BudgetExceeded, OutOfMemory.
         """
         index, group = self._handle(), int32("group", group)
-        self._check(lib.rs_sequence_open(index, group, bool(after_prompt), self._id, self._error))
+        self._check(lib.rs_sequence_open(index, group, self._id, self._error))
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
-        """The tokens of an open sequence after its start, indexed or not, int32 [n]. Raises UnknownId."""
+        """The tokens of an open sequence after its prompt, indexed or not, int32 [n]. Raises UnknownId."""
         number = ffi.new("int64_t *")
         index, sequence = self._handle(), int32("sequence", sequence)
         self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
@@ -214,7 +222,7 @@ class SuffixIndex:
         return tokens
 
     def close_sequence(self, sequence: int) -> None:
-        """Close a sequence; its text stays in the group. Raises UnknownId."""
+        """Close a sequence; its text stays in the group, and is indexed as a whole. Raises UnknownId."""
         self._check(lib.rs_sequence_close(self._handle(), int32("sequence", sequence), self._error))
 
     def park_sequence(self, sequence: int) -> None:
@@ -224,7 +232,7 @@ class SuffixIndex:
     def resume_sequence(self, sequence: int) -> None:
         """Its next row goes on after what it and the sequence's text begin with.
 
-        Raises UnknownId: no such sequence; InvalidArgument: its group was given up or closed.
+        Raises UnknownId: no such sequence; BudgetExceeded, OutOfMemory.
         """
         self._check(lib.rs_sequence_resume(self._handle(), int32("sequence", sequence), self._error))
 

@@ -7,5 +7,5 @@ trainer `replica` and what begins with `trainer`; between that and the servers `
 its engine's workers `worker_extension`. What is changed in other packages is in `changes`. It never chooses a
 token.
 May import: `config`, `files`, `homes`, `metrics`, `patches`, `recurrent`, `trace`, `drafting`, `vllm`,
-hydra, omegaconf, ray, tensordict, transfer_queue, transformers, uni_agent, verl, vllm.
+hydra, numpy, omegaconf, ray, tensordict, transfer_queue, transformers, uni_agent, verl, vllm.
 """

@@ -1,6 +1,7 @@
 """The drafters of a rollout server's engine, one in each engine core."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from rollout_spec.vllm.plugin import TAKE_ABORTED
 
 Answer = TypeVar("Answer")
 MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended
+PASS_ENDS_S = 0.5  # after which the engine cores hear of samples that have ended: a call between two steps
 
 
 class Drafters:
@@ -19,8 +21,9 @@ class Drafters:
     def __init__(self, engine: Callable[[], Any], replica_rank: int) -> None:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
-        self._aborted, self._finished, self._samples = list[str](), list[str](), list[str]()
+        self._aborted, self._finished, self._samples = list[str](), list[str](), set[str]()
         self._num_idle_syncs = dict[str, int]()  # of the samples whose end nobody has told
+        self._passing: asyncio.Task[None] | None = None  # ends of samples on, soon
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
@@ -31,27 +34,37 @@ class Drafters:
             self._decoded.add(core)
 
     def end_sample(self, sample: str) -> None:
-        """The sample of this name makes no more requests."""
-        self._samples.append(sample)
+        """The sample of this name makes no more requests: its text gives up its place soon, not in a weight
+        sync only."""
+        self._samples.add(sample)
         self._num_idle_syncs.pop(sample, None)
+        if self._passing is None or self._passing.done():
+            self._passing = asyncio.create_task(self._pass_ends_on())
+
+    async def _pass_ends_on(self) -> None:
+        await asyncio.sleep(PASS_ENDS_S)
+        samples, self._samples = self._samples, set()
+        with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
+            await self.call(ProposerControl.end_samples, list(samples))
 
     def note_sample(self, sample: str | None) -> None:
         """A request of the sample of this name has ended. Nobody may ever say that the sample has."""
         if sample is not None:
             self._num_idle_syncs[sample] = 0
 
-    async def note_new_weights(self) -> None:
-        """The weights have changed. A sample that has been idle for too long is taken to have ended."""
+    async def note_new_weights(self, step: int) -> None:
+        """The weights have changed: those of this training step are served now. A sample that has been idle for
+        too long is taken to have ended."""
         for sample, num_syncs in list(self._num_idle_syncs.items()):
             self._num_idle_syncs[sample] = num_syncs + 1
             if num_syncs == MAX_IDLE_SYNCS:
                 self.end_sample(sample)
-        await self.call(ProposerControl.note_new_weights, self.take_ended())
+        await self.call(ProposerControl.note_new_weights, self.take_ended(), step)
 
     def take_ended(self) -> Ended:
         """What has ended since the last call, which a drafter cannot see by itself."""
-        taken = Ended(self._aborted, self._finished, self._samples)
-        self._aborted, self._finished, self._samples = [], [], []
+        taken = Ended(self._aborted, self._finished, list(self._samples))
+        self._aborted, self._finished, self._samples = [], [], set()
         return taken
 
     async def take_counters(self) -> EngineCounters | None:

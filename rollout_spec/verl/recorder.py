@@ -4,44 +4,71 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.logger import init_logger
 
 from rollout_spec import trace
 from rollout_spec.vllm.keys import NAME_KEY, names_of
 
+MAX_IDLE_FLUSHES = 3  # a sample that makes no call for so long is taken to have ended
+
 logger = init_logger(f"vllm.{__name__}")
 
 
-class _Call(NamedTuple):
-    number: int  # in its sample
-    prompt: tuple[int, ...]
-    response: list[int]
-    name: Any
+@dataclasses.dataclass
+class _Chain:
+    """Calls of a sample of which each begins with all that was said before: one text."""
+
+    number: int  # of its first call in the sample
+    name: Any  # of that call
+    tokens: npt.NDArray[np.int32]
+    turns: list[tuple[int, int]]  # where the responses begin and end
+
+    def goes_on(self, tokens: npt.NDArray[np.int32], begin: int) -> bool:
+        """Whether a call of these tokens, of which the response begins there, goes on after this text."""
+        return len(self.tokens) <= begin and np.array_equal(tokens[: len(self.tokens)], self.tokens)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.tokens[: self.turns[0][0]].tolist())
+
+    @property
+    def parts(self) -> list[tuple[list[int], list[int]]]:
+        """What was said before each response, and the response."""
+        ends = [self.turns[0][0], *(end for _, end in self.turns)]
+        pairs = zip(ends, self.turns, strict=False)
+        return [
+            (self.tokens[before:begin].tolist(), self.tokens[begin:end].tolist())
+            for before, (begin, end) in pairs
+        ]
 
 
 @dataclasses.dataclass
 class _Sample:
-    prompt: tuple[int, ...]
-    name: Any  # of its first call
-    turns: list[tuple[list[int], list[int]]]  # what was said before each, and its response
-    text: tuple[int, ...]  # all of it
+    chains: list[_Chain] = dataclasses.field(default_factory=list)
+    goes_on: bool = False
+    num_idle: int = 0  # flushes since its last call
 
 
 class Recorder:
     """Writes responses to the file of a replica, for `rollout-spec replay`.
 
-    If it cannot write (a full disk), it warns and records no more.
+    A sample is written when it has ended: an agent's may take many weight syncs. If the file cannot be
+    written (a full disk), it warns and records no more.
     """
 
     def __init__(self, replica_rank: int) -> None:
         folder = os.environ.get(trace.DIR_VARIABLE)
         self._file = trace.trace_file(Path(folder), replica_rank) if folder else None
-        # By group and sample: of each call its number, its prompt, its response and its name.
-        self._calls: dict[tuple[str, str | int], list[_Call]] = defaultdict(list)
+        # By group and name; those without a name by a number.
+        self._samples: defaultdict[tuple[str, str | int], _Sample] = defaultdict(_Sample)
+        self._ended = set[str]()  # since the last flush
+        self._num_added = 0
 
     def add(self, prompt_ids: Sequence[int], token_ids: Sequence[int], named: Mapping[str, Any]) -> None:
         """A response has ended. What it had said before an interruption is a part of it, and stands in
@@ -49,53 +76,67 @@ class Recorder:
         if self._file is None:
             return
         names = names_of(named)
-        num_turn_tokens = len(prompt_ids) if names.num_turn_tokens is None else names.num_turn_tokens
-        prompt, before = tuple(map(int, prompt_ids[:num_turn_tokens])), prompt_ids[num_turn_tokens:]
-        response = [*map(int, before), *map(int, token_ids)]
-        if response:
-            group = names.group if names.group is not None else str(hash(prompt))
-            sample = names.sample if names.sample is not None else len(self._calls)
-            call = _Call(names.turn or 0, prompt, response, _plain(named.get(NAME_KEY)))
-            self._calls[group, sample].append(call)
+        begin = len(prompt_ids) if names.num_turn_tokens is None else names.num_turn_tokens
+        tokens = np.concatenate([np.asarray(part, np.int32) for part in (prompt_ids, token_ids)])
+        if begin >= len(tokens):
+            return
+        self._num_added += 1
+        group = names.group if names.group is not None else str(hash(tokens[:begin].tobytes()))
+        sample = self._samples[group, self._num_added if names.sample is None else names.sample]
+        sample.goes_on, sample.num_idle = names.sample is not None, 0
+        for chain in sample.chains:
+            if chain.goes_on(tokens, begin):
+                chain.tokens = tokens
+                chain.turns.append((begin, len(tokens)))
+                return
+        name = _plain(named.get(NAME_KEY))
+        sample.chains.append(_Chain(names.turn or 0, name, tokens, [(begin, len(tokens))]))
+
+    def end(self, sample: str) -> None:
+        """The sample of this name makes no more calls."""
+        if self._file is not None:
+            self._ended.add(sample)
 
     def flush(self, step: int | None) -> None:
-        """Write what has been added, as of this training step."""
+        """Write the samples that have ended, as of this training step."""
         if self._file is None:
             return
-        samples: dict[tuple[str, tuple[int, ...]], list[_Sample]] = defaultdict(list)
-        for (group, _), calls in self._calls.items():
-            for sample in _joined(calls):
-                samples[group, sample.prompt].append(sample)
-        lines = [_line(group, step, prompt, found) for (group, prompt), found in samples.items()]
-        self._calls.clear()
+        texts: dict[tuple[str, tuple[int, ...]], list[_Chain]] = defaultdict(list)
+        for (group, name), sample in list(self._samples.items()):
+            sample.num_idle += 1
+            if not sample.goes_on or name in self._ended or sample.num_idle > MAX_IDLE_FLUSHES:
+                del self._samples[group, name]
+                for chain in _joined(sample.chains):
+                    texts[group, chain.prompt].append(chain)
+        self._ended.clear()
+        lines = [_line(group, step, prompt, found) for (group, prompt), found in texts.items()]
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             trace.append_lines(self._file, lines)
         except OSError as error:
             logger.warning("rollout_spec: stopped recording rollouts: %s", error)
             self._file = None
+            self._samples.clear()
 
 
-def _line(group: str, step: int | None, prompt: tuple[int, ...], samples: list[_Sample]) -> str:
-    names, turns = [each.name for each in samples], [each.turns for each in samples]
+def _line(group: str, step: int | None, prompt: tuple[int, ...], chains: Iterable[_Chain]) -> str:
+    names, turns = [each.name for each in chains], [each.parts for each in chains]
     if any(len(each) > 1 for each in turns):
         return trace.to_line(group, step, prompt, names=names, samples=turns)
     return trace.to_line(group, step, prompt, [response for ((_, response),) in turns], names)
 
 
-def _joined(calls: list[_Call]) -> Iterator[_Sample]:
-    """The calls of a sample as one text each, as long as a prompt begins with all that was said before."""
-    sample: _Sample | None = None
-    for call in sorted(calls, key=lambda call: call.number):
-        if sample is not None and call.prompt[: len(sample.text)] == sample.text:
-            sample.turns.append(([*call.prompt[len(sample.text) :]], call.response))
-        else:
-            if sample is not None:
-                yield sample
-            sample = _Sample(call.prompt, call.name, [([], call.response)], ())
-        sample.text = (*call.prompt, *call.response)
-    if sample is not None:
-        yield sample
+def _joined(chains: list[_Chain]) -> Iterator[_Chain]:
+    """Calls may have ended in another order than they began."""
+    last: _Chain | None = None
+    for chain in sorted(chains, key=lambda each: each.number):
+        if last is not None and last.goes_on(chain.tokens, chain.turns[0][0]):
+            chain = dataclasses.replace(last, tokens=chain.tokens, turns=[*last.turns, *chain.turns])
+        elif last is not None:
+            yield last
+        last = chain
+    if last is not None:
+        yield last
 
 
 def _plain(name: Any) -> Any:

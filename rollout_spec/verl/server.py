@@ -108,6 +108,7 @@ class SpecHttpServer(vLLMHttpServer):
 
     async def end_sample(self, sample: str) -> None:
         """The agent loop of the sample of this name has ended."""
+        self._recorder.end(sample)
         if self._spec.enabled:
             self._drafters.end_sample(sample)
 
@@ -152,7 +153,7 @@ class SpecHttpServer(vLLMHttpServer):
             await self._end_window()
         await super().set_global_steps(global_steps)
         if self._spec.enabled and self.node_rank == 0:
-            await self._drafters.note_new_weights()
+            await self._drafters.note_new_weights(global_steps)
 
     async def _end_window(self) -> None:
         """No request is in flight, and the weights may change: the time to count, and to share texts."""

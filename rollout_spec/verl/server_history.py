@@ -17,12 +17,14 @@ class ServerHistory:
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet
         self._is_sharing = False  # another server has asked
+        self._lock = asyncio.Lock()  # a drafter hands on the pieces of one answer at a time
         self._shared, self.received = list[bytes](), list[bytes]()  # for the others, and from them
 
     async def end_window(self) -> None:
         """The engine has no request."""
         if self._is_sharing:
-            await self._exchange()
+            async with self._lock:
+                await self._exchange()
 
     async def take(self) -> list[bytes]:
         """The responses that this server has served, each once, as its history keeps them.
@@ -30,10 +32,11 @@ class ServerHistory:
         While requests are in flight, those up to the last weight sync.
         """
         self._is_sharing = True
-        if self._is_quiet():
-            await self._exchange()
-        taken, self._shared = self._shared, []
-        return taken
+        async with self._lock:
+            if self._is_quiet():
+                await self._exchange()
+            taken, self._shared = self._shared, []
+            return taken
 
     async def add(self, contents: Sequence[Sequence[bytes]]) -> None:
         """Add what other servers' `take` returned, or what the file of a checkpoint holds.
@@ -46,13 +49,14 @@ class ServerHistory:
 
     async def pack(self) -> list[bytes]:
         """The whole history of this server in pieces, for a file; none where its drafter is off."""
-        await self._add_received()
-        await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
-        for core in range(self._drafters.num_cores):  # all have the same
-            pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
-            if pieces:
-                return pieces
-        return []
+        async with self._lock:
+            await self._add_received()
+            await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
+            for core in range(self._drafters.num_cores):  # all have the same
+                pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
+                if pieces:
+                    return pieces
+            return []
 
     async def _exchange(self) -> None:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""

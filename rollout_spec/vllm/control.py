@@ -16,11 +16,11 @@ class Ended(NamedTuple):
     """What has ended since a drafter was told; requests by the names that their senders gave them."""
 
     aborted: Collection[str] = ()
-    """They go on under other names, so the history does not keep what they have said so far."""
+    """They go on under other names, with prompts that may lack their last tokens."""
     finished: Collection[str] | None = None
     """vLLM names these with its next step only. Those in neither of the two run on; None: none runs on."""
     samples: Collection[str] = ()
-    """Those that have said all: the history keeps them."""
+    """Those that have said all: they need no place in the index any more."""
 
 
 ALL_HAVE_ENDED = Ended()
@@ -44,11 +44,16 @@ class ProposerControl:
         """The fields of `EngineCounters`, counted since the last call."""
         return self._proposer.take_counters().to_dict()
 
-    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED) -> None:
-        """The target's weights have changed; the texts stay."""
+    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED, step: int | None = None) -> None:
+        """The target's weights have changed, to those of this training step; the texts stay."""
         self.note_ended(ended)
         if self._drafter is not None:
-            self._drafter.note_new_weights()
+            self._drafter.note_new_weights(step)
+
+    def end_samples(self, samples: Collection[str]) -> None:
+        """Samples of these names have said all; their last tokens may still be on their way."""
+        if self._drafter is not None:
+            self._drafter.end_samples(samples)
 
     def note_ended(self, ended: Ended) -> None:
         """Take into the history what has ended."""
@@ -59,7 +64,7 @@ class ProposerControl:
         aborted = _known_as(aborted, drafter)
         leaving = set(drafter.request_ids) if finished is None else _known_as(finished, drafter) | aborted
         for request_id in [each for each in drafter.request_ids if each in leaving]:  # as they arrived
-            drafter.remove(request_id, remember=request_id not in aborted)
+            drafter.remove(request_id, is_aborted=request_id in aborted)
         drafter.end_samples(samples)
 
     def take_history(self, ended: Ended = ALL_HAVE_ENDED) -> bytes | None:

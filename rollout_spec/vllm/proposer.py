@@ -101,7 +101,9 @@ class SuffixProposer:
         if not self.is_used:
             return None
         fills = fills_drafts(self._vllm_config)
-        return Drafter(self.config, fills=fills, most_model_tokens=self.most_model_tokens)
+        drafter = Drafter(self.config, fills=fills, most_model_tokens=self.most_model_tokens)
+        drafter.history.vocab_size = self._vllm_config.model_config.get_vocab_size()
+        return drafter
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""

@@ -107,3 +107,13 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
         [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
         for name, value in figures.items()
     ]  # fmt: skip
+
+
+def memory_table(record: dict[str, Any]) -> Table:
+    """What `bench memory` measured: a row for each budget."""
+    rows = [
+        ["memory to spare" if row["share"] is None else f"{row['share']:.0%}", str(row["max_index_mb"]),
+         f"{row['tokens_per_step']:.2f}", f"{row['of_unlimited']:.3f}"]
+        for row in record["results"]
+    ]  # fmt: skip
+    return "budgets", ["of all texts", "max_index_mb", "tokens per step", "of unlimited"], rows

@@ -8,7 +8,7 @@ from rollout_spec.cli import add_example, sentence
 HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core"
 KINDS = {
     name: importlib.import_module(f"rollout_spec_lab.cli.bench_{name}")
-    for name in ("drafters", "engine", "rollout", "gate", "host", "verify", "native")
+    for name in ("drafters", "engine", "rollout", "gate", "host", "verify", "native", "memory")
 }
 
 

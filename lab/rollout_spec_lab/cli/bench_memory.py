@@ -1,0 +1,43 @@
+"""`rollout-spec-lab bench memory`: what a budget for texts buys."""
+
+import argparse
+
+from rollout_spec.cli import add_example
+from rollout_spec.cli.arguments import add_options, number
+from rollout_spec_lab.cli.inputs import add_output, write
+
+HELP = "simulate a training by epochs with less and less memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    training = parser.add_argument_group("the training")
+    add_options(
+        training,
+        ("--prompts", number(int, 1), "N", 96, "prompts of an epoch"),
+        ("--epochs", number(int, 2), "N", 4, "how often each comes"),
+        ("--engines", number(int, 1), "N", 1, "that serve them"),
+        ("--drift", number(float, 0, 1), "SHARE", 0.1, "of a response's tokens, others in the next epoch"),
+    )
+    training.add_argument("--shuffle", action="store_true", help="prompts come in another order each time")
+    add_output(parser, "the JSON", "FILE")
+    add_example(parser, "rollout-spec-lab bench memory --engines 2")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_spec.cli.console import show
+    from rollout_spec_lab.bench.memory import Training, measure
+    from rollout_spec_lab.bench.tables import memory_table
+
+    record = measure(
+        Training(
+            args.prompts,
+            num_epochs=args.epochs,
+            num_engines=args.engines,
+            drift=args.drift,
+            shuffled=args.shuffle,
+        )
+    )
+    if args.output:
+        write(record, args.output)
+    show(record, args.json, memory_table(record))
+    return 0
