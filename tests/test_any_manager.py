@@ -143,4 +143,4 @@ def test_a_run_without_drafts_trains_on_the_same_samples(manager, policy, tmp_pa
         said.append(sorted((line["input"], line["output"]) for line in lines))
     # A sample's number goes by arrival: the session that dies may have had another number in each run.
     num_same = (Counter(said[0]) & Counter(said[1])).total()
-    assert NUM_PROMPTS * NUM_SAMPLES - (manager == "unknown") <= num_same
+    assert num_same >= len(said[0]) - (manager == "unknown") >= NUM_PROMPTS * NUM_SAMPLES - 1
