@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -140,4 +141,6 @@ def test_a_run_without_drafts_trains_on_the_same_samples(manager, policy, tmp_pa
         train(folder, policy, manager, "sync", method, *options)
         lines = map(json.loads, (folder / "dumped" / "1.jsonl").read_text().splitlines())
         said.append(sorted((line["input"], line["output"]) for line in lines))
-    assert said[0] == said[1] and len(said[0]) >= NUM_PROMPTS * NUM_SAMPLES - 1
+    # A sample's number goes by arrival: the session that dies may have had another number in each run.
+    num_same = (Counter(said[0]) & Counter(said[1])).total()
+    assert num_same >= len(said[0]) - (manager == "unknown") >= NUM_PROMPTS * NUM_SAMPLES - 1
