@@ -203,7 +203,7 @@ class Engine:
         """A model drafts beside the text; and what the proposer of both is given of it."""
         given: list[Any] = []
         proposer: Any = SimpleNamespace(
-            is_used=True, num_passes=2, most_model_tokens=2, note_passes=lambda *_: None,
+            is_used=True, num_passes=2, most_model_tokens=2, work=None, note_passes=lambda *_: None,
             draft=lambda *_, model_drafts, **__: given.append(model_drafts) or [[]] * 3,
         )  # fmt: skip
         runner = self._model(proposer)

@@ -62,7 +62,7 @@ def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a
     async def generate(self, *_):
         return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
 
-    async def call(self, method, ended):
+    async def call(self, method, ended, step=None):
         found.append(list(ended.samples))
         return []
 

@@ -67,7 +67,8 @@ def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * 
 
 def environment_of(folder):
     env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    env.pop("OMP_NUM_THREADS", None)  # of this process; verl is to choose, as in a run of a user
+    for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
+        env.pop(name, None)  # of this process; verl is to choose, as in a run of a user
     return env
 
 

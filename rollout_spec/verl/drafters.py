@@ -53,8 +53,10 @@ class Drafters:
             self._num_idle_syncs[sample] = 0
 
     async def note_new_weights(self, step: int) -> None:
-        """The weights have changed: those of this training step are served now. A sample that has been idle for
-        too long is taken to have ended."""
+        """The weights have changed: those of this training step are served now.
+
+        A sample that has been idle for too long is taken to have ended.
+        """
         for sample, num_syncs in list(self._num_idle_syncs.items()):
             self._num_idle_syncs[sample] = num_syncs + 1
             if num_syncs == MAX_IDLE_SYNCS:

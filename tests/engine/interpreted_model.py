@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate import passes
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import arrivals
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -35,7 +34,7 @@ def main(models, in_brief=""):
 
 @contextlib.contextmanager
 def virtual_time():
-    """A step takes ten seconds, and one for each pass of a model; passes are soon judged, and tried often.
+    """A step takes ten seconds, and one for each pass of a model.
 
     It gives the passes of each step, and of those with which vLLM warms up.
     """
@@ -55,8 +54,6 @@ def virtual_time():
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
         patch.setattr(arrivals, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
         patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of MRV1
-        for name, steps in (("ENOUGH", 2), ("TRY_EVERY", 2), ("RETRY_EVERY", 8)):
-            patch.setattr(passes, name, steps)
         yield nums
 
 

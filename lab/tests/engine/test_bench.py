@@ -10,7 +10,7 @@ import pytest
 
 from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.gate import HYSTERESIS_STEPS
+from rollout_spec.drafting.gate.gate import PATIENCE
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.proposers import IndexProposer
 from rollout_spec.predict.replay import ReplayResult, replay_line
@@ -149,7 +149,7 @@ def test_rollouts_without_and_with_drafts(
     num_above = 0
     for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
         num_above = num_above + 1 if drafted and running > 4 else 0
-        assert num_above <= HYSTERESIS_STEPS
+        assert num_above <= PATIENCE
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
 
     trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")
