@@ -124,9 +124,7 @@ class AutoGate(Gate):
         self._seconds, self._gains = StepSeconds(fills=fill_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
         self._step: Step  # that ended last
-        self._is_probe = self._is_trial = (
-            False  # whether the step now running measures what the gate would not do
-        )
+        self._is_probe = self._is_trial = False  # whether the gate measures what it would not do
         self._promised = 0.0  # tokens, of the drafts of the step now running
         self._price = 0.0  # the least survival that the last step with drafts took
         self._least_asked = MIN_SURVIVAL

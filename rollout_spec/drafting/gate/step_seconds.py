@@ -92,8 +92,11 @@ class StepSeconds:
         """To all that was learned. Doubt is relative too."""
         doubt = np.full(_NUM_COLUMNS, DOUBT * self._squares[0, 0] / min(self._num_steps, MEMORY))
         doubt[0] /= 100  # a step takes some time
-        root = np.linalg.cholesky(self._squares + np.diag(doubt))
-        found = nnls(root.T, np.linalg.solve(root, self._products))[0]
+        try:
+            root = np.linalg.cholesky(self._squares + np.diag(doubt))
+            found = nnls(root.T, np.linalg.solve(root, self._products))[0]
+        except (np.linalg.LinAlgError, RuntimeError):  # by rounding: the last fit stays until the next one
+            return
         slopes = np.cumsum(found[_SLOPES]) * _TENS
         self._curve = found[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
         self._jumps = np.concatenate([[0.0], np.cumsum(found[_JUMPS])])
