@@ -31,6 +31,7 @@ from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import client as verl_client
+from rollout_spec.verl import drafters as verl_drafters
 from rollout_spec.verl import replica, samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.client import Samples
@@ -54,6 +55,24 @@ def test_a_server_remembers_ended_samples_for_drafters_alone(method, server_of):
     for _ in range(2):
         asyncio.run(server.end_sample("a"))
     assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
+
+
+def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monkeypatch):
+    async def call(self, method, samples):
+        passed.append(sorted(samples))
+        for sample in "bcb" if len(passed) == 1 else "":
+            self.end_sample(sample)
+
+    async def serve():
+        drafters.end_sample("a")
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    passed: list[list[str]] = []
+    monkeypatch.setattr(verl_drafters, "PASS_ENDS_S", 0)
+    monkeypatch.setattr(verl_drafters.Drafters, "call", call)
+    drafters = verl_drafters.Drafters(lambda: None, 0)
+    asyncio.run(serve())
+    assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
 
 def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a_request(
