@@ -18,7 +18,7 @@ import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
 from PIL import Image
 from verl.experimental.agent_loop import agent_loop
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -31,6 +31,7 @@ from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import client as verl_client
+from rollout_spec.verl import drafters as verl_drafters
 from rollout_spec.verl import replica, samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.client import Samples
@@ -54,6 +55,24 @@ def test_a_server_remembers_ended_samples_for_drafters_alone(method, server_of):
     for _ in range(2):
         asyncio.run(server.end_sample("a"))
     assert list(server._drafters.take_ended().samples) == ["a"] * (method == "sam")
+
+
+def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monkeypatch):
+    async def call(self, method, samples):
+        passed.append(sorted(samples))
+        for sample in "bcb" if len(passed) == 1 else "":
+            self.end_sample(sample)
+
+    async def serve():
+        drafters.end_sample("a")
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    passed: list[list[str]] = []
+    monkeypatch.setattr(verl_drafters, "PASS_ENDS_S", 0)
+    monkeypatch.setattr(verl_drafters.Drafters, "call", call)
+    drafters = verl_drafters.Drafters(lambda: None, 0)
+    asyncio.run(serve())
+    assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
 
 def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a_request(
@@ -430,42 +449,71 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
 
 
-def test_workers_name_samples_whatever_derives_from_them(monkeypatch):
-    """Ours around verl's method, which here only looks at what it gets; its own needs Ray."""
+class LookingLoop:
+    """An agent loop that only looks at what it gets."""
+
+    def __init__(self, server_manager, **_):
+        self.seen = server_manager.seen
+
+    async def run(self, sampling_params, session_id, **kwargs):
+        sample = sampling_params["extra_args"].get("rollout_spec_key")
+        assert sample is None or sample in verl_client.here
+        self.seen.append((sampling_params, kwargs))
+        if session_id > 1:
+            raise asyncio.CancelledError if session_id == 2 else ValueError("it failed")
+        return AgentLoopOutput(
+            prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics()
+        )
+
+
+def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_from_them(monkeypatch):
+    """Ours around verl's own methods; the reward is computed when the sample has ended."""
 
     class Worker(AgentLoopWorkerTQ.__ray_actor_class__):
-        def __init__(self): ...
+        tokenizer = processor = hf_model_type = dataset_cls = tools = mm_processor_kwargs = None
+        config = SimpleNamespace(data=None)
+        distillation_enabled = False
+        llm_client = SimpleNamespace(seen=[])
 
-    async def run(self, sampling_params, trajectory, *, agent_name, trace=True, **kwargs):
-        sample = sampling_params["extra_args"].get("rollout_spec_key")
-        assert trajectory["step"] == 3 and (sample is None or sample in here)
-        if kwargs["session_id"] == 2:
-            raise ValueError("it failed")
-        return sampling_params, kwargs
+        def __init__(self):
+            reward = SimpleNamespace(compute_score=SimpleNamespace(remote=self.score))
+            self.reward_loop_worker_handles = [reward]
 
-    here = Samples()
+        async def score(self, data):
+            scored.append((data.non_tensor_batch["session_id"][0], len(here)))
+            return {"reward_score": 1.0, "reward_extra_info": {}}
+
+    async def put(**_): ...
+
+    here, scored = Samples(), list[Any]()
     monkeypatch.setattr(verl_client, "here", here)
-    monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", run)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", put)
+    monkeypatch.setitem(agent_loop._agent_loop_registry, "looking", {"_target_": f"{__name__}.LookingLoop"})
     samples.change(agent_loop)
     row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
-    step: Any = {"step": 3, "validate": False}
+    step = {"step": 3, "validate": False, "sample_index": 4, "rollout_n": 0}
+    columns = {"agent_name": "looking", "trace": False, "uid": "u", "global_steps": 3}
 
-    def start(session, **more):
-        sample = {"agent_name": "any", "session_id": session, "index": 4}
-        return asyncio.run(Worker()._run_agent_loop(dict(given), step, **sample, **more))
+    async def start(session, **more):
+        await Worker()._run_agent_loop(dict(given), step, session_id=session, **columns, **more)
+        return Worker.llm_client.seen[-1]
 
+    named = {ROW: json.dumps(row)}
     for session in (0, 1):
-        sampling, kwargs = start(session, **{ROW: json.dumps(row)})
-        assert kwargs == {"session_id": session, "index": 4}
+        sampling, kwargs = asyncio.run(start(session, **named))
+        assert kwargs == {"uid": "u", "global_steps": 3}
         assert sampling["temperature"] == 1.0 and sampling["extra_args"] == {
             "mine": 1,
             "rollout_spec_key": [*row, session],
             "rollout_spec_group": "4:ab",
         }
-    assert start(0)[0] == given, "a row without a name"
-    with pytest.raises(ValueError, match="it failed"):
-        start(2, **{ROW: json.dumps(row)})
-    assert not len(here), "a sample is forgotten when it ends, or fails"
+    assert asyncio.run(start(0))[0] == given, "a row without a name"
+    assert scored == [(0, 0), (1, 0), (0, 0)], "no sample is under way any more"
+    for session, error in ((2, asyncio.CancelledError), (3, ValueError)):
+        with pytest.raises(error):
+            asyncio.run(start(session, **named))
+        assert len(here) == 0, "a sample is forgotten when it fails, or is cancelled"
+    assert len(scored) == 3
 
 
 def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monkeypatch):

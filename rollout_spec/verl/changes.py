@@ -22,7 +22,7 @@ DEATHS = Patch(
 NAMED_SAMPLES = Patch(
     name="verl-named-samples",
     reason="a sample's calls say neither of which row it is, nor its number, nor when it has ended",
-    upstream="verl/experimental/agent_loop/agent_loop.py, AgentLoopWorker._run_agent_loop",
+    upstream="verl/experimental/agent_loop/agent_loop.py, AgentLoopWorker",
     until="verl's agent loops say which sample a call is of, and when it ends",
 )
 NAMED_CALLS = Patch(

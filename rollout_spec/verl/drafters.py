@@ -42,10 +42,11 @@ class Drafters:
             self._passing = asyncio.create_task(self._pass_ends_on())
 
     async def _pass_ends_on(self) -> None:
-        await asyncio.sleep(PASS_ENDS_S)
-        samples, self._samples = self._samples, set()
-        with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
-            await self.call(ProposerControl.end_samples, list(samples))
+        while self._samples:  # a call takes time, and further samples end meanwhile
+            await asyncio.sleep(PASS_ENDS_S)
+            samples, self._samples = self._samples, set()
+            with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
+                await self.call(ProposerControl.end_samples, list(samples))
 
     def note_sample(self, sample: str | None) -> None:
         """A request of the sample of this name has ended. Nobody may ever say that the sample has."""

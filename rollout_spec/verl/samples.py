@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import verl.utils.tensordict_utils as tu
@@ -22,6 +23,7 @@ from rollout_spec.verl.changes import NAMED_SAMPLES
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 ROW = "rollout_spec_row"  # the column: of each row its name, as JSON
+_running: ContextVar[Any] = ContextVar("_running", default=None)  # the name of the sample of an agent loop
 
 
 class RowNames:
@@ -104,7 +106,13 @@ def change(module: Any) -> None:
             return await run(self, sampling_params, trajectory, **kwargs)
         name, sampling_params = named(row, kwargs.get("session_id", 0), sampling_params)
         client.here.begin(name)
+        _running.set(name)
         try:
             return await run(self, sampling_params, trajectory, **kwargs)
         finally:
             client.here.end(name)
+
+    @wrap(module.AgentLoopWorker, "_compute_score", NAMED_SAMPLES)
+    async def score_ended(score: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        client.here.end(_running.get())  # its agent loop has returned: the reward may take long
+        return await score(self, *args, **kwargs)

@@ -6,9 +6,7 @@ import numpy.typing as npt
 from rollout_spec.drafting.gate.step_seconds import ENOUGH, MEMORY
 
 PRIOR_TOKENS = 8.0  # the weight of the belief that what survivals promise comes true
-WORTH = (
-    2.0  # times what its time gives otherwise that a model's token must give: the text would give some too
-)
+WORTH = 2.0  # a model's token must give so many times what its time gives otherwise: the text gives some too
 
 
 class DraftGains:
@@ -33,10 +31,8 @@ class DraftGains:
         Without drafts the correction fades, or what once broke its promise would never be tried again.
         """
         keep = 1.0 - 1.0 / MEMORY
-        self._promised, self._accepted = (
-            keep * self._promised + promised,
-            keep * self._accepted + num_accepted,
-        )
+        self._promised = keep * self._promised + promised
+        self._accepted = keep * self._accepted + num_accepted
 
     def learn_passes(self, gains: npt.NDArray[np.float64]) -> None:
         """A step has verified a model's drafts; gains: [m], tokens a row that each of its tokens brought."""

@@ -12,9 +12,7 @@ class Work(NamedTuple):
     num_tokens: int  # drafts and prompts included; of the busiest of data-parallel ranks that step together
     num_prompt_tokens: int = 0  # of these
     has_drafts: bool = False  # whether it verified drafts, or waited for some
-    number: int | None = (
-        None  # of the step, the same on all such ranks; None: the engine core steps by itself
-    )
+    number: int | None = None  # the same on all such ranks; None: the engine core steps by itself
 
 
 class ModelShares(NamedTuple):
