@@ -21,11 +21,12 @@ collect_ignore = [] if importlib.util.find_spec("vllm_ascend") else ["ascend"]
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
 # What takes longest goes first, so that at the end no process works on while the others have nothing to do.
 # The training takes most of the memory at its end: what starts a Ray of its own has ended by then.
+# Before all of them what takes torch for a GPU's: vLLM replaces parts of it where its CPU engine runs.
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "training", "verl_history", "runner_v2", "parallel", "requests", "model_drafter", "certify",
-        "bench_host", "sampling",
+        "device_waits", "host_drafts", "ascend", "training", "any_manager", "verl_history", "runner_v2",
+        "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
     )
 ]  # fmt: skip
 
@@ -48,7 +49,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in LONG or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.long)
-        elif item.path.name == TRAINING or item.path.parent.name == "engine":
+        elif item.path.name in (TRAINING, "test_any_manager.py") or item.path.parent.name == "engine":
             item.add_marker(pytest.mark.slow)
         if item.path.name == TRAINING:
             item.add_marker(pytest.mark.training)

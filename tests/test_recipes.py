@@ -129,14 +129,14 @@ def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path):
         ROOT / "recipes/dapo/run.sh",
         "qwen3_235b",
         "npu",
-        "rollout.spec.min_survival=2",
+        "actor_rollout_ref.rollout.name=sglang",
         f"hydra.run.dir={tmp_path}",
         ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
         MODEL_PATH="/models/one, two",
         VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("rollout_spec: rollout.spec.min_survival=2")
+    assert done.stderr.splitlines()[-1].startswith("rollout_spec: actor_rollout_ref.rollout.name=sglang")
     assert "Started a local Ray instance" not in done.stdout + done.stderr
     config = OmegaConf.load(tmp_path / ".hydra/config.yaml")
     assert (config.trainer.device, config.trainer.nnodes) == ("npu", 8)

@@ -34,7 +34,7 @@ from rollout_spec_lab.verl_cpu import workarounds
 from verl.plugin.platform import PlatformRegistry, get_platform
 
 assert get_platform().device_name == "cuda" and PlatformRegistry.get("cpu") is None
-assert not patches.applied()
+assert [patch.name for patch in patches.applied()] == ["verl-plain-options"]
 assert not [finder for finder in sys.meta_path if type(finder).__module__ == workarounds.__name__]
 initialize = verl.utils.distributed.initialize_global_process_group_ray
 assert initialize.__module__ == "verl.utils.distributed"

@@ -9,7 +9,8 @@ from rollout_spec.verl.worker_extension import SpecWorkerExtension
 
 class Extension(SpecWorkerExtension):
     def last_step_of_the_ranks(self):
-        return tuple(self.model_runner.drafter.other_ranks.ranks)
+        work = self.model_runner.drafter.work
+        return work.number, work.num_tokens
 
     def pass_the_drafter_by(self):
         self.model_runner.effective_drafter_max_model_len = 0

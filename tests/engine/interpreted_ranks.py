@@ -32,7 +32,8 @@ class Extension:
         return "".join(self.passes)
 
     def last_step_of_the_ranks(self):
-        return self.model_runner.drafter.other_ranks.ranks
+        work = self.model_runner.drafter.work
+        return work.number, work.num_tokens
 
     def counters(self):
         return self.model_runner.drafter.take_counters().to_dict()

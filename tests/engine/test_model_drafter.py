@@ -122,7 +122,7 @@ def test_passes_are_left_out_where_they_do_not_pay(results):
     """A wrong head's, in time made of passes: it keeps its first one, and a try now and then."""
     num_late = len(results["wrong"]["steps"]) // 3  # after the learning
     num_passes = sum(results["wrong"]["passes"][-num_late:])
-    assert num_late < num_passes < 1.5 * num_late  # all would be 2 a step or more
+    assert num_late <= num_passes < 1.5 * num_late  # all would be 2 a step or more
 
 
 @pytest.mark.parametrize("engine", ["model", "both"])

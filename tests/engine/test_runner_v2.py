@@ -252,9 +252,9 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engin
     responses = [found["interrupted"], *(one["tokens"] for one in samples(found))]
     for response in responses:  # a longer one may have taken its place
         assert any(kept[: len(response)] == response for kept in found["history"])
-    for kept in found["history"]:  # but for the aborted ones; a step may give 8 tokens after a stop
+    for kept in found["history"]:  # of these at least; a step may give 8 tokens after a stop
         ends = [len(response) for response in responses if kept[: len(response)] == response]
-        assert len(kept) <= max(ends, default=0) + 8
+        assert not ends or len(kept) <= max(ends) + 8
     assert_stopped(found, sampled)
     counters = found["counters_behind"]
     assert counters["num_accepted_tokens"] > len(found["stopped"]["tokens"]) / 2
