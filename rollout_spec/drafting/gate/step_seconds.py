@@ -19,7 +19,7 @@ _BENDS = 2.0 ** np.arange(3, 15)  # tokens
 _KNOTS = np.array([0.0, *_BENDS, 2 * _BENDS[-1]])
 _SLOPES = slice(1, 2 + len(_BENDS))
 _JUMPS = slice(_SLOPES.stop, _SLOPES.stop + len(_BENDS))
-_NUM_COLUMNS = _JUMPS.stop + 6
+_NUM_COLUMNS = _JUMPS.stop + 7
 _TENS, _CONTEXT = 0.1, 1e-5  # so that doubt weighs all columns alike
 
 _Floats = npt.NDArray[np.float64]
@@ -86,7 +86,8 @@ class StepSeconds:
     def _extras(self, step: Step) -> _Floats:
         prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _CONTEXT
         passes, is_slower_code = step.num_passes, step.has_drafts != self._fills
-        return np.array([prompts, context, is_slower_code, passes, passes * step.num_rows * _TENS])
+        rows = step.num_rows * _TENS
+        return np.array([prompts, context, is_slower_code, is_slower_code * rows, passes, passes * rows])
 
     def _fit(self) -> None:
         """To all that was learned. Doubt is relative too."""
