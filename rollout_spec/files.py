@@ -63,7 +63,7 @@ def refuse_others(folder: Path, names: Iterable[str]) -> None:
         if file.is_file():
             with file.open("rb") as opened:
                 if not _MARK.search(opened.read(1024)):
-                    raise UserError(f"{file} is there and not ours: name another folder")
+                    raise UserError(f"{file} is there and not ours: name another place")
 
 
 def as_json(record: Mapping[str, Any]) -> str:

@@ -266,7 +266,7 @@ def test_a_file_that_is_not_ours_stays(command, name, tmp_path, capsys):
         make(tmp_path / "kept")
         assert main([*command.split(), "--output", str(tmp_path)]) == 2
         said = capsys.readouterr().err
-        assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another folder\n")
+        assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another place\n")
         (tmp_path / name).unlink()
     assert (tmp_path / "kept").read_text() == "somebody's work"
 

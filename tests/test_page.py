@@ -18,7 +18,7 @@ from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
 from tests.test_report import write_run
 
-HEIGHT = 4800
+HEIGHT, WIDEST = 4800, 1300
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 INSTALL = "no chromium here; install it: apt-get install chromium"
 
@@ -32,13 +32,14 @@ addEventListener("load", () => {
   };
   const found = {
     pictures: [...document.images].map((image) => ({
-      alt: image.alt, width: image.naturalWidth, complete: image.complete, box: box(image) })),
+      alt: image.alt, complete: image.complete, box: box(image),
+      shape: [image.naturalWidth, image.naturalHeight] })),
     overflow: document.documentElement.scrollWidth - innerWidth,
   };
   const probe = document.createElement("pre");
   probe.id = "probe";
   probe.textContent = JSON.stringify(found);
-  document.body.append(probe);
+  parent.document.body.append(probe);
 });
 </script>
 """
@@ -64,11 +65,14 @@ def page(tmp_path_factory):
 
 
 def probe(chromium, page, folder, width):
+    """In a frame, because chromium opens no window as narrow as a phone."""
     probed = folder / "probed.html"
-    probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
+    inner = html.escape(page.read_text().replace("</body>", PROBE + "</body>"))
+    size = f'width="{width}" height="{HEIGHT}"'
+    probed.write_text(f'<!doctype html><iframe {size} style="border: 0" srcdoc="{inner}"></iframe>')
     flags = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "hide-scrollbars", "dump-dom")
     command = [chromium, *(f"--{flag}" for flag in flags), f"--user-data-dir={folder / 'profile'}"]
-    command += [f"--window-size={width},{HEIGHT}", probed.as_uri()]
+    command += [f"--window-size={WIDEST},{HEIGHT}", probed.as_uri()]
     env = {**os.environ, "HOME": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
@@ -77,12 +81,14 @@ def probe(chromium, page, folder, width):
     return json.loads(html.unescape(found[1]))
 
 
-@pytest.mark.parametrize(("width", "least"), [(1200, 800), (500, 300)])  # chromium opens no narrower window
-def test_the_picture_is_shown_and_wide_tables_scroll_inside_the_page(chromium, page, tmp_path, width, least):
+@pytest.mark.parametrize(("width", "least"), [(1200, 800), (390, 340)])
+def test_the_picture_fits_and_wide_tables_scroll_inside_the_page(chromium, page, tmp_path, width, least):
     found = probe(chromium, page, tmp_path, width)
     (picture,) = found["pictures"]
     left, _, right, bottom = picture["box"]
-    assert picture["complete"] and picture["width"] > 1000, picture
-    assert right - left > least and bottom < HEIGHT, picture
+    wide, high = picture["shape"]
+    assert picture["complete"] and wide > 600, picture
+    assert right - left > least and right <= width and bottom < HEIGHT, picture
+    assert high / wide > 6 or width > 390, "a phone has the panels below one another"
     assert picture["alt"].endswith("off and sam")
     assert found["overflow"] <= 0

@@ -133,6 +133,24 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys, monk
     assert message.format(**FILES) in error
 
 
+@pytest.mark.parametrize(
+    ("command", "output", "name"),
+    [
+        ("demo --steps 1 --quick", ".", "summary.json"),
+        ("gpu-check --methods off", ".", "index.html"),
+        ("bench engine --methods off", ".", "engine.json"),
+        ("bench drafters no.jsonl", ".", "drafters.json"),
+        ("bench gate nothing", "a.json", "a.json"),
+        ("bench gate nothing", "a.json", "a.png"),
+    ],
+)
+def test_a_file_that_is_not_ours_stays(command, output, name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    (tmp_path / name).write_text("somebody's work")
+    assert main([*command.split(), "--output", str(tmp_path / output)]) == 2
+    assert capsys.readouterr().err.endswith(f"{name} is there and not ours: name another place\n")
+
+
 PARSERS = dict(parsers(build_parser(), "rollout-spec-lab"))
 
 

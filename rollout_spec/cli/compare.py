@@ -7,6 +7,7 @@ from pathlib import Path
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, folder_for, path
 
+FOLDER = folder_for("summary.json", "report.png", "report.html")  # an argparse type
 HELP = "compare two training runs, one without drafts and one with"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
@@ -19,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     there = "outputs/comparison"
-    kind = folder_for("summary.json", "report.png", "report.html")
-    add_options(output, ("--output", kind, "DIR", there, "folder for page, picture and JSON"))
+    add_options(output, ("--output", FOLDER, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")

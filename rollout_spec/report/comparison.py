@@ -31,7 +31,7 @@ def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str])
     tables = [("Means, with 95 % intervals", table_columns(comparison), table_rows(comparison))]
     facts = {**facts, **MEASURED}
     text = sentences(comparison)
-    page = render("compare", headline(comparison), text, tables, facts, picture, alt)
+    page = render("compare", headline(comparison), text, tables, facts, picture, alt, draw(comparison, 1))
     contents: dict[str, bytes | str] = {"json": as_json(comparison.to_dict()), "png": picture, "html": page}
     write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
     return {kind: folder / name for kind, name in FILES.items()}

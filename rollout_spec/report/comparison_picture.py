@@ -7,17 +7,16 @@ from rollout_spec.report.page import COLOURS, png
 from rollout_spec.report.runs import ratio
 
 MAX_MARKERS = 40
-NUM_COLUMNS = 2  # panels side by side
 
 
-def draw(comparison: Comparison) -> bytes:
-    """Every measure, step by step, both runs; a PNG."""
+def draw(comparison: Comparison, num_columns: int = 2) -> bytes:
+    """Every measure, step by step, both runs; a PNG with so many panels side by side."""
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
     measures = comparison.shown
-    num_rows = -(-len(measures) // NUM_COLUMNS)
-    figure = Figure(figsize=(4.4 * NUM_COLUMNS, 2.9 * num_rows), layout="constrained")
-    panels = list(figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flat)
+    num_rows = -(-len(measures) // num_columns)
+    figure = Figure(figsize=(4.4 * num_columns, 2.9 * num_rows), layout="constrained")
+    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     for axes, compared in zip(panels, measures, strict=False):
         _panel(axes, comparison, compared.measure)
     for axes in panels[len(measures) :]:

@@ -95,13 +95,13 @@ def draw(record: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     panels = ([_draw_steps] if len(record["by_step"]) > 1 else []) + [_draw_running]
-    figure = Figure(figsize=(6.4, 3.0 * len(panels)), layout="constrained")  # below one another, for phones
+    figure = Figure(figsize=(4.8, 2.8 * len(panels)), layout="constrained")  # below one another, for phones
     for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         panel(axes, record)
         axes.tick_params(labelsize=8, length=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(9)
-    return png(figure, dpi=130)
+    return png(figure, dpi=170)
 
 
 def _draw_steps(axes: Any, record: Mapping[str, Any]) -> None:

@@ -18,17 +18,22 @@ def render(
     facts: Mapping[str, str],
     picture: bytes | None = None,
     alt: str = "",
+    narrow: bytes | None = None,
 ) -> str:
     """What a command found, as a page. `facts`: with what it was made; `alt`: what `picture`, a PNG,
-    shows."""
+    shows; `narrow`: it for phones."""
     from jinja2 import Environment
 
     template = resources.files("rollout_spec.report").joinpath("page.html.j2").read_text()
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
     return page.render(
         command=command, headline=headline, sentences=sentences, tables=tables, facts=facts, alt=alt,
-        picture=picture and base64.b64encode(picture).decode(),
+        picture=_text(picture), narrow=_text(narrow),
     )  # fmt: skip
+
+
+def _text(picture: bytes | None) -> str:
+    return base64.b64encode(picture or b"").decode()
 
 
 def png(figure: Any, dpi: int) -> bytes:

@@ -72,9 +72,9 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
         axis.set_title(
             f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=9, loc="left"
         )
-        axis.set_ylabel("running")
+        axis.set_ylabel("requests")
     axes[0, 0].legend(fontsize=7, loc="upper right")
-    axes[-1, 0].set_xlabel("seconds")
+    axes[-1, 0].set_xlabel("time (s)")
     figure.tight_layout()
     return png(figure, 110)
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_spec_argument(
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )
-    add_output(parser, "drafters.json")
+    add_output(parser, "drafters.json", "drafters.json")
     trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
     add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts")
 

@@ -27,6 +27,7 @@ REFUSED = {  # as --spec, and why
     "model_tokens": "--model-drafter sets it",
 }
 WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
+OURS = ("engine.json", "engine.png")  # have our mark
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
     add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
-    inputs.add_output(parser, WRITTEN)
+    inputs.add_output(parser, WRITTEN, *OURS)
     add_example(
         parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
     )

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS, REFUSED,
     )  # fmt: skip
-    inputs.add_output(parser, "host.json")
+    inputs.add_output(parser, "host.json", "host.json")
     add_example(
         parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
     )

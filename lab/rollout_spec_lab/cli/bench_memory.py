@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--drift", number(float, 0, 1), "SHARE", 0.1, "of a response's tokens, others in the next epoch"),
     )
     training.add_argument("--shuffle", action="store_true", help="prompts come in another order each time")
-    add_output(parser, "the JSON", "FILE")
+    add_output(parser, "the JSON")
     add_example(parser, "rollout-spec-lab bench memory --engines 2")
 
 

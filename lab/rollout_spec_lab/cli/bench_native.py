@@ -12,7 +12,7 @@ HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured = parser.add_argument_group("what is measured")
     add_options(measured, ("--repeats", number(int, 1), "N", 7, "take the least of N runs"))
-    add_output(parser, "the JSON", "FILE")
+    add_output(parser, "the JSON")
     add_example(parser, "rollout-spec-lab bench native --output outputs/native.json")
 
 

@@ -11,7 +11,7 @@ from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli import inputs
-from rollout_spec_lab.cli.bench_engine import REFUSED, WRITTEN, serve
+from rollout_spec_lab.cli.bench_engine import OURS, REFUSED, WRITTEN, serve
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     known = "as in `bench engine`, without models"
     add_options(inputs.add_compared_arguments(parser, known, METHODS, REFUSED), inputs.TAIL)
-    inputs.add_output(parser, WRITTEN)
+    inputs.add_output(parser, WRITTEN, *OURS)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
         "--model-config recipes/models/qwen3_8b.json --gpu h100",

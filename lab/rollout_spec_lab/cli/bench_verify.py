@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--drafts", number(int, 0), "K", [], "draft tokens of each (0 7 15)"),
         ("--vocab-size", number(int, 1000), "V", 151_936, "of the logits"),
     )
-    add_output(parser, "the JSON", "FILE")
+    add_output(parser, "the JSON")
     add_example(parser, "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, folder, number, path
+from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.compare import FOLDER
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli.inputs import MODEL
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trained.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, for both runs")
 
     output = parser.add_argument_group("output")
-    add_options(output, ("--output", folder, "DIR", Path("outputs/demo"), "runs, report and charts"))
+    add_options(output, ("--output", FOLDER, "DIR", Path("outputs/demo"), "runs, report and charts"))
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
     add_example(parser, "rollout-spec-lab demo --trainer separate_async --steps 8")
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, folder, number, path
+from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments
 from rollout_spec.cli.prompts import tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli.bench_engine import OURS
 from rollout_spec_lab.gpu_check import PARTS, V2
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output = parser.add_argument_group("output")
     help_ = "write gpu-check.json, index.html and the rollouts there"
-    add_options(output, ("--output", folder, "DIR", Path("outputs/gpu-check"), help_))
+    kind = folder_for("gpu-check.json", "index.html", *OURS)
+    add_options(output, ("--output", kind, "DIR", Path("outputs/gpu-check"), help_))
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
     add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 

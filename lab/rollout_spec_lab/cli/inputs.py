@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import models, prompts
-from rollout_spec.cli.arguments import add_options, add_spec_argument, folder, number, path, spec_options
+from rollout_spec.cli.arguments import add_options, add_spec_argument, folder_for, number, path, spec_options
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
 from rollout_spec_lab.bench.drafters import MissingError
@@ -103,11 +103,21 @@ def rooflines(config: Path | None, gpu: str | None) -> dict[str, Roofline]:
     return {runner.upper(): roofline(config, gpu, host=host) for runner, host in hosts.items()}
 
 
-def add_output(parser: argparse.ArgumentParser, written: str | None, metavar: str = "DIR") -> None:
-    """Add `--output`, a folder or a file that gets what is `written`, None: there is none; and `--json`."""
+def _file(text: str) -> Path:
+    """An argparse type: a file that can be written, or replaced, as it is ours."""
+    file = path(text)
+    return folder_for(file.name)(str(file.parent)) / file.name
+
+
+def add_output(parser: argparse.ArgumentParser, written: str | None, *names: str) -> None:
+    """Add `--output`, which gets what is `written`, None: there is none; and `--json`.
+
+    Args:
+        names: in the folder, of files that are replaced if they are ours; none: `--output` is such a file.
+    """
     output = parser.add_argument_group("output")
     if written:
-        kind = folder if metavar == "DIR" else path
+        kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
         add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

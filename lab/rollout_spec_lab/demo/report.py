@@ -81,7 +81,7 @@ def write(comparison: Comparison, turns: Turns, folder: Path, facts: Mapping[str
     picture = draw(comparison)
     page = render(
         "demo", headline(turns), text(comparison, turns), tables(comparison, turns), facts, picture,
-        "Each measure over the training steps, off and sam",
+        "Each measure over the training steps, off and sam", draw(comparison, 1),
     )  # fmt: skip
     summary = as_json(to_dict(comparison, turns))
     write_files(folder, {FILES["json"]: summary, FILES["png"]: picture, FILES["html"]: page})
