@@ -77,6 +77,7 @@ def simulate(
     times: Times,
     on_tokens: Callable[[int], None] | None = None,
     model: SimulatedModel | None = None,
+    template: Callable[[Request], Request] | None = None,
 ) -> dict[str, Any]:
     """The rollouts of a recording on a cluster, one after the other; each ends with its slowest replica.
 
@@ -86,6 +87,7 @@ def simulate(
         lines: at least one response must have a token.
         on_tokens: called with the number of tokens of each step.
         model: that drafts too.
+        template: gives what is served in the place of a request.
 
     Returns:
         makespan_s, of all rollouts; tail_share, of the time that engines work, with at most TAIL_ROWS
@@ -101,7 +103,8 @@ def simulate(
     engines = list(itertools.chain.from_iterable(replicas))
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
-        parts = assign(requests_of(lines_of_step, cluster.group_size), len(engines))
+        requests = requests_of(lines_of_step, cluster.group_size)
+        parts = assign([*map(template, requests)] if template else requests, len(engines))
         makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])

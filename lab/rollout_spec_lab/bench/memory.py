@@ -14,6 +14,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.environment import environment
 from rollout_spec.predict.engine import Cluster
+from rollout_spec.predict.load import Request
 from rollout_spec.predict.simulate import simulate
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
@@ -33,6 +34,8 @@ class Training:
     history: int = 8
     drift: float = 0.1  # share of tokens that are others in the next epoch
     shuffled: bool = False  # prompts come in another order in every epoch
+    num_turns: int = 1  # of a sample, each an equal part of its response
+    rewrites: bool = False  # the template does, as `rewritten`
 
     @property
     def index_bytes(self) -> int:
@@ -61,7 +64,17 @@ def lines_of(training: Training) -> Iterator[Rollout]:
                 text[drifted] = words(rng, len(text))[drifted]
                 responses.append(text[: int(len(text) * rng.uniform(0.5, 1.0))].copy())
             step = epoch * len(prompts) + place // PROMPTS_OF_A_STEP
-            yield Rollout(str(number), step, prompts[number], responses)
+            parts = (np.linspace(0, len(each), training.num_turns + 1).astype(np.int32) for each in responses)
+            turns = [np.column_stack((part[:-1], part[1:])) for part in parts]
+            yield Rollout(str(number), step, prompts[number], responses, turns=turns)
+
+
+def rewritten(request: Request, prompt: Int32Array | None = None) -> Request:
+    """With this prompt; a later turn's has the last quarter of each turn before, the rest was reasoning."""
+    prompt = request.prompt_token_ids if prompt is None else prompt
+    answer = request.response[len(request.response) * 3 // 4 :]
+    later = request.next_turn and rewritten(request.next_turn, np.append(prompt, answer))
+    return dataclasses.replace(request, prompt_token_ids=prompt, num_cached=0, next_turn=later)
 
 
 def measure(training: Training, shares: Sequence[float] = SHARES) -> dict[str, Any]:
@@ -73,7 +86,8 @@ def measure(training: Training, shares: Sequence[float] = SHARES) -> dict[str, A
     for share in (*shares, None):
         mib = 1 << 12 if share is None else max(1, round(share * training.index_bytes / 2**20))
         config = SpecConfig(history=training.history, batch_threshold=rows, max_index_mb=mib)
-        figures = simulate(lines, cluster, config, StepTimes([(1, 0.01, 1.0)]))
+        times = StepTimes([(1, 0.01, 1.0)])
+        figures = simulate(lines, cluster, config, times, template=rewritten if training.rewrites else None)
         results.append({"share": share, "max_index_mb": mib, "tokens_per_step": figures["tokens_per_step"]})
     for result in results:
         result["of_unlimited"] = result["tokens_per_step"] / results[-1]["tokens_per_step"]

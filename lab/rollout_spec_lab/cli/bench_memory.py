@@ -16,9 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompts", number(int, 1), "N", 96, "prompts of an epoch"),
         ("--epochs", number(int, 2), "N", 4, "how often each comes"),
         ("--engines", number(int, 1), "N", 1, "that serve them"),
+        ("--turns", number(int, 1), "N", 1, "of a sample"),
         ("--drift", number(float, 0, 1), "SHARE", 0.1, "of a response's tokens, others in the next epoch"),
     )
     training.add_argument("--shuffle", action="store_true", help="prompts come in another order each time")
+    rewrites = "the template leaves the reasoning of earlier turns out of later prompts"
+    training.add_argument("--rewrites", action="store_true", help=rewrites)
     add_output(parser, "the JSON")
     add_example(parser, "rollout-spec-lab bench memory --engines 2")
 
@@ -35,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
             num_engines=args.engines,
             drift=args.drift,
             shuffled=args.shuffle,
+            num_turns=args.turns,
+            rewrites=args.rewrites,
         )
     )
     if args.output:
