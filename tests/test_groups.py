@@ -83,30 +83,6 @@ def test_a_sample_goes_on_in_its_sequence(rows):
     assert not rows.is_open(first) and rows.kept() == [[30, 31, 40]]
 
 
-def test_a_sample_that_ends_while_its_request_runs_keeps_no_place(rows):
-    member = rows.add(PROMPT, **of_sample())
-    member.has_ended = True
-    rows.end(member, [*PROMPT, 30])
-    assert not rows.is_open(member) and rows.kept() == [[30]]
-
-
-def test_a_group_gets_another_prompt(rows):
-    """A date has changed, or a sample asks something beside: what runs stays after its own prompt."""
-    first, other = rows.add(PROMPT, **of_sample("a")), [9, *PROMPT[1:]]
-    second = rows.add(other, **of_sample("b"))
-    rows.end(second, [*other, 40, 41])
-    rows.end(first, [*PROMPT, 30, 31])
-    rows.index.catch_up()
-    assert rows.kept() == [[40, 41], [30, 31]] and first.group is second.group
-    assert rows.index.stats().num_tokens == 2 * 20 + 4
-    third = rows.add(other, **of_sample("c"))
-    rows.say(third, [*other, 40])
-    assert rows.index.stats().num_tokens == 2 * 20 + 5, "its prompt is there"
-    assert rows.add([*PROMPT, 30, 31, 7], **of_sample("a")) is first
-    assert rows.add([*other, 40, 41], **of_sample("b")) is second
-    rows.index.validate()
-
-
 def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_again(rows):
     """Each text once, the latest first."""
     for number in range(3):
@@ -143,47 +119,12 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     assert [call.args[1].tolist() for call in added.call_args_list[2:]] == [[31], [30]]
 
 
-def test_without_a_name_the_longest_text_that_a_prompt_begins_with_goes_on(rows):
-    """Whether the group's prompt is the request's or has a name; not one of another name."""
-    short, long, apart = ([*PROMPT, *range(30, n)] for n in (32, 34, 36))
-    of_long, of_short = rows.park(long), rows.park(short)
-    of_group = rows.park(apart, group="group")
-    assert rows.add([*apart, 50]) is of_long
-    assert rows.add(short) is of_short
-    assert rows.add([*apart, 50], group="other") not in (of_long, of_short, of_group)
-    assert rows.add([*apart, 50], group="group") is of_group
-    odd = rows.add([9, 9], group="group")  # another prompt of the group
-    rows.end(odd, [9, 9, 50])
-    assert rows.add([9, 9, 50], group="group") is odd
-    assert rows.groups.num_resumed == 4
-
-
 @pytest.mark.parametrize("names", [{}, of_sample()], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.park([*PROMPT, 30 + i], **names) for i in range(3)]
     assert [rows.is_open(member) for member in members] == [False, True, True]
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
-
-
-def test_what_is_parked_in_a_group_that_leaves_a_full_index_is_packed():
-    """The sample's next turn begins in the group that is indexed again."""
-    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
-        rows = Rows(index, History(4, 1 << 20))
-        first = rows.park([*PROMPT, 30, 31], **of_sample())
-        for begin in range(100, 16_100, 400):
-            prompt = range(begin, begin + 400)
-            last = rows.add(prompt)
-            rows.end(last, prompt)
-        assert rows.add(prompt) is last
-        assert rows.kept() == [[30, 31]]
-        again = rows.add([*PROMPT, 30, 31, 7], **of_sample())
-        assert again is not first and rows.groups.num_resumed == 1
-        rows.index_all()
-        rows.end(again, [*PROMPT, 30, 31, 7, 8])
-        assert rows.kept() == [[30, 31, 7, 8]]
-        rows.groups.end_samples(["sample"])
-        rows.index.validate()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

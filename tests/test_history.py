@@ -17,21 +17,6 @@ def texts(history, key):
     return [response.tolist() for response in history.get(key)]
 
 
-def test_the_last_responses_of_every_prompt_are_kept():
-    history = History(2, 1 << 20)
-    for tokens in ([1], [2, 2], [3, 3, 3], []):
-        history.add(b"a" * 16, int32(*tokens))
-    assert texts(history, b"a" * 16) == [[2, 2], [3, 3, 3]]
-    assert texts(history, b"c" * 16) == [] and len(history) == 1
-
-
-def test_prompts_that_are_dropped_take_no_room():
-    history = History(8, 12_000)
-    for prompt in range(20):
-        history.add(bytes([prompt]) * 16, np.zeros(300, np.int32))
-    assert (len(history), history.num_bytes) == (7, 7 * 1600)
-
-
 def test_the_budget_drops_the_earliest_responses_to_the_prompts_with_most():
     keys = [bytes([prompt]) * 16 for prompt in range(6)]
     history = History(8, 12_000)  # eight responses
