@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import nullcontext
 
 import pytest
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
@@ -198,6 +199,49 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
         assert (found == (num_tokens, (2**31 - 1) // vocabulary)) == (
             is_refused and is_mrv2 and num_tokens > 8192
         )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "old", "is_refused"), [(64, 29, True), (128, 29, False), (64, 32, False)]
+)
+def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
+    tiny_model, head_dim, old, is_refused, monkeypatch
+):
+    """With `FULL` on MRV2 of vLLM 0.24 and 0.29, and FlashAttention 3."""
+    from vllm.config import CUDAGraphMode, ModelConfig
+
+    from rollout_spec.vllm import checks
+
+    config = configured(tiny_model, {})
+    monkeypatch.setattr(ModelConfig, "get_head_size", lambda _: head_dim)
+    monkeypatch.setattr(checks, "is_before", lambda minor: minor > old)
+    for mode, is_mrv2 in (("FULL", True), ("FULL_AND_PIECEWISE", True), ("FULL", False)):
+        config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+        monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
+        is_wrong = mode == "FULL" and is_mrv2 and is_refused
+        with (
+            pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
+            if is_wrong
+            else nullcontext()
+        ):
+            checks._refuse_beside_ours(config, SpecConfig(), "ours")
+
+
+def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):
+    """They would draft different tokens, and hang."""
+    from rollout_spec.vllm.checks import check_options
+
+    config = configured(tiny_model, {})
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"^prefill_context_parallel_size=2: must be 1 with [^\n]*$"):
+        check_options(config)
+
+
+def test_options_of_ours_compile_nothing_anew(tiny_model):
+    """vLLM finds what it has compiled by this hash."""
+    hashes = [configured(tiny_model, spec).compute_hash() for spec in ({"history": 1}, {"history": 2})]
+    others = configured(tiny_model, additional_config={"theirs": 1}), configured(tiny_model, **KEYED)
+    assert len({*hashes}) == 1 and len({each.compute_hash() for each in others}) == 2
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
