@@ -64,6 +64,15 @@ class SpecConfig:
         1,
         MAX_SPECULATIVE_TOKENS,
     )
+    max_draft_tokens: int = _option(
+        1024,
+        # With some 300 tokens in a step an H100 computes as long as it reads the weights of a dense policy.
+        "at most this many draft tokens in a step, the likeliest of all requests. Each is a row of logits, and "
+        "memory is kept for it: 0.9 GiB for 1,024 of Qwen3",
+        "memory is short (fewer), or the policy is a large mixture of experts and many requests run (more)",
+        1,
+        1 << 20,
+    )
     model_tokens: int = _option(
         3,
         "with vLLM alone and a draft model: the most tokens that the model drafts per request and step. "
