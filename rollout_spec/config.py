@@ -67,8 +67,8 @@ class SpecConfig:
     max_draft_tokens: int = _option(
         1024,
         # With some 300 tokens in a step an H100 computes as long as it reads the weights of a dense policy.
-        "at most this many draft tokens in a step, the likeliest of all requests. Each is a row of logits, and "
-        "memory is kept for it: 0.9 GiB for 1,024 of Qwen3",
+        "at most this many draft tokens in a step, the likeliest of all requests. Each is a row of logits: "
+        "1,024 of Qwen3 take 0.9 GiB, which is kept for them",
         "memory is short (fewer), or the policy is a large mixture of experts and many requests run (more)",
         1,
         1 << 20,

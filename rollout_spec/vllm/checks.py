@@ -15,6 +15,7 @@ from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
+from rollout_spec.vllm.logits import most_rows
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
@@ -90,7 +91,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     partial_logits = next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None)
     ours = _of_ours(vllm_config, config) if config.enabled else {}
     model = _of_model(vllm_config) if has_model else {}
-    drafts = _of_drafts(vllm_config, method) if ours or model else {}
+    drafts = _of_drafts(vllm_config, config, method) if ours or model else {}
     refuse({"partial_logits": partial_logits} | ours | model | drafts, of_model)
     if has_model:
         _refuse_beside_model(vllm_config, of_model)
@@ -127,7 +128,7 @@ def _of_model(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
+def _of_drafts(vllm_config: VllmConfig, config: SpecConfig, method: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
     return {
@@ -136,16 +137,16 @@ def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
         "m3_cache": policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache,
         "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
         "growing_rope": _growing_rope(model),
-        "wide_logits": _wide_logits(vllm_config),
+        "wide_logits": _wide_logits(vllm_config, config),
     }
 
 
-def _wide_logits(vllm_config: VllmConfig) -> tuple[int, int] | None:
+def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> tuple[int, int] | None:
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
-    too_many = min(given, scheduler.max_num_seqs * (1 + k)) > most
-    return (given, most) if too_many and vllm_config.use_v2_model_runner and is_before(29) else None
+    rows = most_rows(vllm_config, config) if config.enabled else min(given, scheduler.max_num_seqs * (1 + k))
+    return (given, most) if rows > most and vllm_config.use_v2_model_runner and is_before(29) else None
 
 
 def _loses_ahead(vllm_config: VllmConfig) -> str | None:

@@ -184,7 +184,10 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
 def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     tiny_model, vocabulary, is_refused, monkeypatch
 ):
-    """Of 1,024 rows with 8 draft tokens, with MRV2 of vLLM 0.24; not on MRV1, and not of shorter steps."""
+    """Of 1,024 rows with 8 tokens of a model, with MRV2 of vLLM 0.24; not on MRV1, nor of shorter steps.
+
+    Ours has fewer in a step.
+    """
     from vllm.config import ModelConfig
 
     from rollout_spec.vllm import checks
@@ -195,7 +198,8 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     for is_mrv2, num_tokens in ((True, 16_384), (False, 16_384), (True, 8192)):
         monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
         config.scheduler_config.max_num_batched_tokens = num_tokens
-        found = checks._wide_logits(config)
+        assert checks._wide_logits(config, SpecConfig()) is None
+        found = checks._wide_logits(config, SpecConfig(method="keyed"))
         assert (found == (num_tokens, (2**31 - 1) // vocabulary)) == (
             is_refused and is_mrv2 and num_tokens > 8192
         )
