@@ -37,7 +37,6 @@ MIXED = GRAPHS | dict.fromkeys(("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ["FUL
 @dataclasses.dataclass
 class SomeBatch:
     num_scheduled_tokens: Any = dataclasses.field(default_factory=lambda: np.zeros(1))
-    max_query_len: int | None = None
 
 
 class SomeState(ModelState):
@@ -45,8 +44,8 @@ class SomeState(ModelState):
         self.get_additional_cg_support = lambda: additional_support
 
     def prepare_attn(self, input_batch):
-        """For how many tokens of a row vLLM plans attention; None: for the longest."""
-        return input_batch.max_query_len or int(input_batch.num_scheduled_tokens.max()) or None
+        """For how many tokens of a row vLLM plans attention; 0: for the longest."""
+        return getattr(input_batch, "max_query_len", None) or int(input_batch.num_scheduled_tokens.max())
 
 
 SomeState.__abstractmethods__ = frozenset()
@@ -208,7 +207,6 @@ def test_a_step_larger_than_all_graphs_has_none(monkeypatch):
         ({"support": "NEVER"}, "SomeBackend does not allow"),
         ({"more": "UNIFORM_BATCH"}, "SomeOther does not allow"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"prefill_context_parallel_size": 2}, "context parallelism"),
         ({"speculator": NonCallableMock(spec=DraftModelSpeculator)}, "the model that drafts"),
     ],
 )
@@ -239,7 +237,7 @@ def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch):
 def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch):
     runner = runner_with(monkeypatch)
     steps = ([1, 3], 0), ([1, 1], 0), ([1, 3], 1)
-    assert [planned(runner, graph_of(runner, *step)) for step in steps] == [1 + K, None, None]
+    assert [planned(runner, graph_of(runner, *step)) for step in steps] == [1 + K, 0, 0]
 
 
 def test_how_many_graphs_come_and_in_which_order(monkeypatch):

@@ -16,10 +16,10 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_parameters, misfit, put_before, wrap
+from rollout_spec.patches import Patch, misfit, put_before, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
@@ -44,7 +44,6 @@ def check_graphs() -> None:
     names = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
     if tuple(inspect.signature(BatchExecutionDescriptor).parameters)[:4] != names:
         raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
-    guard_parameters(GRAPHS, CudaGraphManager, "_init_candidates", ("self",))
 
 
 @contextlib.contextmanager
@@ -74,7 +73,8 @@ def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
     if why_not is None:
         if not HAS_QUERY_LENS:
             put_before(graphs_24.PlanningState, runner.model_state, GRAPHS)
-            manager.planning_state, manager.longest_query_len = runner.model_state, runner.decode_query_len
+            manager.planning_state = runner.model_state
+            manager.planning_state.longest_query_len = runner.decode_query_len
         num = add_graphs(manager, runner.decode_query_len)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return

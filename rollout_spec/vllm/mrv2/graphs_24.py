@@ -43,12 +43,13 @@ class VaryingRunner(GPUModelRunner):
 class PlanningState(ModelState):
     """It plans attention for rows of up to K + 1 tokens, where a graph is for these."""
 
-    captured_query_len: int | None = None  # of the graph that is captured now
+    longest_query_len: int  # K + 1
+    is_captured = False  # such a graph
 
     def prepare_attn(self, input_batch: Any, *others: Any, **more: Any) -> Any:
-        query_len = getattr(input_batch, "max_query_len", self.captured_query_len)
-        if query_len is not None:  # vLLM reads the largest of them only
-            input_batch = dataclasses.replace(input_batch, num_scheduled_tokens=np.array([query_len]))
+        if self.is_captured or hasattr(input_batch, "max_query_len"):  # vLLM reads the largest of these only
+            nums = np.array([self.longest_query_len])
+            input_batch = dataclasses.replace(input_batch, num_scheduled_tokens=nums)
         return super().prepare_attn(input_batch, *others, **more)
 
 
@@ -68,13 +69,11 @@ def teach_dispatcher(patch: Patch) -> None:
     @wrap(CudaGraphManager, "capture", patch)
     def capture_planned(capture: Any, self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         def create_planned(desc: Any, warmup: bool) -> Any:
-            state = getattr(self, "planning_state", None)
-            if desc.uniform_token_count != VARYING or state is None:
+            if desc.uniform_token_count != VARYING:
                 return create_forward_fn(desc, warmup)
-            state.captured_query_len = self.longest_query_len
-            try:
-                return create_forward_fn(desc, warmup)
-            finally:
-                state.captured_query_len = None
+            self.planning_state.is_captured = True
+            created = create_forward_fn(desc, warmup)
+            self.planning_state.is_captured = False
+            return created
 
         return capture(self, create_planned, *args, **kwargs)
