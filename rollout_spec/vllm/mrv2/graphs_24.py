@@ -26,18 +26,21 @@ class VaryingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        manager, states = self.cudagraph_manager, self.req_states
-        manager.step_varies = False
-        if scheduler_output.scheduled_spec_decode_tokens:
-            rows = [states.req_id_to_index[name] for name in scheduler_output.num_scheduled_tokens]
-            computed, whole = states.num_computed_prefill_tokens[rows], states.prefill_len.np[rows]
-            manager.step_varies = not (computed < whole).any()
+        self.cudagraph_manager.of_step = self.req_states, scheduler_output  # which may get its drafts later
 
     def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, batch_desc)
         if batch_desc.uniform_token_count == VARYING:
             batch.max_query_len = self.decode_query_len
         return batch
+
+
+def _varies(states: Any, scheduler_output: Any) -> bool:
+    """Whether a step has drafts, and no prompt."""
+    if not scheduler_output.scheduled_spec_decode_tokens:
+        return False
+    rows = [states.req_id_to_index[name] for name in scheduler_output.num_scheduled_tokens]
+    return not (states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any()
 
 
 class PlanningState(ModelState):
@@ -61,9 +64,10 @@ def teach_dispatcher(patch: Patch) -> None:
         dispatch: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if getattr(cudagraph_manager, "step_varies", False):
-            uniform_token_count = VARYING
-            cudagraph_manager.step_varies = False  # a dummy run comes without `update_requests`
+        if getattr(cudagraph_manager, "of_step", None) is not None:
+            if _varies(*cudagraph_manager.of_step):
+                uniform_token_count = VARYING
+            cudagraph_manager.of_step = None  # a dummy run comes without `update_requests`
         return dispatch(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
     @wrap(CudaGraphManager, "capture", patch)
