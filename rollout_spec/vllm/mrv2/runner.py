@@ -76,6 +76,13 @@ class DraftingRunner(GPUModelRunner):
     host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
     why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        # vLLM profiles a row of logits for each request.
+        super()._dummy_sampler_run(hidden_states)
+        vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
+        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
+        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
             super().initialize_kv_cache(*args, **kwargs)
@@ -86,13 +93,6 @@ class DraftingRunner(GPUModelRunner):
         # would have a full graph beside it.
         with graphs.for_plain_steps(self):
             return super()._dummy_run(*args, **kwargs)
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        # vLLM profiles a row of logits for each request.
-        super()._dummy_sampler_run(hidden_states)
-        vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
-        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
-        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # In one process it is the scheduler's own, which takes back the tokens for which there was room.
