@@ -16,7 +16,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
@@ -166,7 +165,7 @@ def longest_step(runner: Any, num_rows: int) -> Any:
     query_len = runner.decode_query_len
     ends = np.append(np.arange(0, num_rows, query_len, np.int32), np.int32(num_rows))
     numbers, num_reqs = torch.arange(num_rows, device=runner.device), len(ends) - 1
-    batch = InputBatch.make_dummy(num_reqs, num_reqs, runner.input_buffers)
+    batch = model_runner.InputBatch.make_dummy(num_reqs, num_reqs, runner.input_buffers)
     return dataclasses.replace(
         batch, num_draft_tokens=num_rows - num_reqs, num_draft_tokens_per_req=np.diff(ends) - 1,
         cu_num_logits=torch.from_numpy(ends).to(runner.device), cu_num_logits_np=ends,
