@@ -21,6 +21,7 @@ if version() == "0.23.0" and mrv2_misfit() is not None:
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils, dp_utils, model_runner
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -115,6 +116,7 @@ def runner_with(
         vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
         model_state=SomeState(other), cudagraph_manager=None,
         host_drafts=SimpleNamespace(give_drafts=lambda _: None),
+        block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
