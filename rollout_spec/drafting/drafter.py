@@ -392,6 +392,5 @@ def _likeliest(survivals: npt.NDArray[np.float32], numbers: Int32Array, most: in
     if numbers.sum() <= most:
         return numbers
     is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
-    # The first of a row come first where some tie.
-    kept = np.argsort(-survivals[is_draft], kind="stable")[:most]
+    kept = np.argpartition(-survivals[is_draft], most - 1)[:most]
     return np.bincount(np.nonzero(is_draft)[0][kept], minlength=len(numbers)).astype(np.int32)

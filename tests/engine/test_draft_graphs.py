@@ -292,6 +292,14 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     assert len({planned(runner, graph) for runner, graph in zip(runners, found, strict=True)}) == 1
 
 
+@pytest.mark.skipif(graphs.HAS_QUERY_LENS, reason="of vLLM 0.24")
+def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
+    runner = runner_with(monkeypatch)
+    graph_of(runner, [3, 2])
+    graph = model_runner.dispatch_cg_and_sync_dp(runner.cudagraph_manager, 2, 2, 1, 1, 0)[0]
+    assert graph.uniform_token_count == 1
+
+
 @pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="vLLM 0.24 puts shorter rows first by itself")
 def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step():
     """Attention that decodes rows of one length takes those after the first others for prompts."""
