@@ -174,7 +174,7 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model = vllm_config.model_config
+    model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
@@ -192,10 +192,9 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1,
          f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}: must be 1 with {of_ours}, "
          "which each of its ranks would choose by its own clock"),
-        (_captures_one_token(vllm_config),
-         "compilation_config.cudagraph_mode=FULL: MRV2 before vLLM 0.32 captures for rows of one token, and "
-         f"FlashAttention 3 with heads of {model.get_head_size()} then reads later draft tokens; take "
-         "FULL_AND_PIECEWISE"),
+        (graphs == CUDAGraphMode.FULL and vllm_config.use_v2_model_runner and is_before(32),
+         "compilation_config.cudagraph_mode=FULL: MRV2 before vLLM 0.32 captures for rows of one token, so "
+         "with FlashAttention 3 draft tokens could read later ones; take FULL_AND_PIECEWISE"),
         (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
          "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
          "external_launcher, where each tensor-parallel rank would choose by its own clock"),
@@ -206,13 +205,6 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
          "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
          "rollout.spec.batch_threshold instead"),
     )  # fmt: skip
-
-
-def _captures_one_token(vllm_config: VllmConfig) -> bool:
-    """Whether FlashAttention 3 masks nothing inside a row, as for one token, in its graphs for any step."""
-    is_full = vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL
-    has_fault = is_full and vllm_config.use_v2_model_runner and is_before(32)
-    return has_fault and not 64 < vllm_config.model_config.get_head_size() <= 128
 
 
 def _loses_drafts(model: Any) -> bool:

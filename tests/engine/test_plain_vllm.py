@@ -206,29 +206,24 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "old", "is_refused"), [(64, 29, True), (128, 29, False), (64, 32, False)]
-)
+    ("mode", "is_mrv2", "old", "is_refused"),
+    [("FULL", True, 29, True), ("FULL", True, 32, False), ("FULL", False, 29, False),
+     ("FULL_AND_PIECEWISE", True, 29, False)],
+)  # fmt: skip
 def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
-    tiny_model, head_dim, old, is_refused, monkeypatch
+    tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
 ):
-    """With `FULL` on MRV2 of vLLM 0.24 and 0.29, and FlashAttention 3."""
-    from vllm.config import CUDAGraphMode, ModelConfig
+    from vllm.config import CUDAGraphMode
 
     from rollout_spec.vllm import checks
 
     config = configured(tiny_model, {})
-    monkeypatch.setattr(ModelConfig, "get_head_size", lambda _: head_dim)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
     monkeypatch.setattr(checks, "is_before", lambda minor: minor > old)
-    for mode, is_mrv2 in (("FULL", True), ("FULL_AND_PIECEWISE", True), ("FULL", False)):
-        config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
-        monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
-        is_wrong = mode == "FULL" and is_mrv2 and is_refused
-        with (
-            pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
-            if is_wrong
-            else nullcontext()
-        ):
-            checks._refuse_beside_ours(config, SpecConfig(), "ours")
+    monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
+    refused = pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
+    with refused if is_refused else nullcontext():
+        checks._refuse_beside_ours(config, SpecConfig(), "ours")
 
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):

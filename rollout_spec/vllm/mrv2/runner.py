@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -135,8 +135,10 @@ class GraphsRunner(GPUModelRunner):
         # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
         # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
         # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.
-        if batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
+        # A graph for any step is captured with one row of all its tokens.
+        is_for_any = batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.uniform_token_count is None
+        if is_for_any or batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len or batch_desc.num_tokens
         return batch
 
 
