@@ -9,7 +9,7 @@ import tests.engine.interpreted_triton  # noqa: F401
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -189,29 +189,29 @@ class Event:
     As late as they may come: when they are waited for, or have been asked for four times. Or at once.
     """
 
-    begun: ClassVar[list[Callable[[], None]]] = []
+    begun: ClassVar[deque[Callable[[], None]]] = deque()
+    num_made: ClassVar[int] = 0
     are_early: ClassVar[bool] = False
 
     def __init__(self, *_, **__):
-        self._copies: list[Callable[[], None]] = []
-        self._num_asked = 0
+        self._num = self._num_asked = 0
 
     def record(self, *_):
-        self._copies, Event.begun, self._num_asked = Event.begun, [], 0
+        self._num, self._num_asked = Event.num_made + len(Event.begun), 0
         if Event.are_early:
             self.synchronize()
 
     def synchronize(self):
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            copy()
+        while Event.num_made < self._num:
+            Event.begun.popleft()()
+            Event.num_made += 1
 
     def wait(self, *_):
         """A stream waits, and not the host."""
 
     def query(self):
         self._num_asked += 1
-        if self._copies and self._num_asked < 4:
+        if Event.num_made < self._num and self._num_asked < 4:
             return False
         self.synchronize()
         return True
