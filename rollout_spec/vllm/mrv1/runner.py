@@ -116,7 +116,10 @@ class NotingRunner(GPUModelRunner):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
-        # vLLM profiles a draft token for each row. So as many rows as make the longest step.
+        # vLLM profiles a draft token for each row. So as many rows as make the longest step. With LoRA it has
+        # adapters for its own rows only.
+        if self.lora_config:
+            return super()._dummy_sampler_run(hidden_states)
         proposer = proposer_of(self)
         assert proposer is not None
         log_memory(self.vllm_config, proposer.config)
