@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout_spec.drafting.gate.step import ModelShares
+from rollout_spec.drafting.gate.step import Floats
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.trace import num_alike
@@ -32,8 +32,8 @@ class ModelShare:
 
     def count_accepted(
         self, request_ids: Sequence[str], nums_new_tokens: Sequence[int]
-    ) -> ModelShares | None:
-        """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
+    ) -> tuple[Floats, Floats] | None:
+        """`Step.model_shares` of the step that has ended, in which these requests got so many tokens."""
         lengths, self._lengths = self._lengths, {}
         each = zip(request_ids, nums_new_tokens, strict=True)
         rows = [(lengths[name], num_new - 1) for name, num_new in each if num_new and name in lengths]
@@ -43,4 +43,4 @@ class ModelShare:
         accepted = np.minimum(verified, accepted)
         self.counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
-        return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
+        return (verified[:, None] > places).mean(axis=0), (accepted[:, None] > places).mean(axis=0)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
-from rollout_spec.drafting.gate.step import Work
+from rollout_spec.drafting.gate.step import Step
 
 
 class Arrival:
     """A step's tokens on their way to the host, and what the step has processed."""
 
-    def __init__(self, request_ids: list[str], work: Work | None, *on_device: torch.Tensor) -> None:
+    def __init__(self, request_ids: list[str], work: Step | None, *on_device: torch.Tensor) -> None:
         self.request_ids, self.work = request_ids, work
         self._on_device = on_device  # held until they have been copied
         self._on_host = [async_copy_to_np(each) for each in on_device]
