@@ -458,3 +458,23 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
     assert drafts[2] == []
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
+
+
+def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
+    survivals = np.array([[0.9, 0.5, 0.5], [0.8, 0.7, 0.1], [0.5, 0.5, 0.9]], np.float32)
+    numbers = np.array([3, 3, 2], np.int32)  # the last token is none
+
+    likeliest = sorted([0.9, 0.5, 0.5, 0.8, 0.7, 0.1, 0.5, 0.5], reverse=True)
+    for most in range(1, 9):
+        kept = np.arange(3) < drafter_module._likeliest(survivals, numbers, most)[:, None]
+        assert sorted(survivals[kept], reverse=True) == pytest.approx(likeliest[:most])
+
+
+def test_max_draft_tokens_bounds_the_drafts_of_a_step():
+    text = [10, 11, 12, 13, 14, 15]
+    batch = make(max_draft_tokens=5)
+    for name in "abc":
+        batch.add(name)
+    batch.step([text] * 3)
+    drafts = batch.step([text[:1]] * 3)
+    assert sum(map(len, drafts)) == 5 and all(draft == text[1 : 1 + len(draft)] for draft in drafts)

@@ -85,6 +85,7 @@ class Drafter:
     ) -> None:
         self.counters = EngineCounters()  # without those of the gate and the model
         self._fill_to = config.num_speculative_tokens if fills else 0
+        self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self._gate: Gate = (
             AutoGate(self._fill_to, most_model_tokens)
@@ -359,7 +360,7 @@ class Drafter:
 
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
-        numbers = proposed.num_draft_tokens
+        numbers = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
         chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
         if chosen.any() or not numbers.any():  # else the gate has counted the step as off
             self.counters.num_steps_on += 1
@@ -387,3 +388,12 @@ class Drafter:
         step that begins, by default the one after the last."""
         self.history.step = self.history.step + 1 if step is None else step
         self._last_end = None
+
+
+def _likeliest(survivals: npt.NDArray[np.float32], numbers: Int32Array, most: int) -> Int32Array:
+    """How much of each draft is among the `most` likeliest tokens; the others are those of `Gate.choose`."""
+    if numbers.sum() <= most:
+        return numbers
+    is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+    kept = np.argpartition(-survivals[is_draft], most - 1)[:most]
+    return np.bincount(np.nonzero(is_draft)[0][kept], minlength=len(numbers)).astype(np.int32)

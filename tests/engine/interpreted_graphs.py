@@ -17,6 +17,7 @@ SOME = (*FEW, *LATE, "one")
 ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
+EARLY = ("gate", "mixed decode", "eagle gate")  # their copies to the host come as early as they may
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
 RETURNED = {"enable_return_routed_experts": True}  # with which the scheduler waits
 
@@ -73,12 +74,13 @@ SCENARIOS: dict[str, Any] = {
     "eager eagle": lambda m: beside(m, {}, SOME),
     "eager copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy"),
     # The drafter alone.
-    "open": lambda m: text(m, {}, (*NAMES, "looping"), **AHEAD, **FULL),
+    "open": lambda m: text(m, {"max_draft_tokens": 24}, (*NAMES, "looping"), **AHEAD, **FULL),
     "gate": lambda m: text(m, GATE, SOME, **AHEAD, **DECODE),
     "all of life": lambda m: text(m, GATE, (*NAMES, "looping", "long"), stop=m["stop"], **AHEAD, **FULL),
     "waiting": lambda m: text(m, GATE, SOME, **FULL),
     "preempted": lambda m: text(m, GATE, FEW, **AHEAD, **FEW_BLOCKS, **FULL),
     "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
+    "whole": lambda m: text(m, {}, SOME, **AHEAD, **interpreted_cuda.with_graphs("FULL")),
     "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
     "mixed decode": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **DECODE),
     "plain experts": lambda m: experts(m, None),
@@ -99,6 +101,7 @@ def main(models, *names):
     for name in names:
         if "plain" in results:
             folders["stop"] = late(results["plain"]["requests"]["sampled"]["text"])
+        interpreted_cuda.Event.are_early = name in EARLY
         results[name] = SCENARIOS[name](folders)
         results[name] |= interpreted_cuda.take_notes()
     return results

@@ -8,9 +8,12 @@ vLLM calls `execute_model`, in it `finish_requests` of `KeyedRunner`, `add_reque
 
 import contextlib
 import copy
+import dataclasses
 from typing import Any
 
-from vllm.config import VllmConfig
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -21,8 +24,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
+from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
+from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
@@ -37,8 +42,7 @@ _WARM_UP = Patch(
 )
 # What engines apply to themselves.
 ENGINE_PATCHES = (
-    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS,
-    *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS, graphs.GRAPHS,
 )  # fmt: skip
 
 # What we call, wrap or stand in for, beside the methods that our classes override.
@@ -70,6 +74,13 @@ class DraftingRunner(GPUModelRunner):
 
     host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
     why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        # vLLM profiles a row of logits for each request.
+        super()._dummy_sampler_run(hidden_states)
+        vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
+        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
+        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
@@ -124,21 +135,46 @@ class GraphsRunner(GPUModelRunner):
         # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
         # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
         # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.
-        if batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
+        # A graph for any step is captured with one row of all its tokens.
+        is_for_any = batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.uniform_token_count is None
+        if is_for_any or batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len or batch_desc.num_tokens
         return batch
 
 
 class ForgettingWorker(WorkerBase):
-    """It forgets what it has learned from the requests with which vLLM warms up."""
+    """It warms up with few requests, and forgets what it has learned from them."""
 
     def compile_or_warm_up_model(self) -> Any:
-        found = super().compile_or_warm_up_model()
         runner = self.model_runner
-        if isinstance(runner, DraftingRunner):
-            runner.host_drafts.proposer.start_afresh()
+        if not isinstance(runner, DraftingRunner):
+            found = super().compile_or_warm_up_model()
+        else:
+            proposer, settings = runner.host_drafts.proposer, runner.scheduler_config
+            # vLLM's requests have K drafts each: more rows of logits than any step of ours, or the profile.
+            runner.scheduler_config = few = copy.copy(settings)
+            most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
+            few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
+            found = super().compile_or_warm_up_model()
+            runner.scheduler_config = settings
+            proposer.start_afresh()
         runner.keys.forget()
         return found
+
+
+def longest_step(runner: Any, num_rows: int) -> Any:
+    """A dummy batch of so many rows of logits, K + 1 for each of as many requests as that takes."""
+    query_len = runner.decode_query_len
+    ends = np.append(np.arange(0, num_rows, query_len, np.int32), np.int32(num_rows))
+    numbers, num_reqs = torch.arange(num_rows, device=runner.device), len(ends) - 1
+    batch = model_runner.InputBatch.make_dummy(num_reqs, num_reqs, runner.input_buffers)
+    return dataclasses.replace(
+        batch, num_draft_tokens=num_rows - num_reqs, num_draft_tokens_per_req=np.diff(ends) - 1,
+        cu_num_logits=torch.from_numpy(ends).to(runner.device), cu_num_logits_np=ends,
+        logits_indices=torch.zeros_like(numbers, dtype=batch.logits_indices.dtype),
+        expanded_idx_mapping=(numbers // query_len).to(batch.expanded_idx_mapping.dtype),
+        expanded_local_pos=(numbers % query_len).to(batch.expanded_local_pos.dtype),
+    )  # fmt: skip
 
 
 def check_runner() -> None:
@@ -188,12 +224,10 @@ def bind(worker: Any, config: SpecConfig) -> None:
 
 def give_graphs_or_say_why_not(runner: Any) -> str | None:
     """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
-    if not graphs.HAS_GRAPHS:
-        return "this vLLM captures none for rows of different lengths"
     try:
         graphs.check_graphs()
-        put_before(GraphsRunner, runner, graphs.GRAPHS)
-        graphs.keep_prompts_out()
+        put_before(GraphsRunner if graphs.HAS_QUERY_LENS else VaryingRunner, runner, graphs.GRAPHS)
+        graphs.teach_dispatcher()
     except PatchError as error:
         return str(error)
     return None
