@@ -179,24 +179,19 @@ class HostDrafts:
         drafts = None
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            rows, is_last = self._batch.rows(arrival.request_ids), not self._arrivals
-            given = arrival.wait(self.proposer.catch_up)
+            places, is_last = self._batch.places(arrival.request_ids), not self._arrivals
+            tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
             try:
-                drafts = self._draft_after(arrival, rows, *given, in_time=in_time and is_last, rooms=rooms)
+                nums_new = self._batch.extend(places, tokens, nums)
+                drafts = self.proposer.draft(
+                    nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
+                    in_time=in_time and is_last and bool(drafted) == self._has_model, rooms=rooms,
+                    model_drafts=self._batch.place(places, nums, *drafted) if drafted else None,
+                )  # fmt: skip
             except Exception as error:
                 self.proposer.fail(error)
                 drafts = None
         return drafts
-
-    def _draft_after(
-        self, arrival: Arrival, rows: Any, tokens: Any, nums: Any, *drafted: Any, in_time: bool, rooms: Any
-    ) -> Drafts:
-        nums_new = self._batch.extend(rows, tokens, nums)
-        return self.proposer.draft(
-            nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
-            in_time=in_time and bool(drafted) == self._has_model, rooms=rooms,
-            model_drafts=self._batch.place(rows, nums, *drafted) if drafted else None,
-        )  # fmt: skip
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
