@@ -203,10 +203,9 @@ class Engine:
     def with_model_and_text(self):
         """A model drafts beside the text; and what the proposer of both is given of it."""
         given: list[Any] = []
-        nothing = Drafts(np.zeros((3, 1), np.int32), np.zeros(3, np.int32))
         proposer: Any = SimpleNamespace(
             is_used=True, num_passes=2, most_model_tokens=2, work=None, note_passes=lambda *_: None,
-            draft=lambda *_, model_drafts, **__: given.append(model_drafts) or nothing,
+            draft=lambda *_, model_drafts, **__: given.append(model_drafts) or Drafts.none(3),
         )  # fmt: skip
         runner = self._model(proposer)
         runner.sampled = self.accelerator.put(SAMPLED_TOKENS)

@@ -227,9 +227,7 @@ class Drafter:
             model_shares=self._model_share.count_accepted(request_ids, nums),
         )
         rows = self._rows if num_decoding == num_rows else self._rows.among(decodes)
-        drafts = Drafts(
-            np.zeros((num_rows, self._num_speculative_tokens), np.int32), np.zeros(num_rows, np.int32)
-        )
+        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows == 0:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed

@@ -49,6 +49,10 @@ class Drafts(NamedTuple):
     numbers: Int32Array
     """[num_rows], most often 0."""
 
+    @classmethod
+    def none(cls, num_rows: int, width: int = 1) -> Drafts:
+        return cls(np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32))
+
     def lists(self) -> list[list[int]]:
         tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.numbers[:, None]].tolist(), 0
         return [tokens[end : (end := end + num)] for num in self.numbers.tolist()]

@@ -176,8 +176,7 @@ class SuffixProposer:
             self._counts.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
-        num_rows = len(nums_new_tokens)
-        return Drafts(np.zeros((num_rows, 1), np.int32), np.zeros(num_rows, np.int32))
+        return Drafts.none(len(nums_new_tokens))
 
     def _until_ends(
         self, request_ids: list[str], nums_new: npt.NDArray[np.int32], token_ids: Any, levels: Any

@@ -35,7 +35,6 @@ SPECULATOR = Patch(
     "vllm/v1/worker/gpu/model_runner.py, GPUModelRunner",
     until="MRV2 takes a custom_class, and gives it the requests of its rows",
 )
-_MANY = np.iinfo(np.int32).max  # tokens: nobody knows how many
 
 
 class HostDrafts:
@@ -151,18 +150,13 @@ class HostDrafts:
             rooms: [num_requests], how many draft tokens each can have.
 
         Returns:
-            Their drafts, and at most how many tokens each has.
+            Their drafts, and how many tokens each has.
         """
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = rooms
         drafts = self._draft_after_arrivals(in_time=True, rooms=of_rows)
-        if drafts is None:
-            return Drafts(np.zeros((len(rows), 1), np.int32), np.zeros_like(rooms)), np.full_like(
-                rooms, _MANY
-            )
-        drafts = Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], rooms))
-        return drafts, np.where(rows < 0, _MANY, self._batch.levels[rows])
+        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], rooms)), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
@@ -171,12 +165,12 @@ class HostDrafts:
 
     def _draft_after_arrivals(
         self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Int32Array | None = None
-    ) -> Drafts | None:
+    ) -> Drafts:
         """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
 
         in_time, rooms: as of `Drafter.draft`, after the last step.
         """
-        drafts = None
+        drafts = Drafts.none(len(self._batch.input_batch.req_ids))
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
             places, is_last = self._batch.places(arrival.request_ids), not self._arrivals
@@ -190,7 +184,6 @@ class HostDrafts:
                 )  # fmt: skip
             except Exception as error:
                 self.proposer.fail(error)
-                drafts = None
         return drafts
 
     def report(self, output: Any) -> Any:
@@ -205,8 +198,7 @@ class HostDrafts:
             put_before(TimedOutput, output, SPECULATOR)
             if not self._plan.is_ahead:
                 drafts = self._draft_after_arrivals(in_time=True)
-                names = [*self._batch.input_batch.req_ids] if drafts else []
-                self._drafts = DraftTokenIds(names, drafts.lists() if drafts else [])
+                self._drafts = DraftTokenIds([*self._batch.input_batch.req_ids], drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             nums_drafts = self._nums_drafts if self._plan.is_ahead else None
