@@ -8,7 +8,7 @@ capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to t
 import tests.engine.interpreted_triton  # noqa: F401
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -155,18 +155,19 @@ def start_as_on_gpus(cpu_worker):
 class Event:
     """In place of `torch.cuda.Event`: `synchronize` makes the copies to the host that were begun before."""
 
-    begun: ClassVar[list[Callable[[], None]]] = []
+    begun: ClassVar[deque[Callable[[], None]]] = deque()
+    num_made: ClassVar[int] = 0
 
     def __init__(self, *_, **__):
-        self._copies: list[Callable[[], None]] = []
+        self._num = 0
 
     def record(self, *_):
-        self._copies, Event.begun = Event.begun, []
+        self._num = Event.num_made + len(Event.begun)
 
     def synchronize(self):
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            copy()
+        while Event.num_made < self._num:
+            Event.begun.popleft()()
+            Event.num_made += 1
 
     def wait(self, *_):
         """A stream waits, and not the host."""
