@@ -172,6 +172,20 @@ def test_what_needs_no_drafts_goes_to_the_device_before_the_wait_for_them(monkey
     assert log == ["tables", "tables", "wait", "launch", [[6]]]
 
 
+def test_nothing_is_learned_from_behind_an_end_on_mrv2_either():
+    with Accelerator() as accelerator:
+        runner, put = mrv2_host(accelerator, {"a": 0}), accelerator.put
+        first = planned(scheduled(("a",)), Plan(None, 0, 0), ["a"])
+        ends = SimpleNamespace(eos_token_id=8, stop_token_ids=[], max_tokens=None, extra_args=None)
+        first.scheduled_new_reqs[0].sampling_params = ends
+        runner.execute_model(first)
+        after_sampling(runner, put, ["a"], [6])
+        runner.execute_model(planned(scheduled(drafts={"a": [-1] * K}), Plan(None, 1, K), ["a"]))
+        runner.sampled = ["a"], put(torch.tensor([[7, 8, 5, 6, 7]])), put(torch.tensor([5]).int())
+        runner.sample_tokens(None)
+        assert runner.host_drafts.proposer.take_counters().num_accepted_tokens == 1
+
+
 def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
     """Attention that decodes rows of one length only computes the others from what the host counts."""
     names = ["drafted", "plain", "chunk"]

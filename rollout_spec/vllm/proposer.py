@@ -66,7 +66,7 @@ class SuffixProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = 0
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
-        self._ends = set[int]()  # the tokens that end one of them
+        self.ends = set[int]()  # the tokens that end one of them
         self._counts = Counts()
 
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
@@ -158,14 +158,20 @@ class SuffixProposer:
         nums_new_tokens: npt.NDArray[np.int32],
         token_ids: Any,
         levels: npt.NDArray[np.int32],
+        may_end: bool = True,
         **more: Any,
     ) -> Drafts:
-        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises."""
+        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises.
+
+        may_end: False where no token of the step is in `ends`, which saves a look at all rows.
+        """
         try:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
+                nums = nums_new_tokens
+                if may_end:
+                    nums, levels = self._until_ends(request_ids, nums, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **more)
                 self._counts.log(self.drafter)
                 return drafts
@@ -182,13 +188,8 @@ class SuffixProposer:
         self, request_ids: list[str], nums_new: npt.NDArray[np.int32], token_ids: Any, levels: Any
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
-        several = np.flatnonzero(nums_new > 1)
-        last = levels[several, None] - 1 - np.arange(nums_new.max(initial=0))
-        new = token_ids[several[:, None], last]  # and older ones, which cost a look
-        if not any((new == end).any() for end in self._ends):
-            return nums_new, levels
         nums_new, levels = nums_new.copy(), levels.copy()
-        for row in several.tolist():
+        for row in np.flatnonzero(nums_new > 1).tolist():
             num, ends = int(nums_new[row]), _ends(self._requests[request_ids[row]])
             tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
             num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
@@ -233,7 +234,7 @@ class SuffixProposer:
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)
-        self._ends = set[int]().union(*map(_ends, live.values()))
+        self.ends = set[int]().union(*map(_ends, live.values()))
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 

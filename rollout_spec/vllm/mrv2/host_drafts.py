@@ -181,6 +181,7 @@ class HostDrafts:
                     nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
                     in_time=in_time and is_last and bool(drafted) == self._has_model, rooms=rooms,
                     model_drafts=self._batch.place(places, nums, *drafted) if drafted else None,
+                    may_end=any((tokens == end).any() for end in self.proposer.ends),
                 )  # fmt: skip
             except Exception as error:
                 self.proposer.fail(error)
