@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
@@ -13,7 +12,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.index import Drafts
-from rollout_spec.drafting.native import NativeError
+from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import fills_drafts
@@ -114,8 +113,8 @@ class SuffixProposer:
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: npt.NDArray[np.int32],
-        token_ids_cpu: npt.NDArray[np.int32],
+        num_tokens_no_spec: Int32Array,
+        token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft for every row of the step.
@@ -154,12 +153,7 @@ class SuffixProposer:
         return 0 if self.drafter is None else self.drafter.num_passes
 
     def draft(
-        self,
-        nums_new_tokens: npt.NDArray[np.int32],
-        token_ids: Any,
-        levels: npt.NDArray[np.int32],
-        may_end: bool = True,
-        **more: Any,
+        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, may_end: bool = True, **more: Any
     ) -> Drafts:
         """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises.
 
@@ -169,10 +163,9 @@ class SuffixProposer:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                nums = nums_new_tokens
                 if may_end:
-                    nums, levels = self._until_ends(request_ids, nums, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **more)
+                    nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
+                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, **more)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:
@@ -182,11 +175,11 @@ class SuffixProposer:
             self._counts.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
-        return Drafts.none(len(nums_new_tokens))
+        return Drafts.none(len(nums_new))
 
     def _until_ends(
-        self, request_ids: list[str], nums_new: npt.NDArray[np.int32], token_ids: Any, levels: Any
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        self, request_ids: list[str], nums_new: Int32Array, token_ids: Any, levels: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
         """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
         nums_new, levels = nums_new.copy(), levels.copy()
         for row in np.flatnonzero(nums_new > 1).tolist():
@@ -225,9 +218,8 @@ class SuffixProposer:
     def _add_and_remove(self, drafter: Drafter) -> None:
         """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
-        if len(live) == len(self._requests) and all(
-            map(operator.is_, live.values(), self._requests.values())
-        ):
+        before = self._requests.values()
+        if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
             return
         known = drafter.request_ids
         # A caller may give the name of one that has ended to a new one.

@@ -14,10 +14,7 @@ from rollout_spec.drafting.gate.step import Work
 class Arrival:
     """A step's tokens on their way to the host, and what the step has processed.
 
-    Args:
-        output: vLLM's, which copies the tokens.
-        stream: on which it does.
-        on_device: what a model drafts after them, copied there too.
+    vLLM's output copies them, on this stream. What a model drafts after them goes there too.
     """
 
     def __init__(
