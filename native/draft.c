@@ -70,12 +70,9 @@ static void ask_matches(const walk *w, rs_prediction *prediction) {
     }
 }
 
-static void ask_contexts(const walk *w, rs_prediction *prediction) {
-    const rs_contexts *contexts = &w->index->contexts;
-    uint32_t tags[RS_NUM_CONTEXTS];
-    rs_context_tags(&w->recent, w->own_salt, tags);
+static void ask_contexts(const walk *w, const uint32_t tags[RS_NUM_CONTEXTS], rs_prediction *prediction) {
     for (int context = 0; context < RS_NUM_CONTEXTS; context++) {
-        const rs_context_bucket *bucket = rs_context_bucket_of(contexts, tags[context]);
+        const rs_context_bucket *bucket = rs_context_bucket_of(&w->index->contexts, tags[context]);
         rs_prediction_add_context(prediction, context, rs_context_successor(bucket, tags[context]));
     }
 }
@@ -97,9 +94,14 @@ static void ask_model(const walk *w, rs_prediction *prediction) {
 }
 
 static void ask(const walk *w, rs_prediction *prediction) {
+    uint32_t tags[RS_NUM_CONTEXTS];
+    rs_context_tags(&w->recent, w->own_salt, tags);
+    for (int context = 0; context < RS_NUM_CONTEXTS; context++) { /* their buckets come while the matches are asked */
+        __builtin_prefetch(rs_context_bucket_of(&w->index->contexts, tags[context]));
+    }
     rs_prediction_init(prediction, rs_recent_last(&w->recent));
     ask_matches(w, prediction);
-    ask_contexts(w, prediction);
+    ask_contexts(w, tags, prediction);
     if (w->index->corpus.states != NULL) {
         ask_corpus(w, prediction);
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -422,3 +422,70 @@ class SequenceOracle:
             self.last_draft.append(prediction.token)
             self.survivals.append(survival)
         return self.last_draft
+
+
+@dataclass(eq=False)
+class PackedText:
+    """What a sample said after a prompt."""
+
+    prompt: object
+    sample: object
+    step: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class PackedOracle:
+    """The packed texts of prompts: of each its samples, by the training step in which they spoke last."""
+
+    def __init__(self, num_samples, max_bytes):
+        self.num_samples, self.max_bytes, self.step = num_samples, max_bytes, 0
+        self.prompts: dict[object, list[list[PackedText]]] = {}  # that which has changed last is the last
+
+    def texts(self, prompt):
+        return [text for sample in self.prompts.get(prompt, ()) for text in sample]
+
+    @property
+    def num_bytes(self):
+        texts = [text for prompt in self.prompts for text in self.texts(prompt)]
+        return 200 * len(self.prompts) + sum(200 + 4 * len(text.tokens) for text in texts)
+
+    def keep(self, text, tokens):
+        """It says this now, and takes the place of what its sample said that this begins with."""
+        if not tokens or 400 + 4 * len(tokens) > self.max_bytes:
+            return
+        text.tokens = tokens
+        samples, own = self.prompts.pop(text.prompt, []), []
+        for sample in [each for each in samples if each[0].sample == text.sample]:
+            samples.remove(sample)
+            own = [e for e in sample if e is not text and e.tokens != tokens[: len(e.tokens)]]
+        samples.append([*own, text])
+        samples.sort(key=lambda sample: max(each.step for each in sample))
+        self.prompts[text.prompt] = samples[-self.num_samples :]
+        while self.num_bytes > self.max_bytes:
+            most = max(self.prompts, key=lambda prompt: len(self.prompts[prompt]))
+            if left := self.prompts.pop(most)[1:]:
+                self.prompts[most] = left
+
+
+@dataclass(eq=False)
+class Chain:
+    """Requests of a sample of which each goes on after the one before; `place`: where, in the index."""
+
+    place: Any
+    key: tuple
+    sample: object
+    prompt: list[int]
+    said: list[int] = field(default_factory=list)
+    text: PackedText | None = None
+    is_aborted: bool = False
+
+    def num_shared(self, prompt):
+        """Of what it said; -1: its prompt is another one."""
+        num = len(self.prompt)
+        agrees = [a == b for a, b in zip(prompt[num:], self.said, strict=False)]
+        return [*agrees, False].index(False) if prompt[:num] == self.prompt else -1
+
+    def goes_on_whole(self, prompt):
+        """Whether the prompt repeats all that it said; after an abort its sender may lack the end."""
+        num_known = len(prompt) - len(self.prompt) if self.is_aborted else len(self.said)
+        return self.num_shared(prompt) == min(num_known, len(self.said))

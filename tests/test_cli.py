@@ -93,7 +93,7 @@ MISTAKES = [
     ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
     ("simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}", "'{TRACE}'; name files before options that"),
     ("simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}", "FILE_OR_FOLDER; name files before"),
-    ("simulate {TRACE}", "the following arguments are required: --step-times"),
+    ("simulate {TRACE}", "--step-times: must say how long a step takes"),
     *(
         (f"simulate {{TRACE}} --limit-groups 2 --step-times 1:0.1 {options}", message)
         for options, message in (

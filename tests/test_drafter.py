@@ -9,7 +9,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.gains import DraftGains
-from rollout_spec.drafting.gate.step import Step, Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
@@ -143,19 +143,20 @@ def test_the_gate_is_told_what_a_step_took_unless_the_engine_may_have_been_idle(
     batch.step([[10]])
     batch.step([[11, 12]])
     batch.add("b")
-    batch.step([[13], []], work=Work(9, 8))
+    batch.step([[13], []], work=Step(9, 8))
     batch.step([[14], [10]])
     for name in ("a", "b"):
         batch.drafter.remove(name)
     batch.request_ids, batch.levels[0] = [], 0
     batch.add("c")
     batch.step([[10]])
-    batch.step([[11]], work=Work(24, 3, True, 7))
+    batch.step([[11]], work=Step(24, 3, True, 7))
     batch.drafter.note_new_weights()
     batch.step([[12]])
 
     def step(seconds, num_rows, num_context, num_new_tokens, *work):
-        return Step(*Work(*work), num_rows, num_context, num_new_tokens, seconds)
+        rows = {"num_rows": num_rows, "num_context": num_context, "num_new_tokens": num_new_tokens}
+        return Step(*work, **rows, seconds=seconds)
 
     assert steps == [
         step(None, 1, 5, 1, 1),

@@ -4,28 +4,20 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafting.gate.gate import PATIENCE, PROBE_EVERY, AutoGate, FixedGate
-from rollout_spec.drafting.gate.step import ModelShares, Step, Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.gate.step_seconds import ENOUGH
 
 NUM_ROWS, K = 4, 8
 
 
 def plain(num_rows, seconds=0.1, **more):
-    return Step(*Work(num_rows), num_rows, num_rows * 100, num_rows, seconds)._replace(**more)
+    return Step(num_rows, 0, False, None, num_rows, num_rows * 100, num_rows, seconds)._replace(**more)
 
 
-def test_one_arrival_does_not_flip_a_fixed_gate():
+def test_a_fixed_gate_is_open_up_to_its_threshold():
     gate = FixedGate(8, 0.3)
-
-    def is_open(*nums_rows):
-        return [gate.begin(plain(n)) is not None for n in nums_rows]
-
-    assert is_open(8, 9, 8, 9, 9, 9, 8) == [True] * 7
-    assert is_open(*[9] * PATIENCE) == [True] * (PATIENCE - 1) + [False]
-    assert is_open(8, 8, 8, 9, 3, 200) == [False] * 6
-    assert is_open(*[8] * PATIENCE)[-1]
-    assert gate.begin(plain(8)) == 0.3
-    assert gate.counters.num_steps_off_threshold == 1 + 6 + PATIENCE - 1
+    assert [gate.begin(plain(num_rows)) for num_rows in (8, 9, 1, 200)] == [0.3, None, 0.3, None]
+    assert gate.counters.num_steps_off_threshold == 2
 
 
 class Machine:
@@ -48,7 +40,7 @@ class Machine:
     def step(self):
         """Run one; returns the draft tokens that the next verifies, None where it is to be a plain one."""
         num_new_tokens = NUM_ROWS + self.num_right * (not self.lies)
-        work = Work(NUM_ROWS + self._num_drafted, has_drafts=self._num_drafted > 0)
+        work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         step = Step(*work, NUM_ROWS, 100, num_new_tokens, self.seconds(self._num_drafted))
         self._num_drafted = self.num_right = 0
         self.price = self.gate.begin(step)
@@ -170,7 +162,7 @@ def test_bursts_of_prompts_and_slow_first_steps_do_not_make_drafts_look_free(tim
 
     def step(num_prompt_tokens, factor):
         nonlocal num_drafted
-        work = Work(NUM_ROWS + num_drafted + num_prompt_tokens, num_prompt_tokens, num_drafted > 0)
+        work = (NUM_ROWS + num_drafted + num_prompt_tokens, num_prompt_tokens, num_drafted > 0, None)
         seconds = (0.01 + 0.0025 * num_drafted + 4e-5 * num_prompt_tokens) * factor * rng.lognormal(0.0, 0.03)
         tokens = NUM_ROWS + round(0.5 * num_drafted)
         least = gate.begin(Step(*work, NUM_ROWS, 1000, tokens, seconds))
@@ -272,7 +264,7 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
     def asked_in(num_rows, first):
         gate, asked = AutoGate(), set()
         for number in range(first, 600):
-            step = Step(*Work(num_rows, number=number), num_rows, 100, num_rows, 0.1)
+            step = plain(num_rows, number=number)
             if gate.begin(step) is None:
                 asked.add(number)
         return {number for number in asked if number > first + ENOUGH}
@@ -287,7 +279,7 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
     gate = AutoGate()
     for number in range(1, 400):
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
-        work = Work(24 if has_drafts else 12, number=number)
+        work = (24 if has_drafts else 12, 0, False, number)
         gate.begin(Step(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
     survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
     assert gate.choose(survivals, np.full(4, 8, np.int32)).sum() == 8
@@ -345,9 +337,9 @@ class Model:
     def _step(self):
         num = self.gate.num_passes if self._num_drafted else 1
         accepted = self.gains[:num] * self._rng.lognormal(0.0, 0.3, num)
-        shares = ModelShares(np.ones(num), accepted) if self._num_drafted else None
+        shares = (np.ones(num), accepted) if self._num_drafted else None
         seconds = (0.1 + self.seconds * num + 0.001 * self._num_drafted) * self._rng.lognormal(0.0, 0.05)
-        work = Work(NUM_ROWS + self._num_drafted, has_drafts=self._num_drafted > 0)
+        work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         tokens = NUM_ROWS + round(0.9 * self._num_drafted)
         survivals = np.full((NUM_ROWS, 1), 0.9, np.float32)
         if self.gate.begin(Step(*work, NUM_ROWS, 100, tokens, seconds, num, shares)) is None:

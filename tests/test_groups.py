@@ -1,15 +1,20 @@
 """Where a sample's next request goes on: sequences that are parked, found by name or by their text."""
 
+import dataclasses
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_spec.drafting import groups as groups_module
 from rollout_spec.drafting.groups import Groups
-from rollout_spec.drafting.history import History, group_key
+from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from tests.oracle import Chain, GroupOracle, Options, PackedOracle, PackedText
 from tests.text import int32
 
 PROMPT = list(range(20))
@@ -26,7 +31,9 @@ class Rows:
 
     def say(self, member, row):
         none = int32(0)
-        self.index.index_and_draft(int32(member.sequence), int32(*row)[None], none, int32(len(row)), none)
+        return self.index.index_and_draft(
+            int32(member.sequence), int32(*row)[None], none, int32(len(row)), none
+        )
 
     def end(self, member, row, is_aborted=False):
         self.say(member, row)
@@ -76,83 +83,6 @@ def test_a_sample_goes_on_in_its_sequence(rows):
     assert not rows.is_open(first) and rows.kept() == [[30, 31, 40]]
 
 
-def test_a_sample_that_ends_while_its_request_runs_keeps_no_place(rows):
-    member = rows.add(PROMPT, **of_sample())
-    member.has_ended = True
-    rows.end(member, [*PROMPT, 30])
-    assert not rows.is_open(member) and rows.kept() == [[30]]
-
-
-def test_samples_of_one_name_in_two_groups_are_two(rows):
-    first = rows.park([*PROMPT, 30], group="a", sample=0)
-    second = rows.add([7, 8], group="b", sample=0)
-    rows.end(second, [7, 8, 40])
-    assert rows.is_open(first) and second.group is not first.group
-    assert rows.add([7, 8, 40], group="b", sample=0) is second
-    rows.end(second, [7, 8, 40])
-    rows.groups.end_samples([0])
-    assert not rows.is_open(first) and not rows.is_open(second)
-    assert rows.kept("a") == [[30]] and rows.kept("b") == [[40]]
-
-
-def test_an_aborted_request_goes_on_though_its_sender_lacks_its_last_tokens(rows):
-    """Of a request that has ended, what another one does not repeat stays a text."""
-    text = [*PROMPT, 30, 31, 32]
-    ended = rows.park(text, **of_sample("ended"))
-    assert rows.add(text[:-2], **of_sample("ended")) is ended and rows.groups.num_resumed == 0
-    rows.end(ended, [*text[:-2], 40])
-    assert rows.kept() == [[30, 31, 32], [30, 40]]
-    aborted = rows.park(text, is_aborted=True, **of_sample("aborted"))
-    assert rows.add(text[:-2], **of_sample("aborted")) is aborted and rows.groups.num_resumed == 1
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_branches_and_retries_are_texts_of_their_own(rows, at_once):
-    """Calls with one prompt, one after the other or at once; then the rest of a turn that is said again."""
-    texts = [[*PROMPT, token, token + 1, token + 2] for token in (30, 40, 50)]
-    if at_once:
-        members = [rows.add(PROMPT, **of_sample()) for _ in texts]
-        for member, text in zip(members, texts, strict=True):
-            rows.end(member, text)
-    else:
-        members = [rows.park(text, **of_sample()) for text in texts]
-    assert rows.groups.num_resumed == 0 and len({member.sequence for member in members}) == 3
-    branch = rows.add([*texts[1][:-1], 60], **of_sample())
-    assert branch is members[1] and rows.groups.num_resumed == 0
-    rows.end(branch, [*texts[1][:-1], 60, 61])
-    assert rows.kept() == [*(texts[i][20:] for i in (0, 2, 1)), [40, 41, 60, 61]]
-    assert rows.add([*texts[2], 7], **of_sample()) is members[2] and rows.groups.num_resumed == 1
-
-
-def test_what_a_template_takes_out_of_a_prompt_stays_a_text(rows):
-    thought, answer, asked = [30, 31, 32], [33, 34], [40, 41]
-    rows.park([*PROMPT, *thought, *answer], **of_sample())
-    prompt = [*PROMPT, *answer, *asked]
-    second = rows.add(prompt, **of_sample())
-    rows.end(second, [*prompt, 50])
-    third = rows.add([*prompt, 50, 7], **of_sample())
-    assert third is second and rows.groups.num_resumed == 1
-    rows.end(third, [*prompt, 50, 7, 8])
-    assert rows.kept() == [[*thought, *answer], [*answer, *asked, 50, 7, 8]]
-
-
-def test_a_group_gets_another_prompt(rows):
-    """A date has changed, or a sample asks something beside: what runs stays after its own prompt."""
-    first, other = rows.add(PROMPT, **of_sample("a")), [9, *PROMPT[1:]]
-    second = rows.add(other, **of_sample("b"))
-    rows.end(second, [*other, 40, 41])
-    rows.end(first, [*PROMPT, 30, 31])
-    rows.index.catch_up()
-    assert rows.kept() == [[40, 41], [30, 31]] and first.group is second.group
-    assert rows.index.stats().num_tokens == 2 * 20 + 4
-    third = rows.add(other, **of_sample("c"))
-    rows.say(third, [*other, 40])
-    assert rows.index.stats().num_tokens == 2 * 20 + 5, "its prompt is there"
-    assert rows.add([*PROMPT, 30, 31, 7], **of_sample("a")) is first
-    assert rows.add([*other, 40, 41], **of_sample("b")) is second
-    rows.index.validate()
-
-
 def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_again(rows):
     """Each text once, the latest first."""
     for number in range(3):
@@ -189,71 +119,12 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     assert [call.args[1].tolist() for call in added.call_args_list[2:]] == [[31], [30]]
 
 
-def test_texts_that_are_too_old_leave_an_indexed_group():
-    """Not those of this training step, however many."""
-    with SuffixIndex(num_speculative_tokens=4) as index:
-        rows = Rows(index, History(2, 1 << 20))
-        for step in range(3):
-            for number in range(4):
-                member = rows.add(PROMPT, **of_sample((step, number)))
-                rows.index_all()
-                rows.end(member, [*PROMPT, 100 * step + 30 + number])
-            rows.groups.end_samples([(step, number) for number in range(4)])
-            rows.index_all()
-            # Of the step before the two that are kept.
-            assert index.stats().num_tokens == 20 + 4 + 2 * (step > 0)
-            rows.history.step += 1
-        assert rows.kept() == [[232], [233]]
-
-
-def test_without_a_name_the_longest_text_that_a_prompt_begins_with_goes_on(rows):
-    """Whether the group's prompt is the request's or has a name; not one of another name."""
-    short, long, apart = ([*PROMPT, *range(30, n)] for n in (32, 34, 36))
-    of_long, of_short = rows.park(long), rows.park(short)
-    of_group = rows.park(apart, group="group")
-    assert rows.add([*apart, 50]) is of_long
-    assert rows.add(short) is of_short
-    assert rows.add([*apart, 50], group="other") not in (of_long, of_short, of_group)
-    assert rows.add([*apart, 50], group="group") is of_group
-    odd = rows.add([9, 9], group="group")  # another prompt of the group
-    rows.end(odd, [9, 9, 50])
-    assert rows.add([9, 9, 50], group="group") is odd
-    assert rows.groups.num_resumed == 4
-
-
-def test_a_text_that_is_shorter_than_what_is_compared_first_is_found(rows):
-    member = rows.add([1])
-    rows.end(member, [1, 2])
-    assert rows.add([3, 2, 5]) is not member
-    assert rows.add([1, 2, 5]) is member
-
-
 @pytest.mark.parametrize("names", [{}, of_sample()], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.park([*PROMPT, 30 + i], **names) for i in range(3)]
     assert [rows.is_open(member) for member in members] == [False, True, True]
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
-
-
-def test_what_is_parked_in_a_group_that_leaves_a_full_index_is_packed():
-    """The sample's next turn begins in the group that is indexed again."""
-    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
-        rows = Rows(index, History(4, 1 << 20))
-        first = rows.park([*PROMPT, 30, 31], **of_sample())
-        for begin in range(100, 16_100, 400):
-            prompt = range(begin, begin + 400)
-            last = rows.add(prompt)
-            rows.end(last, prompt)
-        assert rows.add(prompt) is last
-        assert rows.kept() == [[30, 31]]
-        again = rows.add([*PROMPT, 30, 31, 7], **of_sample())
-        assert again is not first and rows.groups.num_resumed == 1
-        rows.index_all()
-        rows.end(again, [*PROMPT, 30, 31, 7, 8])
-        assert rows.kept() == [[30, 31, 7, 8]]
-        rows.groups.end_samples(["sample"])
-        rows.index.validate()
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -277,44 +148,201 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
         assert rows.add(PROMPT, group="group") is not member
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_in_a_full_index(seed):
-    """Turns, branches, aborted ones, ends, other prompts: what was said is kept, and no call fails."""
-    rng = np.random.default_rng(seed)
-    with SuffixIndex(num_speculative_tokens=2, max_bytes=170_000 + 20_000 * seed) as index:
-        rows = Rows(index, History(6, 1 << 20))
-        running, before, num_dropped = [], {}, 0
-        for number in range(1500):
-            name = (int(rng.integers(0, 8)), int(rng.integers(0, 12)))
-            if rng.random() < 0.5 or not running:
-                text = list(before.get(name, [name[0], *range(3)]))
-                kept = len(text) if rng.random() < 0.6 else int(rng.integers(0, len(text) + 1))
-                prompt = [*text[:kept], *rng.integers(0, 40, rng.integers(0, 60)).tolist()]
-                sample = None if rng.random() < 0.2 else name
-                member = rows.add(prompt, group=name[0], num_group_tokens=4, sample=sample)
-                running += [(member, name, prompt)] * (member is not None)
-            else:
-                member, name, prompt = running.pop(int(rng.integers(0, len(running))))
-                row = [*prompt, *rng.integers(0, 40, rng.integers(1, 80)).tolist()]
-                none = int32(0)
-                step = index.index_and_draft(
-                    int32(member.sequence), int32(*row)[None], none, int32(len(row)), none
-                )
-                if step.num_dropped:
-                    num_dropped += 1
-                    rows.groups.drop(member)
-                    continue
-                before[name] = row
-                rows.groups.park(member, is_aborted=rng.random() < 0.2)
-                assert row[len(member.prompt) :] in rows.kept(name[0])
-            if rng.random() < 0.3:
-                rows.groups.index_next()
-            if rng.random() < 0.2:
-                rows.groups.end_samples([name])
-            rows.history.step += rng.random() < 0.01
-            if number % 20 == 0:
-                index.validate()
-        for member, *_ in running:
-            rows.groups.park(member, is_aborted=False)
-        index.validate()
-        assert index.stats().num_sequences == 0 < num_dropped
+class WatchedIndex(SuffixIndex):
+    """It notes which groups have left it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.left = []
+
+    def given_up(self):
+        given_up = super().given_up()
+        self.left += given_up
+        return given_up
+
+    def close_group(self, group):
+        super().close_group(group)
+        self.left.append(group)
+
+
+@dataclasses.dataclass
+class Indexed:
+    """A group of the index, when it was asked for, its packed texts, and all rows that it has."""
+
+    key: tuple
+    prompt: list
+    step: int
+    texts: list = dataclasses.field(default_factory=list)
+    rows: set = dataclasses.field(default_factory=set)
+
+    @property
+    def num_states(self):
+        group = GroupOracle((), Options(num_speculative_tokens=1))
+        for row in self.rows:
+            place = ()
+            for token in row:
+                place = group.extend(place, token)
+        return 1 + len({frozenset(ends) for ends in group.ends.values() if ends})
+
+    def is_stale(self, packed):
+        nums = [(len(text.tokens), text in packed.texts(text.prompt)) for text in self.texts]
+        num_old = sum(num for num, is_kept in nums if not is_kept)
+        return self.step != packed.step and 4 * num_old > sum(num for num, _ in nums)
+
+
+NAMES = st.sampled_from([None, "a", "b"])
+SAID = st.lists(st.integers(0, 2), max_size=9) | st.lists(st.integers(0, 90), max_size=9)
+
+
+class GroupsMachine(RuleBasedStateMachine):
+    """Turns, branches, retries, other prompts, texts from elsewhere; groups are packed, and come back."""
+
+    @initialize(
+        num_samples=st.integers(1, 3),
+        packed_bytes=st.sampled_from([1 << 20, 2500]),
+        index_bytes=st.sampled_from([0, 0, 142_000]),
+    )
+    def make(self, num_samples, packed_bytes, index_bytes):
+        self.index = WatchedIndex(num_speculative_tokens=2, max_bytes=index_bytes)
+        self.rows = Rows(self.index, History(num_samples, packed_bytes))
+        self.packed = PackedOracle(num_samples, packed_bytes)
+        self.indexed = {}  # by handle
+        self.running = []  # chains, and the prompts of their requests
+        self.parked = []
+        self.said = [[]]  # whole rows
+
+    def note_left(self):
+        for handle in self.index.left:
+            self.indexed.pop(handle, None)
+            self.parked = [each for each in self.parked if each.place.group.handle != handle]
+        self.index.left.clear()
+
+    def keep(self, chain, tokens, text=None):
+        group = chain.place.group
+        name = object() if chain.sample is None else sample_key(chain.sample)
+        text = text or PackedText(group.history_key, name)
+        text.step = self.packed.step
+        self.packed.keep(text, tokens)
+        if text not in self.indexed[group.handle].texts:
+            self.indexed[group.handle].texts.append(text)
+        return text
+
+    def expected(self, prompt, key, sample):
+        """The chain that the request goes on with."""
+        fits = [each for each in self.parked if each.sample == sample and each.num_shared(prompt) >= 0]
+        fits = [each for each in fits if each.key == key or each.key[0] == key[0] == "prompt"]
+        if sample is None:
+            fits = [each for each in fits if each.num_shared(prompt) == len(each.said)]
+        best = max(fits, key=lambda each: each.num_shared(prompt), default=None)
+        return best if best and (best.num_shared(prompt) or best.goes_on_whole(prompt)) else None
+
+    @rule(data=st.data(), group=NAMES, sample=NAMES, num_group_tokens=st.sampled_from([2, 2, 5]))
+    def ask(self, data, group, sample, num_group_tokens):
+        row = data.draw(st.sampled_from(self.said[-4:]))
+        num_repeated = data.draw(st.sampled_from([len(row), max(0, len(row) - 2)]) | st.integers(0, len(row)))
+        prompt = [*row[:num_repeated], *data.draw(st.just([]) | SAID)]
+        key = ("prompt", tuple(prompt)) if group is None else ("group", group)
+        self.rows.groups.end_samples([])  # it learns what has left
+        self.note_left()
+        chain, num_resumed = self.expected(prompt, key, sample), self.rows.groups.num_resumed
+        busy = {each.place.group.handle for each, _ in self.running}
+        idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
+        stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
+        member = self.rows.add(prompt, group, num_group_tokens, sample)
+        assert self.index.max_bytes or (member is not None and self.index.left == stale)
+        self.note_left()
+        if member is None:
+            return
+        handle = member.group.handle
+        if chain is None:
+            assert member not in [each.place for each in (*self.parked, *dict(self.running))]
+            at = self.indexed.setdefault(handle, Indexed(key, prompt[:num_group_tokens], self.packed.step))
+            if prompt[: len(at.prompt)] != at.prompt:
+                at.prompt = prompt[:num_group_tokens]
+            at.rows.add(tuple(at.prompt))
+            at.step = self.packed.step if handle in idle else at.step
+            chain = Chain(member, key, sample, member.prompt.tolist())
+            assert chain.prompt == at.prompt or self.index.max_bytes
+        else:
+            assert member is chain.place
+            num_resumed += chain.goes_on_whole(prompt)
+            self.parked.remove(chain)
+            if not chain.goes_on_whole(prompt):
+                self.keep(chain, chain.said[max(0, chain.num_shared(prompt) - 8) :])
+        assert self.rows.groups.num_resumed == num_resumed
+        at = self.indexed[handle]
+        if handle not in busy:
+            new = [text for text in self.packed.texts(member.group.history_key) if text not in at.texts]
+            at.texts += new
+            at.rows |= {(*at.prompt, *text.tokens) for text in new}
+        self.running.append((chain, prompt))
+
+        if data.draw(st.booleans()):
+            self.agrees()
+            self.answer(data)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def answer(self, data):
+        chain, prompt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        is_aborted, has_ended = data.draw(st.booleans()), data.draw(st.sampled_from([False, False, True]))
+        row, member = [*prompt, *data.draw(SAID)], chain.place
+        if self.rows.say(member, row).num_dropped:
+            assert self.index.max_bytes
+            self.rows.groups.drop(member)
+            return
+        member.has_ended = has_ended
+        self.rows.groups.park(member, is_aborted=is_aborted)
+        self.said.append(row)
+        chain.said, chain.is_aborted = row[len(chain.prompt) :], is_aborted
+        chain.text = self.keep(chain, chain.said, chain.text)
+        self.indexed[member.group.handle].rows.add(tuple(row))
+        self.parked += [chain] * (not has_ended)
+        self.note_left()
+
+    @rule(sample=NAMES)
+    def end_sample(self, sample):
+        self.rows.groups.end_samples([sample])
+        self.parked = [each for each in self.parked if each.sample != sample]
+
+    @rule(group=NAMES, sample=NAMES, later=st.integers(-1, 1), said=SAID)
+    def others_bring(self, group, sample, later, said):
+        text = PackedText(group_key(group), sample_key(sample), self.packed.step + later)
+        self.packed.keep(text, said)
+        other = History(1, 1 << 20)
+        other.step = text.step
+        other.add(text.prompt, int32(*said), text.sample)
+        for piece in other.take_new():
+            self.rows.history.merge(piece)
+
+    @rule()
+    def next_training_step(self):
+        self.packed.step = self.rows.history.step = self.packed.step + 1
+
+    @rule()
+    def index_next(self):
+        self.rows.groups.index_next()
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "rows"):
+            return
+        if not self.index.max_bytes:
+            self.rows.index_all()
+            assert self.index.stats().num_states == sum(at.num_states for at in self.indexed.values())
+        self.index.validate()
+        history = self.rows.history
+        assert (len(history), history.num_bytes) == (len(self.packed.prompts), self.packed.num_bytes)
+        for prompt in self.packed.prompts:
+            kept = [text.tolist() for text in history.get(prompt)]
+            assert kept == [text.tokens for text in self.packed.texts(prompt)]
+
+    def teardown(self):
+        if hasattr(self, "index"):
+            self.index.close()
+
+
+TestGroupsMachine = GroupsMachine.TestCase
+TestGroupsMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -274,6 +274,14 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
+def test_a_row_that_is_behind_drafts_nothing(index):
+    text, row = np.tile(int32(1, 2, 3), 40), int32(0)
+    sequence = int32(index.open_sequence(index.open_group(int32())))
+    for level, max_tokens, num_behind, num in ((20, 0, 0, 1), (120, 0, 1, 0), (120, 100, 0, 1)):
+        step = index.index_and_draft(sequence, text[None], row, int32(level), int32(1), max_tokens=max_tokens)
+        assert (step.num_behind, step.num_draft_tokens.tolist()) == (num_behind, [num])
+
+
 def test_what_is_behind_when_its_sequence_closes_is_indexed_yet(index):
     sequence, text = index.open_sequence(index.open_group(int32(1, 2))), np.arange(1, 200, dtype=np.int32)
     nothing = int32(0)

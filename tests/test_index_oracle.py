@@ -420,12 +420,21 @@ def test_thousands_of_row_steps_equal_the_oracle():
             oracles[row].take(text[:level])
         levels = int32(*(len(oracles[row].text) for row in rows))
         budgets = np.full(len(rows), K, np.int32)
+        # A model that is often right, in some of the steps.
+        places = [len(oracle.text) + np.arange(2) for oracle in oracles]
+        models = [
+            [ModelProposal(text[min(at, len(text) - 1)], int(rng.integers(0, 12))) for at in place]
+            for text, place in zip(texts, places, strict=True)
+        ] * int(rng.integers(0, 2))  # fmt: skip
         result = index.index_and_draft(
-            int32(*(sequences[row] for row in rows)), matrix, int32(*rows), levels, budgets, price
-        )
+            int32(*(sequences[row] for row in rows)), matrix, int32(*rows), levels, budgets, price,
+            model_drafts=as_arrays(models),
+        )  # fmt: skip
         for i, row in enumerate(rows):
             num = result.num_draft_tokens[i]
-            assert result.draft_tokens[i, :num].tolist() == oracles[row].draft(K, price)
+            assert result.draft_tokens[i, :num].tolist() == oracles[row].draft(
+                K, price, models[row] if models else ()
+            )
             assert result.survivals[i, :num] == pytest.approx(oracles[row].survivals, rel=1e-5)
     index.validate()
     # Long enough for the table of contexts to grow, and for the weights to move.

@@ -31,7 +31,7 @@ SCRIPTS = sorted(
 )
 # Reasons, and where they are told.
 PAGES = {
-    "rollout.spec needs vllm": "compatibility.md",
+    "rollout.spec needs vLLM": "compatibility.md",
     "V1 trainer only": "getting-started/verl.md",
     "must be 1 with rollout.spec": "compatibility.md",
     "disaggregated prefill": "compatibility.md",

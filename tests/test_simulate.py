@@ -235,10 +235,11 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     lines, on = rollouts(8), SpecConfig(batch_threshold="auto")
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
-    end = Engine.end_step
+    begin, end, own = Engine.begin_step, Engine.end_step, {}
     monkeypatch.setattr(
-        Engine, "end_step", lambda self, seconds, *_: end(self, seconds, self._work.num_tokens, None)
+        Engine, "begin_step", lambda self: own.setdefault(self, []).append(begin(self)) or own[self][-1]
     )
+    monkeypatch.setattr(Engine, "end_step", lambda self, seconds, _: end(self, seconds, own[self][-1]))
     assert seconds(lines, cluster, on, STEPPED) > 1.01 * drafted
 
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafting.gate.step import Step, Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.gate.step_seconds import ENOUGH, MEMORY, StepSeconds
 
 
 def step(num_verified, num_prompt=0, *, context=0, rows=4, passes=0, drafted=None):
     has_drafts = num_verified > rows if drafted is None else drafted
-    work = Work(num_verified + num_prompt, num_prompt, has_drafts)
+    work = (num_verified + num_prompt, num_prompt, has_drafts, None)
     return Step(*work, rows, context, rows, num_passes=passes)
 
 

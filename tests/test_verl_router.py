@@ -1,5 +1,8 @@
 """The group router as verl uses it, without Ray; where a group goes: tests/test_homes.py."""
 
+import subprocess
+import sys
+
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
@@ -71,3 +74,65 @@ def test_servers_come_and_go():
         router.acquire_server("c", sampling_params=of(1))
     router.add_servers({"new": 1})
     assert router.acquire_server("c", sampling_params=of(1)) == ("new", 1)
+
+
+# As verl's branches have it.
+BASE = """
+class LoadBalancerRegistry:
+    known = {}
+
+    @classmethod
+    def register(cls, name):
+        return lambda balancer: cls.known.setdefault(name, balancer)
+"""
+BALANCER = """
+import ray
+from verl.workers.rollout.router.base import LoadBalancerRegistry
+
+@LoadBalancerRegistry.register("global_sticky_inflight")
+@ray.remote
+class GlobalRequestLoadBalancer:
+    def __init__(self, servers, config=None):
+        self._servers, self._request_id_to_server = dict(servers), {}
+        self._inflight_requests = dict.fromkeys(servers, 0)
+
+    def acquire_server(self, request_id, prompt_ids=None):
+        loads = self._inflight_requests
+        server = self._request_id_to_server.setdefault(request_id, min(loads, key=loads.get))
+        loads[server] += 1
+        return server, self._servers[server]
+
+    def release_server(self, server_id, prompt_len=0, request_id=None):
+        self._inflight_requests[server_id] -= 1
+"""
+PROGRAM = """
+import sys
+import verl, verl.workers.rollout
+verl.__path__.append(sys.argv[1])
+verl.workers.rollout.__path__.insert(0, sys.argv[1] + "/workers/rollout")
+from hydra import compose, initialize_config_module
+from rollout_spec.verl import entry_point
+from rollout_spec.verl.check_config import check_config
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
+check_config(config)
+rollout = config.actor_rollout_ref.rollout
+from verl.workers.rollout.router import LoadBalancerRegistry
+make = LoadBalancerRegistry.known[rollout.router_strategy]
+router = make(servers=dict(a=1, b=2), config=rollout.router_config)
+asked = [(f"{prompt}-{i}", [prompt] * 9) for prompt in range(2) for i in range(3)]
+homes = [router.acquire_server(request, prompt_ids=prompt)[0] for request, prompt in asked]
+router.release_server(homes[0], prompt_len=9)
+print(rollout.router_config_path, homes)
+"""
+
+
+def test_branches_of_verl_know_it_by_its_name_and_siblings_by_their_prompt(tmp_path):
+    package = tmp_path / "workers/rollout/router"
+    package.mkdir(parents=True)
+    (package / "base.py").write_text(BASE)
+    (package / "__init__.py").write_text(BALANCER)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1] == f"None {[*'aaabbb']}", done.stderr[-2000:]

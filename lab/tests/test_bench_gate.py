@@ -1,12 +1,13 @@
 """The judge of gates sees what a gate can do wrong. Time is virtual: nothing depends on the machine."""
 
+import dataclasses
 import json
 from unittest import mock
 
 import pytest
 
 from rollout_spec.config import UserError
-from rollout_spec.drafting.gate import step_seconds
+from rollout_spec.drafting.gate import gate, step_seconds
 from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec_lab import cli
 from rollout_spec_lab.bench.gate import SCENARIOS, Engine, Gated, Oracle, Plain, Scenario, read_scenarios
@@ -18,16 +19,6 @@ LOADS = {
     "free": Scenario(requests=96, rollouts=1),
     "cold": Scenario(**DEAR, cold=(5, 20.0)),
     "dear later": Scenario(requests=96, rollouts=1, drafted=0.03, drafted_from=300),
-    "small budget": Scenario(
-        budget=2048,
-        prompt=2000,
-        rows=256,
-        requests=512,
-        knee=128,
-        slope=9e-5,
-        repeats=(0.1, 0.8, 0.3),
-        rollouts=1,
-    ),
     "ahead": Scenario(**DEAR, ahead=True, drafted=1e-3),
 }
 
@@ -42,7 +33,8 @@ def test_the_gate_never_loses_and_is_near_the_oracle(name):
     assert ours > 0.97 * plain and ours > 0.85 * best
 
 
-LEARN = StepSeconds.learn
+LEARN, NEVER = StepSeconds.learn, 10**9
+LATER = Scenario(requests=512, rollouts=1, drafted=3.8e-3, drafted_from=1000, repeats=(0.0, 0.8, 0.1))
 
 
 def taking_prompts_for_decoding(self, step, seconds):
@@ -50,19 +42,20 @@ def taking_prompts_for_decoding(self, step, seconds):
     return LEARN(self, step._replace(num_prompt_tokens=0, num_tokens=num_decoded), seconds)
 
 
-def taking_odd_steps_as_they_are(self, step, seconds):
-    with mock.patch.object(step_seconds, "ODD", 1e9):
-        return LEARN(self, step, seconds)
-
-
 @pytest.mark.parametrize(
-    ("name", "broken"),
-    [("small budget", taking_prompts_for_decoding), ("dear later", taking_odd_steps_as_they_are)],
+    ("scenario", "broken"),
+    [
+        (BURSTS, mock.patch.object(StepSeconds, "learn", taking_prompts_for_decoding)),
+        (dataclasses.replace(LATER, drafted=6e-3), mock.patch.object(step_seconds, "ODD", NEVER)),
+        (LATER, mock.patch.multiple(step_seconds, MEMORY=NEVER, ODD=NEVER)),
+        (LATER, mock.patch.object(gate, "_is_probe", return_value=False)),
+    ],
 )
-def test_a_broken_gate_is_seen(name, broken):
-    right = speed(LOADS[name], Gated())
-    with mock.patch.object(StepSeconds, "learn", broken):
-        assert speed(LOADS[name], Gated()) < 0.97 * right
+def test_a_broken_gate_is_seen(scenario, broken):
+    """It drafts in full batches, where that does not pay."""
+    right = Engine(scenario, Gated(), 0).serve().share_full_drafted
+    with broken:
+        assert Engine(scenario, Gated(), 0).serve().share_full_drafted > right + 0.1
 
 
 def test_scenarios_are_data(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """A training by epochs with less and less memory: no budget is a cliff."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -21,10 +23,13 @@ def test_a_quarter_of_the_memory_gives_nine_tenths_of_the_tokens(shuffled, engin
 
 
 def test_a_template_that_rewrites_leaves_reasoning_out_of_later_prompts():
-    training = Training(4, num_tokens=100, num_epochs=2, num_turns=3)
+    training = Training(8, num_tokens=200, num_epochs=3, num_turns=3)
     [request, *_] = requests_of([next(lines_of(training))], None)
     first, second, third = rewritten(request).turns
     for before, turn in ((first, second), (second, third)):
         answer = before.response[len(before.response) * 3 // 4 :]
         prompt = np.append(before.prompt_token_ids, answer)
         np.testing.assert_array_equal(turn.prompt_token_ids, prompt)
+    each = [measure(dataclasses.replace(training, rewrites=rewrites), ()) for rewrites in (False, True)]
+    appended, measured = (record["results"][0]["tokens_per_step"] for record in each)
+    assert appended != measured, "so it is what `measure` serves"

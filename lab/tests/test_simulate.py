@@ -1,4 +1,4 @@
-"""`rollout-spec-lab simulate`: rollouts on devices that are not there, and what it refuses."""
+"""`rollout-spec simulate`: rollouts on devices that are not there, and what it refuses."""
 
 import itertools
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lab.tests.conftest import DATA
+from rollout_spec.cli import main
 from rollout_spec.trace import read_trace
-from rollout_spec_lab.cli import main
 
 TRACE, RECORDING = (str(DATA / f"{name}_trace.jsonl.gz") for name in ("demo", "policy"))
 QWEN = str(DATA.parents[1] / "recipes/models/qwen3_32b.json")

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout_spec_lab.studies import when_it_pays
 from rollout_spec_lab.studies.mutants import ROOT, TARGETS, Target, core_mutants
+from tests.test_replay import write_trace
 
 
 def test_what_is_mutated_is_there() -> None:
@@ -23,3 +25,16 @@ def test_what_is_chosen_names_tests(target: Target) -> None:
     names += [name for text in texts for name in re.findall(r"def (test_\w+)", text)]
     words = {*re.findall(r"\w+", target.chosen)} - {"or", "and", "not"}
     assert [word for word in words if not any(word in name for name in names)] == []
+
+
+def test_when_it_pays_prints_a_row_for_each_device_and_runner(tmp_path, capsys) -> None:
+    file = write_trace(tmp_path / "trace.jsonl", ([1, 2], [[5, 6, 7] * 20] * 4))
+    picture = tmp_path / "pays.png"
+    when_it_pays.main([f"{file}:8", "--policies", "8B", "--output", str(picture)])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == [
+        f"| 8B, 1 x {device}{runner}" for runner in ("", ", MRV1") for device in ("h100", "910b")
+    ]
+    assert all(0.9 < float(cell.strip("| ")) < 20 for row in rows for cell in row[1:3])
+    assert {cell for row in rows for cell in row[3:]} == {"-", "- |"}
+    assert picture.read_bytes().startswith(b"\x89PNG")

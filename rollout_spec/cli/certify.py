@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example, models, prompts
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 HELP = "run a model with drafts and without, and compare every token"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SEED = (1 << 31) - 2
-MAX_PROMPT_TOKENS = 512
 # Answers to these repeat themselves and the prompt, so that drafts are made, accepted and rejected.
 PROMPTS = (
     "Write the multiplication table of 7 from 7 x 1 to 7 x 9, one product per line.",
@@ -111,19 +108,18 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
     from rollout_spec.certify.certify import Plan
 
     same = ("max_tokens", "top_k", "top_p", "seed", "tolerance")
-    length, fields = (
-        MAX_PROMPT_TOKENS + args.max_tokens,
-        json.loads((Path(model) / "config.json").read_text()),
-    )
-    positions, for_cpu = fields.get("max_position_embeddings") or length, models.device_arguments()
+    fields, tokens = models.config_of(model), prompts.tokenized(model, rows)
+    longest, for_cpu = max(map(len, tokens)), models.device_arguments()
+    length = longest + args.max_tokens
     own = str(fields.get("dtype") or fields.get("torch_dtype"))
-    if length > positions:
-        most = f"at most {positions - MAX_PROMPT_TOKENS}"
-        why = f"the model has {positions} positions, and {MAX_PROMPT_TOKENS} are for the prompt"
-        raise UserError(f"--max-tokens {args.max_tokens}: must be {most}, because {why}")
+    if length > (positions := fields.get("max_position_embeddings") or length):
+        why = f"the model has {positions} positions, and the longest prompt has {longest} tokens"
+        raise UserError(
+            f"--max-tokens {args.max_tokens}: must be at most {positions - longest}, because {why}"
+        )
     return Plan(
         model=model,
-        prompts=prompts.tokenized(model, rows),
+        prompts=tokens,
         temperatures=[*dict.fromkeys(args.temperatures)],
         nums_speculative_tokens=[*dict.fromkeys(args.num_speculative_tokens)],
         batch_thresholds=[*dict.fromkeys(args.batch_thresholds)],

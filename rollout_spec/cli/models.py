@@ -1,6 +1,7 @@
 """What an engine is started with: a model, one that drafts beside it, arguments for this machine."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def model_drafter(text: str, most: int) -> dict[str, Any]:
 def model_folder(model: Path) -> str:
     """`--model`, a Hugging Face folder."""
     return _checked(f"--model {model}", model)
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder. Raises UserError: it is no JSON object."""
+    try:
+        fields = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}/config.json: {error}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{model}/config.json: must be a JSON object")
+    return fields
 
 
 def _checked(option: str, model: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ HELP = "predict how long recorded rollouts take on a cluster, with drafts and wi
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "no model drafts here",
+    "model_tokens": "no model drafts here, but with --model-acceptance",
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
@@ -28,19 +29,29 @@ TRACE = "outputs/demo/off/rollouts/rollouts-0.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_served_arguments(parser)
-    parser.add_argument_group("how long a step takes").add_argument(
-        "--step-times", metavar="TABLE", required=True,
-        help="engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04",
+    _add_served_arguments(parser)
+    add_options(
+        parser.add_argument_group("how long a step takes"),
+        ("--step-times", str, "TABLE", None,
+         "engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04"),
     )  # fmt: skip
-    add_cluster_arguments(parser)
-    add_drafter_arguments(parser, REFUSED, str(SpecConfig.num_speculative_tokens))
+    _add_cluster_arguments(parser)
+    _add_drafter_arguments(parser)
+    if (devices := _devices()) is not None:
+        devices.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_example(parser, f"rollout-spec simulate {TRACE} --step-times 1:0.02,64:0.021,256:0.04")
 
 
-def add_served_arguments(parser: argparse.ArgumentParser) -> None:
+def _devices() -> Any:
+    """Step times of devices that one does not have: a module of the laboratory, where that is installed. It
+    has `add_arguments`, and a `run` that gives the exit code, or None where no device is named."""
+    found = importlib.metadata.entry_points(group="rollout_spec.devices")
+    return next((each.load() for each in found), None)
+
+
+def _add_served_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `served_lines` takes, and `--tool-seconds`."""
     lines = parser.add_argument_group("what is served")
     rollouts.add_rollouts_arguments(lines)
@@ -54,7 +65,7 @@ def add_served_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     positive = number(int, 1)
     add_options(
         parser.add_argument_group("cluster (with several values, every combination is simulated)"),
@@ -65,22 +76,15 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_drafter_arguments(
-    parser: argparse.ArgumentParser, refused: Mapping[str, str], default_k: str
-) -> argparse._ArgumentGroup:
-    """Add the drafter's options; returns their group.
-
-    Args:
-        refused: as in `add_spec_argument`.
-        default_k: what the help says of K where it is not given.
-    """
+def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
     add_options(
         group,
         ("--batch-thresholds", str, "T", ["4", "8", "16", "32", "auto"],
          "numbers: draft while at most T requests run; auto: the gate decides by measured time"),
         ("--num-speculative-tokens", int, "K", [],
-         f"most draft tokens per row and step; of several the best is marked ({default_k})"),
+         "most draft tokens per row and step; of several the best is marked "
+         f"({SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
     group.add_argument(
         "--fill-drafts", action="store_true",
@@ -90,16 +94,19 @@ def add_drafter_arguments(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
         "`group` in earlier steps of the recording, whichever engine served them",
-        refused,
+        REFUSED,
     )
-    return group
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.step_times import StepTimes
 
-    times = StepTimes.parse(args.step_times)
-    return predict(args, served_lines(args), times)
+    devices = _devices()
+    if devices is not None and (code := devices.run(args)) is not None:
+        return code
+    if args.step_times is None:
+        raise UserError("--step-times: must say how long a step takes")
+    return predict(args, served_lines(args), StepTimes.parse(args.step_times))
 
 
 def served_lines(args: argparse.Namespace) -> list[Rollout]:

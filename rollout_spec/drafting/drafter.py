@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.gate import make_gate
-from rollout_spec.drafting.gate.step import Step, Work
+from rollout_spec.drafting.gate.gate import AutoGate, FixedGate, Gate
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import Drafts, ModelDrafts, StepResult, make_index
@@ -86,7 +86,11 @@ class Drafter:
         self._num_speculative_tokens = config.num_speculative_tokens
         self._fill_to = config.num_speculative_tokens if fills else 0
         self._has_model = most_model_tokens > 0
-        self._gate = make_gate(config, self._fill_to, most_model_tokens)
+        self._gate: Gate = (
+            AutoGate(self._fill_to, most_model_tokens)
+            if isinstance(config.batch_threshold, str)
+            else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
+        )
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
@@ -175,7 +179,7 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         *,
-        work: Work | None = None,
+        work: Step | None = None,
         ended: float | None = None,
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
@@ -215,10 +219,9 @@ class Drafter:
         decodes = nums > 0
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
-            work = Work(num_decoding + self._num_given, has_drafts=self._num_given > 0)
+            work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
         self._num_given = 0
-        step = Step(
-            *work,
+        step = work._replace(
             num_rows=num_decoding,
             num_context=int(levels[:num_rows].sum(where=decodes)),
             num_new_tokens=int(nums.sum()),

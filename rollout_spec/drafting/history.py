@@ -107,7 +107,10 @@ class History:
         own = [each for each in texts if each.sample == text.sample and each is not text]
         own = [each for each in own if not np.array_equal(each.tokens, tokens[: len(each.tokens)])]
         others = [each for each in texts if each.sample != text.sample]
-        place = bisect_right([each.step for each in others], text.step)
+        last_steps = dict[bytes, int]()
+        for each in (*others, *own, text):
+            last_steps[each.sample] = max(each.step, last_steps.get(each.sample, each.step))
+        place = bisect_right(others, last_steps[text.sample], key=lambda each: last_steps[each.sample])
         texts = [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
         samples = list(dict.fromkeys(each.sample for each in texts))
         left = set(samples[-self.num_samples :])

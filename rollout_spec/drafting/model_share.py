@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollout_spec.drafting.gate.step import ModelShares
+from rollout_spec.drafting.gate.step import Floats
 from rollout_spec.drafting.index import Drafts, ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import EngineCounters
@@ -31,8 +31,10 @@ class ModelShare:
             self._lengths[request_id] = num_alike(draft, tokens)
         self.counters.num_model_draft_tokens += sum(self._lengths.values())
 
-    def count_accepted(self, request_ids: Sequence[str], nums_new_tokens: Int32Array) -> ModelShares | None:
-        """The step has ended, and these requests got so many tokens; None: it verified no such drafts."""
+    def count_accepted(
+        self, request_ids: Sequence[str], nums_new_tokens: Int32Array
+    ) -> tuple[Floats, Floats] | None:
+        """`Step.model_shares` of the step that has ended, in which these requests got so many tokens."""
         lengths, self._lengths = self._lengths, {}
         if not lengths:
             return None
@@ -44,4 +46,4 @@ class ModelShare:
         accepted = np.minimum(verified, accepted)
         self.counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
-        return ModelShares(*((nums[:, None] > places).mean(axis=0) for nums in (verified, accepted)))
+        return (verified[:, None] > places).mean(axis=0), (accepted[:, None] > places).mean(axis=0)

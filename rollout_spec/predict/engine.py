@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.step import Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
@@ -66,17 +66,6 @@ class EngineRun(Counters):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
-
-
-class StepWork(NamedTuple):
-    """What an engine, or a data-parallel rank, has to do in a step; all but one are arguments of `Times`."""
-
-    num_tokens: int
-    num_prompt_tokens: int
-    """Of these, those that are prefilled."""
-    num_context: int
-    num_rows: int
-    drafted: bool
 
 
 class Engine:
@@ -146,22 +135,26 @@ class Engine:
         self._prefilled.clear()
         self._begin = self.total.seconds
 
-    def begin_step(self) -> StepWork:
+    def begin_step(self) -> Step:
         self._take_back()
         may_admit, num_verified = not self._preempt(), self._num_verified
         num_prompt_tokens = self._prefill(self._cluster.max_num_batched_tokens - num_verified, may_admit)
         num_tokens = num_verified + num_prompt_tokens
-        num_rows, drafted = len(self._running), any(self._drafts)
-        self._work = StepWork(num_tokens, num_prompt_tokens, self._num_context, num_rows, drafted)
-        return self._work
+        return Step(
+            num_tokens,
+            num_prompt_tokens,
+            any(self._drafts),
+            num_rows=len(self._running),
+            num_context=self._num_context,
+        )
 
-    def seconds(self, work: StepWork, num_tokens_of_others: int) -> float:
+    def seconds(self, step: Step, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
-        num_tokens, _, num_context, num_rows, drafted = work
-        seconds = self.times.seconds(num_tokens, drafted, num_context, num_tokens_of_others, num_rows)
+        num_tokens, context, num_rows = step.num_tokens, step.num_context, step.num_rows
+        seconds = self.times.seconds(num_tokens, step.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        return seconds + self._model.seconds(num_tokens, num_rows, num_context, max(1, self._num_passes))
+        return seconds + self._model.seconds(num_tokens, num_rows, context, max(1, self._num_passes))
 
     @property
     def _num_passes(self) -> int:
@@ -172,13 +165,8 @@ class Engine:
             return self._model.num_tokens
         return self.drafter.num_passes
 
-    def end_step(self, seconds: float, num_tokens: int, number: int | None) -> int:
-        """End the step that has begun; returns the number of tokens that it gave.
-
-        Args:
-            seconds: that it took, the same for all data-parallel ranks.
-            num_tokens, number: of the step, as `Work` has them.
-        """
+    def end_step(self, seconds: float, step: Step) -> int:
+        """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, num_running = self.total, len(self._running)
         total.seconds += seconds
         total.tail_seconds += seconds if num_running <= TAIL_ROWS else 0.0
@@ -188,8 +176,7 @@ class Engine:
         num_gained = sum(nums_new)
         total.num_tokens += num_gained
         self._levels[:num_running] += np.array(nums_new, np.int32)
-        work = Work(num_tokens, self._work.num_prompt_tokens, self._work.drafted, number)
-        self._drafts = self._draft(nums_new, work)
+        self._drafts = self._draft(nums_new, step)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
@@ -209,7 +196,7 @@ class Engine:
             self.total.num_accepted_tokens += accepted
         return nums_new
 
-    def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
+    def _draft(self, nums_new: list[int], step: Step) -> list[list[int]]:
         """Drafts for the next step, by row."""
         model = self._drafts_of_model()
         if self.drafter is not None:
@@ -218,7 +205,7 @@ class Engine:
             in_time = self._model is None or model is not None
             return self.drafter.draft(
                 names, nums_new, self._token_ids, self._levels,
-                work=work, in_time=in_time, model_drafts=model,
+                work=step, in_time=in_time, model_drafts=model,
             ).lists()  # fmt: skip
         if model is None:
             return [[] for _ in self._running]
@@ -344,12 +331,13 @@ def step_together(ranks: Sequence[Engine]) -> int:
     idle_until = min(rank.idle_until for rank in ranks)
     for rank in ranks:
         rank.total.seconds = max(rank.total.seconds, idle_until)
-    works = [rank.begin_step() for rank in ranks]
-    total = sum(work.num_tokens for work in works)
+    steps = [rank.begin_step() for rank in ranks]
+    total = sum(step.num_tokens for step in steps)
     seconds = max(
-        rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True)
+        rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True)
     )
     # What vLLM tells each of several.
     number = ranks[0].total.num_steps if len(ranks) > 1 else None
-    most_tokens = max(work.num_tokens for work in works)
-    return sum(rank.end_step(seconds, most_tokens, number) for rank in ranks)
+    most_tokens = max(step.num_tokens for step in steps)
+    told = [step._replace(num_tokens=most_tokens, number=number) for step in steps]
+    return sum(rank.end_step(seconds, step) for rank, step in zip(ranks, told, strict=True))

@@ -13,6 +13,7 @@ from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
+    ROUTER_NAME,
     V1_TRAINER_ONLY,
     group_router_file,
     number,
@@ -120,6 +121,8 @@ def _check_routing(config: DictConfig, spec: SpecConfig) -> None:
     if spec.routing == "verl" or num_places(config) == 1:
         return
     router = value(config, _ROUTER)
+    if value(config, f"{ROLLOUT}.router_strategy") == ROUTER_NAME:
+        router = group_router_file()
     if router is None:  # ours is never
         raise ConfigError(
             f"{_ROUTER}=null: rollout.spec had set it. In a defaults list, /rollout.spec must come after "

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout_spec.patches import PatchError, when_imported
 from rollout_spec.verl import plugin_state
+from rollout_spec.verl.settings import ROUTER_NAME
 
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 
@@ -33,12 +34,21 @@ def _load() -> None:
     hydra_plugin.install()
     when_imported("verl.utils.device", hydra_plugin.check_before_ray)
     when_imported("verl.workers.rollout.replica", _register_replica)
+    when_imported("verl.workers.rollout.router", _register_router)
     when_imported("verl.workers.rollout.llm_server", functools.partial(_change, "client"))
     when_imported("verl.experimental.agent_loop.agent_loop", functools.partial(_change, "samples"))
 
 
 def _register_replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register("vllm", _load_replica)
+
+
+def _register_router(module: Any) -> None:
+    """Where routers have names: in verl's branches from before `router_config_path`."""
+    if hasattr(module, "LoadBalancerRegistry"):
+        from rollout_spec.verl.router import GroupRouter
+
+        module.LoadBalancerRegistry.register(ROUTER_NAME)(GroupRouter)
 
 
 def _change(by: str, module: Any) -> None:

@@ -3,9 +3,11 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import verl
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -60,6 +62,9 @@ class RolloutSpecSearchPath(SearchPathPlugin):
         """Hydra calls this before it composes, so an unknown option is refused here in our own words."""
         with one_line_errors():
             check_overrides(sys.argv[1:])
+        # verl's branches know routers by names.
+        if any((Path(each) / "workers/rollout/router/base.py").is_file() for each in verl.__path__):
+            search_path.append("rollout-spec", f"pkg://{CONFIGS}/rollout_spec_registry")
         search_path.append("rollout-spec", f"pkg://{CONFIGS}")
 
 

@@ -1,6 +1,7 @@
 """Sends the siblings of a prompt to one rollout server, and to one rank of its engine, while load allows."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -8,8 +9,12 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from rollout_spec.homes import Homes
 from rollout_spec.vllm.keys import names_of
 
+# In verl's branches it may be the class of a Ray actor, which has no subclasses.
+_actor = getattr(GlobalRequestLoadBalancer, "__ray_metadata__", None)
+_Balancer: Any = GlobalRequestLoadBalancer if _actor is None else _actor.modified_class
 
-class GroupRouter(GlobalRequestLoadBalancer):
+
+class GroupRouter(_Balancer):
     """verl's balancer, with affinity between the requests of one prompt.
 
     A request that continues (same request id) stays where it is. Where a first one goes, `Homes` says; its
@@ -24,10 +29,17 @@ class GroupRouter(GlobalRequestLoadBalancer):
         return ["sampling_params"]
 
     def acquire_server(
-        self, request_id: str, sampling_params: Mapping[str, Any] | None = None, **_: Any
+        self,
+        request_id: str,
+        sampling_params: Mapping[str, Any] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        **_: Any,
     ) -> tuple[str, Any]:
-        """Choose a server. `sampling_params` name the group; a request without one is placed as verl does."""
-        group = names_of((sampling_params or {}).get("extra_args")).group
+        """Choose a server. `sampling_params` name the group, and where verl gives none, its prompt does; a
+        request without a group is placed as verl does."""
+        group: Any = names_of((sampling_params or {}).get("extra_args")).group
+        if sampling_params is None and prompt_ids:
+            group = hash(array("q", prompt_ids).tobytes())
         if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
             # What verl takes for the server of an earlier request of this id.
             self._request_id_to_server[request_id] = self._homes.choose(group, self._inflight_requests)

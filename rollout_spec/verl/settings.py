@@ -17,6 +17,7 @@ from rollout_spec.config import ConfigError
 CONFIGS = "rollout_spec_configs"  # our package of them, for Hydra and for verl's router
 MTP = "actor_rollout_ref.model.mtp"
 ROLLOUT = "actor_rollout_ref.rollout"
+ROUTER_NAME = "rollout_spec_group"  # in the registry of verl's branches, `configs/rollout_spec_registry`
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 V1_TRAINER_ONLY = (
     "rollout.spec supports verl's V1 trainer only; to roll out beside the training take "

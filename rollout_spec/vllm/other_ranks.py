@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from rollout_spec.drafting.gate.step import Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.patches import Patch, wrap
 
 _WATCH = Patch(
@@ -67,7 +67,7 @@ class OtherRanks:
             graphs = self._compilation.cudagraph_capture_sizes or ()
             self._most_tokens = most_tokens(num_own, int(nums_tokens.max()), graphs)
 
-    def seen(self, work: Work | None) -> Work | None:
+    def seen(self, work: Step | None) -> Step | None:
         """What a step processed, as all ranks see it: as long as the busiest rank needs it takes."""
         if work is None or self._most_tokens is None:
             return work

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
-from rollout_spec.drafting.gate.step import Work
+from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.index import Drafts
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
@@ -58,7 +58,7 @@ class SuffixProposer:
         self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
         self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
         self._other_ranks = OtherRanks(vllm_config)
-        self._work: Work | None = None
+        self._work: Step | None = None
         self._runner: Any = None  # a `Runner`, once there is one
         self.config = SpecConfig()
         self.receive: Callable[[], object] = lambda: None
@@ -135,10 +135,10 @@ class SuffixProposer:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
         nums, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         num_tokens, num_drafts = scheduler_output.total_num_scheduled_tokens, sum(map(len, drafts.values()))
-        self._work = Work(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
+        self._work = Step(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
 
     @property
-    def work(self) -> Work | None:
+    def work(self) -> Step | None:
         """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
         return self._other_ranks.seen(self._work)
 

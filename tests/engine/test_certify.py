@@ -3,7 +3,10 @@
 import contextlib
 import json
 import os
+import shutil
 
+import pyarrow
+import pyarrow.parquet
 import torch
 
 from tests.engine.conftest import VOCAB_SIZE
@@ -24,11 +27,22 @@ def certified(model, folder, *arguments):
     return code, json.loads((folder / "certificate.json").read_text())
 
 
-def test_more_tokens_than_the_policy_has_positions_are_refused(chat_model, capsys):
+def test_more_tokens_than_the_policy_has_positions_beside_the_longest_prompt_are_refused(
+    chat_model, tmp_path, capsys
+):
     from rollout_spec.cli import main
 
-    assert main(["certify", "--model", chat_model, "--max-tokens", "999999"]) == 2
-    assert "--max-tokens 999999: must be at most " in capsys.readouterr().err
+    chats = [[{"role": "user", "content": "a" * length}] for length in (9, 4090)]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": chats}), tmp_path / "prompts.parquet")
+    command = ["certify", "--model", chat_model, "--train-file", str(tmp_path / "prompts.parquet")]
+    assert main([*command, "--max-tokens", "7"]) == 2
+    why = "the model has 4096 positions, and the longest prompt has 4090 tokens"
+    assert f"--max-tokens 7: must be at most 6, because {why}" in capsys.readouterr().err
+    broken = tmp_path / "broken"
+    shutil.copytree(chat_model, broken)
+    (broken / "config.json").write_text("{")
+    assert main(["certify", "--model", str(broken)]) == 2
+    assert f"{broken}/config.json: Expecting" in capsys.readouterr().err
 
 
 def test_several_configurations_top_k_and_top_p(chat_model, tmp_path):

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import SpecConfig, UserError
-from rollout_spec.drafting.gate.gate import make_gate
+from rollout_spec.config import UserError
+from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.report.page import png
 
@@ -149,7 +149,7 @@ class Gated:
     wants_room = False
 
     def __init__(self) -> None:
-        self.gate = make_gate(SpecConfig())
+        self.gate = AutoGate()
 
     def choose(
         self, step: Step, situation: Situation, engine: "Engine", in_time: bool

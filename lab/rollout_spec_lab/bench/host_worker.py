@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.gate import make_gate
+from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.checks import mrv2_misfit
@@ -54,8 +54,9 @@ class Ours(Stopwatch):
     def forget_costs(self) -> None:
         """Give the drafter a new gate: the old one knows what steps of another device take."""
         if isinstance(self._drafter, proposer.SuffixProposer):
-            assert self._drafter.drafter is not None
-            self._drafter.drafter._gate = make_gate(self._drafter.config)
+            drafter = self._drafter.drafter
+            if drafter is not None and isinstance(drafter._gate, AutoGate):
+                drafter._gate = AutoGate()
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

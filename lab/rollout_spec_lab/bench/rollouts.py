@@ -58,7 +58,7 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
     """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
-    figure = Figure(figsize=(10, 1.9 * len(timelines) + 0.6))
+    figure = Figure(figsize=(5.5, 1.5 * len(timelines) + 0.6))  # its text can be read on a phone
     axes = figure.subplots(len(timelines), 1, sharex=True, sharey=True, squeeze=False)
     for (method, columns), axis in zip(timelines.items(), axes[:, 0], strict=True):
         ends = np.cumsum(columns["seconds"])
@@ -70,13 +70,13 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
         axis.axhline(threshold, color="#c0504d", linewidth=0.8, linestyle="--", label="tail below")
         tokens = sum(columns["num_tokens"])
         axis.set_title(
-            f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=9, loc="left"
+            f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=10, loc="left"
         )
         axis.set_ylabel("requests")
-    axes[0, 0].legend(fontsize=7, loc="upper right")
+    axes[0, 0].legend(fontsize=8, loc="upper right")
     axes[-1, 0].set_xlabel("time (s)")
     figure.tight_layout()
-    return png(figure, 110)
+    return png(figure, 150)
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:

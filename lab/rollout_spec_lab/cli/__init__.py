@@ -1,4 +1,4 @@
-"""The command `rollout-spec-lab`: demo, bench, simulate and gpu-check, one thin module each.
+"""The command `rollout-spec-lab`: demo, bench and gpu-check, one thin module each.
 
 In: arguments. Out: tables, JSON, files and an exit code, as `rollout-spec` gives them.
 May import: rollout_spec, `bench`, `demo`, `gpu_check`, `roofline`, rich, torch. It imports what is
@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 from rollout_spec.cli import Parser, add_commands, add_example, run_command
 
-COMMANDS = ("demo", "bench", "simulate", "gpu-check")
+COMMANDS = ("demo", "bench", "gpu-check")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="rollout-spec-lab", description="The demo, benchmarks, predictions and checks of rollout_spec."
-    )
+    parser = Parser(prog="rollout-spec-lab", description="The demo, benchmarks and checks of rollout_spec.")
     add_commands(parser, "rollout_spec_lab.cli", COMMANDS)
     add_example(parser, "rollout-spec-lab demo --quick")
     return parser

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
 from rollout_spec.config import UserError
-from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli import devices, inputs
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, HostPlan
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what the device takes for a step; each value is measured with each of --rows"
     )
     help_ = "however many tokens a step has (5 10 20 40)"
-    add_options(device, ("--step-ms", number(float, 0, above=True), "MS", [], help_), *inputs.DEVICE)
+    add_options(device, ("--step-ms", number(float, 0, above=True), "MS", [], help_), *devices.DEVICE)
     add_options(
         parser.add_argument_group("which steps are measured"),
         ("--steps", count, "N", 100, "that are measured"),
@@ -99,6 +99,6 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
     given = args.step_ms or ([] if args.model_config else [5.0, 10.0, 20.0, 40.0])
     steps: dict[str, Any] = {f"{ms:g} ms": f"1:{ms / 1e3}" for ms in given}
     if args.model_config:
-        inputs.roofline(args.model_config, args.gpu, args.tp)
+        devices.roofline(args.model_config, args.gpu, args.tp)
         steps[args.gpu] = (str(args.model_config), args.gpu, args.tp)
     return [Cell(rows, step, name) for rows, (name, step) in itertools.product(args.rows, steps.items())]

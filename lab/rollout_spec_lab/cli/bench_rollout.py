@@ -10,7 +10,7 @@ from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
 from rollout_spec.config import UserError
-from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS, REFUSED, WRITTEN, serve
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser.add_argument_group("the model and the device"),
         ("--model-config", path, "FILE", None, "the policy's config.json"),
-        inputs.GPU,
+        devices.GPU,
         inputs.DTYPE,
         inputs.ENGINE,
     )
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.rollouts import tables
 
-    predicted = inputs.rooflines(args.model_config, args.gpu)
+    predicted = devices.rooflines(args.model_config, args.gpu)
     with inputs.output_folder(args.output) as folder:
         model = inputs.dummy_model(args.model_config, folder)
         if not args.rows:

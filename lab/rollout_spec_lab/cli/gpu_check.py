@@ -13,7 +13,7 @@ from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments
 from rollout_spec.cli.prompts import tokenized
 from rollout_spec.config import SpecConfig, UserError
-from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS
 from rollout_spec_lab.gpu_check import PARTS, V2
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "for all of it; what there is no time for is named"),
         ("--parts", str, "P,P", None, f"only these of {','.join(PARTS)}"),
         ("--repeats", number(int, 1), "N", 5, "rollouts of each method, at most"),
-        inputs.GPU,
+        devices.GPU,
         inputs.ENGINE,
     )  # fmt: skip
     output = parser.add_argument_group("output")
@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
         60.0 * args.minutes,
         {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
-        inputs.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
+        devices.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
     )
 
 

@@ -1,4 +1,4 @@
-"""What several commands of the laboratory take: models, prompts (by default the demo's), methods, devices."""
+"""What several commands of the laboratory take: models, prompts (by default the demo's), methods."""
 
 from __future__ import annotations
 
@@ -23,24 +23,16 @@ from rollout_spec_lab.demo.model import make_model
 
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
-    from rollout_spec_lab.roofline.roofline import Roofline
 
 # Options for `add_options`.
 MODEL = ("--model", path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
 DTYPE = ("--dtype", str, "DTYPE", None, "of the model (bfloat16; float32 on a CPU)")
-GPU = ("--gpu", str, "NAME", None, "predict also with its roofline: h100, h200, a100 or 910b")
 TAIL = ("--tail-threshold", number(int, 0), "N", 8,
         "the tail is what comes after the last step with more running requests")  # fmt: skip
 RECORDING = (
     ("trace", path, "TRACE", None, ".jsonl or .jsonl.gz; its first `step` is taken"),
     ("--limit-groups", number(int, 1), "N", None, "only the first N lines"),
 )
-DEVICE = (  # of `roofline`
-    ("--model-config", path, "FILE", None,
-     "the policy's config.json: with --gpu, step times are predicted by a roofline"),
-    ("--gpu", str, "NAME", None, "h100, h200, a100 or 910b"),
-    ("--tp", number(int, 1), "N", 1, "tensor-parallel devices of an engine"),
-)  # fmt: skip
 
 
 def add_compared_arguments(
@@ -81,26 +73,6 @@ def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, A
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     return spec
-
-
-def roofline(config: Path | None, gpu: str | None, tp: int = 1, **further: Any) -> Roofline:
-    """The step times of `DEVICE`; `further`: fields of a Roofline."""
-    from rollout_spec_lab.roofline.model import Model
-    from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
-
-    if config is None:
-        raise UserError("--model-config: a prediction needs the policy's config.json")
-    if gpu is None or gpu not in DEVICES:
-        raise UserError(f"--gpu{f' {gpu}' if gpu else ''}: must be one of {', '.join(DEVICES)}")
-    return Roofline(Model.read(config), DEVICES[gpu], tp, **further)
-
-
-def rooflines(config: Path | None, gpu: str | None) -> dict[str, Roofline]:
-    """A device's step times by model runner, for `engine.predict`; none where no device is named."""
-    from rollout_spec_lab.roofline.roofline import HOSTS
-
-    hosts = {} if gpu is None else HOSTS
-    return {runner.upper(): roofline(config, gpu, host=host) for runner, host in hosts.items()}
 
 
 def _file(text: str) -> Path:

@@ -1,4 +1,7 @@
-"""`rollout-spec-lab simulate`: the product's `simulate` with step times from a device's roofline."""
+"""What the laboratory adds to `rollout-spec simulate`: step times from a device's roofline.
+
+`pyproject.toml` gives it to the product, as an entry point.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,23 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import add_example, rollouts, simulate
+from rollout_spec.cli import rollouts, simulate
 from rollout_spec.cli.arguments import MAX_ENGINES, add_options, number
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
-from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli import devices
 
 if TYPE_CHECKING:
     from rollout_spec.predict.engine import SimulatedModel
     from rollout_spec.trace import Rollout
     from rollout_spec_lab.roofline.roofline import Roofline
 
-HELP = "predict how long recorded rollouts take on devices that you do not have, with drafts and without"
-REFUSED = simulate.REFUSED | {"model_tokens": "--model-acceptance sets it, a number for each"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    simulate.add_served_arguments(parser)
-    _add_times(parser.add_argument_group("how long a step takes: predicted for a device"))
-    simulate.add_cluster_arguments(parser)
-    default_k = f"{SpecConfig.num_speculative_tokens}, and {DEFAULT_RECURRENT_TOKENS} with recurrent layers"
-    rollouts.add_simulated_model(simulate.add_drafter_arguments(parser, REFUSED, default_k))
-    inputs.add_output(parser, None)
-    given = "--model-config recipes/models/qwen3_32b.json --gpu h100 --tp 8"
-    add_example(parser, f"rollout-spec-lab simulate {simulate.TRACE} {given}")
-
-
-def _add_times(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("in place of --step-times: a device that you do not have")
     add_options(
         group,
-        *inputs.DEVICE,
+        *devices.DEVICE,
         ("--dp", number(int, 1, MAX_ENGINES), "N", 1,
          "data-parallel ranks of an engine: they share the experts and step together"),
         ("--gpu-memory-utilization", number(float, 0.0, 1.0, above=True), "SHARE", 0.9,
@@ -52,9 +42,14 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
         help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
         "engine that drafts do",
     )  # fmt: skip
+    rollouts.add_simulated_model(group)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int | None:
+    if args.model_config is None and args.gpu is None and args.model_acceptance is None:
+        return None
+    if args.step_times is not None:
+        raise UserError("--step-times: with --model-config and --gpu step times are predicted")
     if (most := max(args.replicas)) * args.dp > MAX_ENGINES:
         raise UserError(f"--replicas {most} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
     lines = list(rollouts.with_model(args, simulate.served_lines(args)))
@@ -68,7 +63,7 @@ def _times(args: argparse.Namespace, lines: Sequence[Rollout]) -> Roofline:
     from rollout_spec_lab.roofline.roofline import HOSTS
 
     longest = max((len(response) for line in lines for response in line.responses), default=0)
-    return inputs.roofline(
+    return devices.roofline(
         args.model_config, args.gpu, args.tp, data_parallel=args.dp, expert_parallel=args.expert_parallel,
         memory_share=args.gpu_memory_utilization, host=HOSTS[args.runner],
         stretch=args.longest_response / longest if args.longest_response and longest else 1.0,

@@ -96,7 +96,7 @@ def core_mutants() -> list[CoreMutant]:
     return found
 
 
-CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py")
+CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py", "tests/test_groups.py")
 MOST_SECONDS = 300  # in which they are done many times over
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.gate.gate import PATIENCE
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.proposers import IndexProposer
 from rollout_spec.predict.replay import ReplayResult, replay_line
@@ -144,12 +143,11 @@ def test_rollouts_without_and_with_drafts(
     assert counters["num_steps_off_threshold"] + counters["num_steps_on"] == counters["num_steps"] > 0
     assert 0 < ngram["acceptance_rate"] < 1
 
-    # Drafts are verified one step after they were asked for, by at most 4 requests or a few steps longer.
+    # Drafts are verified one step after at most 4 requests asked for them.
     [line] = timelines["sam:4"]
-    num_above = 0
-    for running, drafted in zip(line["num_running"], line["num_draft_tokens"], strict=True):
-        num_above = num_above + 1 if drafted and running > 4 else 0
-        assert num_above <= PATIENCE
+    before = [4, *line["num_running"]]
+    each = zip(before, line["num_draft_tokens"], strict=False)
+    assert all(running <= 4 for running, drafted in each if drafted)
     assert {row["drafted"] for row in record["step_times"]} == {False, True}
 
     trace, table = str(trace_file(tmp_path, 0)), str(tmp_path / "engine.json")

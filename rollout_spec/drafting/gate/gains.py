@@ -1,8 +1,8 @@
 """What drafts give, learned while the engine runs."""
 
 import numpy as np
-import numpy.typing as npt
 
+from rollout_spec.drafting.gate.step import Floats
 from rollout_spec.drafting.gate.step_seconds import ENOUGH, MEMORY
 
 PRIOR_TOKENS = 8.0  # the weight of the belief that what survivals promise comes true
@@ -34,7 +34,7 @@ class DraftGains:
         self._promised = keep * self._promised + promised
         self._accepted = keep * self._accepted + num_accepted
 
-    def learn_passes(self, gains: npt.NDArray[np.float64]) -> None:
+    def learn_passes(self, gains: Floats) -> None:
         """A step has verified a model's drafts; gains: [m], tokens a row that each of its tokens brought."""
         seen, unseen = slice(len(gains)), slice(max(1, len(gains)), None)
         self._weights[seen] = np.minimum(self._weights[seen] + 1.0, MEMORY / 8)

@@ -1,36 +1,28 @@
-"""When to draft, and how much: speculation pays in the long tail, when few requests are left running.
-
-A gate is asked twice in an engine step. `begin`, before anything is drafted, gives the least survival (the
-probability that a draft is accepted up to and with a token) at which a token is proposed, or None: no drafts
-in this step. `choose` then keeps the tokens that pay. A gate that drafts nothing is called closed.
-"""
-
-from collections import deque
+"""When to draft, and how much: speculation pays in the long tail, when few requests are left running."""
 
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.gate.gains import DraftGains
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Floats, Step
 from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
-
-# Steps in a row that must agree before a fixed gate opens or closes, since a single arrival must not flip it;
-# steps at most until an automatic gate that has closed weighs drafts again.
-PATIENCE = 4
 
 # The automatic gate. Steps are engine steps.
 MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
 MARGIN = 0.01  # the share by which drafts must give more tokens per second than a plain step
 PROBE_EVERY = 256  # steps, of which one goes without drafts, to measure a plain step, and two with some
+PATIENCE = 4  # steps at most until a gate that has closed weighs drafts again
 
 _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
 class Gate:
-    """What a gate is asked; of itself it measures nothing and drafts nothing.
+    """What a gate is asked, twice in an engine step: `begin` before anything is drafted, then `choose`.
+
+    A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
+    nothing is called closed.
 
     most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
 
@@ -47,13 +39,13 @@ class Gate:
         self.counters, self.num_passes = EngineCounters(), most_model_tokens
 
     def begin(self, step: Step) -> float | None:
-        """The least survival at which a token is drafted now; None: draft nothing."""
+        """A step has ended. The least survival at which a token is proposed now; None: draft nothing."""
         return None
 
     def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
         """How much of each draft to verify, int32 [n].
 
-        survivals: float32 [n, K], of the draft up to and with this token; falling along a row.
+        survivals: float32 [n, K], falling along a row.
         numbers: int32 [n], draft tokens of each row: the most.
         """
         return numbers
@@ -62,15 +54,8 @@ class Gate:
         """What was chosen is not verified: the step that runs is a plain one."""
 
 
-def make_gate(config: SpecConfig, fill_to: int = 0, most_model_tokens: int = 0) -> Gate:
-    """The gate that the options describe; the arguments are those of `AutoGate`."""
-    if isinstance(config.batch_threshold, str):
-        return AutoGate(fill_to, most_model_tokens)
-    return FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
-
-
 class FixedGate(Gate):
-    """A fixed threshold on the number of decoding requests (the CANN recipe's rule), with hysteresis.
+    """A fixed threshold on the number of decoding requests (the CANN recipe's rule).
 
     batch_threshold: draft while at most this many requests decode; 0 never drafts.
     min_survival: what `begin` gives, always. The model takes all its passes.
@@ -79,27 +64,17 @@ class FixedGate(Gate):
     def __init__(self, batch_threshold: int, min_survival: float, most_model_tokens: int = 0) -> None:
         super().__init__(most_model_tokens)
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
-        self._is_open: bool | None = None
-        self._num_against = 0
 
     def begin(self, step: Step) -> float | None:
-        says_open = step.num_rows <= self._batch_threshold
-        self._num_against = 0 if says_open == self._is_open else self._num_against + 1
-        if self._is_open is None or self._num_against >= PATIENCE:
-            self._is_open, self._num_against = says_open, 0
-        self.fills = bool(self._is_open)
-        if self._is_open:
+        self.fills = step.num_rows <= self._batch_threshold
+        if self.fills:
             return self._min_survival
         self.counters.num_steps_off_threshold += 1
         return None
 
 
 def _is_probe(number: int) -> bool:
-    """Whether the step after that one is measured without drafts; more often at first: engines start slowly.
-
-    Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some also
-    where a step gets room for drafts because the one before it asked for it.
-    """
+    """Whether the step after it is measured without drafts; more often at first: engines start slowly."""
     return number % PROBE_EVERY == 0 or number & (number - 1) == 0
 
 
@@ -115,7 +90,6 @@ class AutoGate(Gate):
 
     fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0. Then all steps
         with drafts take equally long: a step verifies every draft that is proposed, or is plain.
-    most_model_tokens: as of `Gate`; the gate chooses how many passes pay.
     """
 
     def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
@@ -127,10 +101,8 @@ class AutoGate(Gate):
         self._is_probe = self._is_trial = False  # whether the gate measures what it would not do
         self._promised = 0.0  # tokens, of the drafts of the step now running
         self._price = 0.0  # the least survival that the last step with drafts took
-        self._least_asked = MIN_SURVIVAL
         self._num_refused = self._steps_until_look = 0
-        # The busiest rank's tokens / our rows, where ranks step together. The least is that of a plain step.
-        self._tokens_per_row: deque[float] = deque(maxlen=PROBE_EVERY)
+        self._rows_per_row = 1.0  # the busiest rank's of each of ours, where ranks step together
 
     def begin(self, step: Step) -> float | None:
         self._learn(self._seen(step))
@@ -139,6 +111,8 @@ class AutoGate(Gate):
         self._num_steps += 1
         self._is_probe = not self._seconds.is_known or _is_probe(number)
         self.probes_soon = _is_probe(number + 2)
+        # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
+        # also where a step gets room for drafts because the one before it asked for it.
         self._is_trial = _is_probe(number + 3) or _is_probe(number + 4)
         if self._is_probe:
             self.counters.num_steps_off_probe += 1
@@ -147,14 +121,16 @@ class AutoGate(Gate):
             self._steps_until_look -= 1
             self.counters.num_steps_off_cost += 1
             return None
-        return self._least_asked
+        # The next step may want less likely ones than the last. That is found step by step.
+        return max(MIN_SURVIVAL, self._price / 2)
 
     def _seen(self, step: Step) -> Step:
         """Where ranks step together, it is no plain step if another rank may have verified drafts."""
         self._step = step
         if step.number is None:
             return step
-        self._tokens_per_row.append(step.num_tokens / step.num_rows)
+        tokens_per_row = step.num_tokens / step.num_rows  # of a plain step its rows, else more
+        self._rows_per_row = tokens_per_row if self._is_probe else min(tokens_per_row, self._rows_per_row)
         others = not self._is_probe and step.num_tokens > self._num_busiest_rows
         return step._replace(has_drafts=step.has_drafts or others)
 
@@ -187,7 +163,7 @@ class AutoGate(Gate):
     @property
     def _num_busiest_rows(self) -> int:
         """Rows of the busiest rank: no rank's step is shorter than its."""
-        return round(max(1.0, min(self._tokens_per_row, default=1.0)) * self._step.num_rows)
+        return round(max(1.0, self._rows_per_row) * self._step.num_rows)
 
     def _plain_seconds(self) -> float:
         """Of a step like the last one without prompts and drafts; a model's first pass always runs."""
@@ -195,7 +171,7 @@ class AutoGate(Gate):
         step = self._step._replace(num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
         return float(self._seconds.expected(step, self._num_busiest_rows))
 
-    def _drafted_seconds(self, most: int) -> npt.NDArray[np.float64]:
+    def _drafted_seconds(self, most: int) -> Floats:
         """Of a step like the last one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
         step = self._step._replace(num_prompt_tokens=0, has_drafts=True)
         nums = np.full(most, step.num_rows * self._fill_to) if self._fill_to else 1 + np.arange(most)
@@ -213,14 +189,14 @@ class AutoGate(Gate):
         tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.calibration
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])
-        self._choose_passes(rate)
-        if rate * plain > (1.0 + MARGIN) * num_rows:
-            self._num_refused = 0
-        elif not self._is_trial:
+        if self._step.num_passes:
+            cost = rate * self._seconds.expected_pass(num_rows) / num_rows
+            self.num_passes = self._gains.num_passes(cost)
+        pays = rate * plain > (1.0 + MARGIN) * num_rows
+        if not (pays or self._is_trial):
             return self._refuse(numbers)
+        self._num_refused = 0 if pays else self._num_refused
         self._price = float(sorted_survivals[best])
-        # The next step may want less likely ones. That is found step by step: to draft takes the host time.
-        self._least_asked = max(MIN_SURVIVAL, min(self._price / 2, 2 * self._least_asked))
         is_chosen = (survivals >= np.float32(self._price)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         # There may be more of the last survival than the best number has.
@@ -231,15 +207,9 @@ class AutoGate(Gate):
         """No draft pays; one that pays is looked for at once, then in the second, third, ... step."""
         self._steps_until_look = min(self._num_refused, PATIENCE - 1)
         self._num_refused += 1
+        self._price /= 2
         self.counters.num_steps_off_cost += 1
-        self._least_asked = max(MIN_SURVIVAL, self._least_asked / 2)
         return np.zeros_like(numbers)
-
-    def _choose_passes(self, rate: float) -> None:
-        """For the next step that waits for drafts, where the engine gives so many tokens per second."""
-        if self._step.num_passes:
-            seconds = self._seconds.expected_pass(self._num_busiest_rows)
-            self.num_passes = self._gains.num_passes(rate * seconds / self._num_busiest_rows)
 
     def discard(self) -> None:
         self._promised, self.fills = 0.0, False

@@ -4,10 +4,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Floats, Step
 
 MEMORY = 512  # steps after which what was measured has mostly faded
-ODD = 3.0  # times as slow or as fast as expected: a step that was disturbed, or that of another engine
+ODD = 1.5  # times as slow or as fast as expected: a step that was disturbed, or that of another engine
 # Plain steps, mostly decoding, before anything is believed; odd steps in a row that mean another engine;
 # steps between fits.
 ENOUGH = 8
@@ -21,8 +21,6 @@ _SLOPES = slice(1, 2 + len(_BENDS))
 _JUMPS = slice(_SLOPES.stop, _SLOPES.stop + len(_BENDS))
 _NUM_COLUMNS = _JUMPS.stop + 7
 _TENS, _CONTEXT = 0.1, 1e-5  # so that doubt weighs all columns alike
-
-_Floats = npt.NDArray[np.float64]
 
 
 class StepSeconds:
@@ -51,7 +49,7 @@ class StepSeconds:
         """Whether enough steps were seen. Where prompts come all the time there may be no plain ones."""
         return self._num_plain >= ENOUGH or self._num_steps >= MEMORY
 
-    def expected(self, step: Step, nums_verified: npt.ArrayLike) -> _Floats:
+    def expected(self, step: Step, nums_verified: npt.ArrayLike) -> Floats:
         """Seconds of steps like this one, float64, if they verify so many tokens besides their prompts."""
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
@@ -66,9 +64,9 @@ class StepSeconds:
         """The step took so long; returns what was expected, 0.0 if nothing was known."""
         num_verified = step.num_tokens - step.num_prompt_tokens
         expected = float(self.expected(step, num_verified))
-        is_odd = expected > 0.0 and not 1.0 / ODD < seconds / expected < ODD
-        self._num_odd = self._num_odd + 1 if is_odd else 0
-        if self._num_odd == ENOUGH:
+        odd = int(seconds > ODD * expected) - int(seconds < expected / ODD) if expected else 0
+        self._num_odd = odd * (1 + max(0, odd * self._num_odd))  # in a row; negative: fast ones
+        if abs(self._num_odd) == ENOUGH:
             self._forget()
         steeper, jumps = np.maximum(0.0, step.num_tokens - _BENDS) * _TENS, step.num_tokens > _BENDS
         curve = [1.0, step.num_tokens * _TENS, *steeper, *jumps]
@@ -78,12 +76,12 @@ class StepSeconds:
         self._squares = keep * self._squares + columns[:, None] * columns
         self._products = keep * self._products + columns
         self._num_steps += 1
-        self._num_plain += not (step.has_drafts or is_odd) and step.num_prompt_tokens <= num_verified
+        self._num_plain += not (step.has_drafts or odd) and step.num_prompt_tokens <= num_verified
         if self._num_steps < 2 * ENOUGH or self._num_steps % ENOUGH == 0:
             self._fit()
         return expected
 
-    def _extras(self, step: Step) -> _Floats:
+    def _extras(self, step: Step) -> Floats:
         prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _CONTEXT
         passes, is_slower_code = step.num_passes, step.has_drafts != self._fills
         rows = step.num_rows * _TENS
