@@ -45,7 +45,7 @@ class Batch:
             log_odds = np.full(np.shape(model), 9, np.float32)
             more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
         nums = list(map(len, tokens))
-        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more)
+        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more).lists()
 
 
 def make(**options):
@@ -311,7 +311,7 @@ def long_run(seconds):
         now += seconds
         batch.levels[:3] += 1
         num_rows = len(batch.request_ids)
-        drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels)
+        drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels).lists()
         num_tokens.append(drafter.index.stats().num_tokens)
     drafter.index.validate()
     return drafts, np.diff(num_tokens).tolist()

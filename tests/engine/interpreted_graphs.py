@@ -47,17 +47,16 @@ def noted_drafts():
     drafts: dict[str, Any] = {}
     place = HostBatch.place
 
-    def place_and_note(self, request_ids, nums, tokens, log_odds):
-        rows = self.input_batch.req_ids
-        for request_id, num, *draft in zip(request_ids, nums, tokens, log_odds, strict=True):
-            if num == 0 or request_id not in rows:
+    def place_and_note(self, places, nums, tokens, log_odds):
+        for row, num, *draft in zip(places.rows.tolist(), nums, tokens, log_odds, strict=True):
+            if num == 0 or row < 0:
                 continue
-            level = int(self.levels[rows.index(request_id)])
-            name = (self.requests[request_id].sampling_params.extra_args or {}).get(NAME_KEY)
-            is_whole = level < self._last_levels[rows.index(request_id)]  # else more tokens may have come
+            level, request = int(self.levels[row]), self.requests[self.input_batch.req_ids[row]]
+            name = (request.sampling_params.extra_args or {}).get(NAME_KEY)
+            is_whole = level < self._last_levels[row]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
-        return place(self, request_ids, nums, tokens, log_odds)
+        return place(self, places, nums, tokens, log_odds)
 
     HostBatch.place = place_and_note
     try:

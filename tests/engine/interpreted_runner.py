@@ -277,7 +277,8 @@ def noted_steps(scheduler, runner):
     """What the scheduler decides from now on, step by step."""
     from vllm.v1.request import RequestStatus
 
-    batch = getattr(getattr(runner, "draft_tokens_handler", None), "_batch", None)
+    host = getattr(runner, "draft_tokens_handler", None)
+    batch = getattr(host, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args, **kwargs):
@@ -303,14 +304,15 @@ def noted_steps(scheduler, runner):
         update(drafts)
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
-    def fill_and_note(output):
-        fill(output)
-        if output.total_num_scheduled_tokens:
+    def fill_and_note():
+        output = host.step
+        fill()
+        if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)
 
     scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
     if batch is not None:  # MRV2, where the room of a step that is scheduled ahead is filled after this
-        fill, runner.update_requests = runner.update_requests, fill_and_note
+        fill, host.give_drafts = host.give_drafts, fill_and_note
     return steps
 
 

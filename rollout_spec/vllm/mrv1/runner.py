@@ -167,12 +167,13 @@ class BesideTextRunner(SharedNoiseRunner):
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
+            nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
             drafts = proposer.draft(
-                list(map(len, output.sampled_token_ids)), batch.token_ids_cpu, batch.num_tokens_no_spec,
+                nums, batch.token_ids_cpu, batch.num_tokens_no_spec,
                 work=proposer.work, in_time=self.model_passes.num_now > 0,
                 model_drafts=self.model_passes.on_host(),
             )  # fmt: skip
-            self.drafts = DraftTokenIds(list(output.req_ids), drafts)
+            self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
             attach(output, Report(proposer.num_passes))
         return output
 

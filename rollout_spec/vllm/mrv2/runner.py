@@ -2,8 +2,8 @@
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
 vLLM calls `execute_model`, in it `finish_requests` of `KeyedRunner`, `add_requests` and `update_requests` of
-`DraftingRunner`, `gather_batch_req_state` and `prepare_inputs` of `GraphsRunner`; then `sample_tokens`, in it
-`postprocess_sampled` and the speculator's `propose`, and at its end `HostDrafts.report`.
+`DraftingRunner`, `apply_staged_writes` of `WaitingTables`, `gather_batch_req_state` and `prepare_inputs` of
+`GraphsRunner`; then `sample_tokens`, in it the speculator's `propose`, and at its end `HostDrafts.report`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
@@ -32,6 +33,7 @@ from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(
     name="vllm-v2-warm-up",
@@ -85,6 +87,8 @@ class DraftingRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
             super().initialize_kv_cache(*args, **kwargs)
+        self.block_tables.host_drafts = self.host_drafts
+        put_before(WaitingTables, self.block_tables, SPECULATOR)
         graphs.add_graphs_for_drafts(self, self.why_no_graphs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +98,10 @@ class DraftingRunner(GPUModelRunner):
             return super()._dummy_run(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        # In one process it is the scheduler's own, which takes back the tokens for which there was room.
-        return super().execute_model(copy.copy(scheduler_output), *args, **kwargs)
+        waits = plan_of(scheduler_output).room > 0
+        with self.host_drafts.launching if waits else contextlib.nullcontext():
+            # In one process it is the scheduler's own, which takes back the tokens for which there was room.
+            return super().execute_model(copy.copy(scheduler_output), *args, **kwargs)
 
     def add_requests(self, scheduler_output: Any) -> None:
         self.host_drafts.begin_step(scheduler_output)
@@ -103,15 +109,20 @@ class DraftingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        # The last moment before it reads how long the rows are.
-        self.host_drafts.give_drafts(scheduler_output)
-
-    def postprocess_sampled(self, idx_mapping: Any, sampled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        self.host_drafts.sampled_tokens = sampled_tokens
-        return super().postprocess_sampled(idx_mapping, sampled_tokens, *args, **kwargs)
+        self.host_drafts.step = scheduler_output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))
+
+
+class WaitingTables(BlockTables):
+    """They are on their way while the runner waits for drafts. Next it reads how long its rows are."""
+
+    host_drafts: HostDrafts
+
+    def apply_staged_writes(self) -> None:
+        super().apply_staged_writes()
+        self.host_drafts.give_drafts()
 
 
 class GraphsRunner(GPUModelRunner):
@@ -183,6 +194,7 @@ def check_runner() -> None:
     guard_class(SPECULATOR, DraftingRunner, GPUModelRunner)
     guard_class(_WARM_UP, ForgettingWorker, WorkerBase)
     guard_class(sampler.COUPLED, KeyedRunner, GPUModelRunner)
+    guard_class(SPECULATOR, WaitingTables, BlockTables)
     guard_class(SPECULATOR, TimedOutput, AsyncOutput)
     guard_class(SPECULATOR, speculators.SuffixSpeculator, BaseSpeculator)
     sampler.check_sampler()
