@@ -60,9 +60,18 @@ class SpecConfig:
     num_speculative_tokens: int = _option(
         DEFAULT_SPECULATIVE_TOKENS,
         "at most this many draft tokens per request and step",
-        "text repeats in long runs (more), or memory for CUDA graphs is short (fewer)",
+        "text repeats in long runs (more)",
         1,
         MAX_SPECULATIVE_TOKENS,
+    )
+    max_draft_tokens: int = _option(
+        1024,
+        # With some 300 tokens in a step an H100 computes as long as it reads the weights of a dense policy.
+        "at most this many draft tokens in a step, the likeliest of all requests. Memory is kept for their "
+        "logits: 0.9 GiB for 1,024 of Qwen3",
+        "memory is short (fewer), or many requests of a large mixture of experts run (more)",
+        1,
+        1 << 20,
     )
     model_tokens: int = _option(
         3,

@@ -45,7 +45,7 @@ class Batch:
             log_odds = np.full(np.shape(model), 9, np.float32)
             more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
         nums = list(map(len, tokens))
-        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more)
+        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more).lists()
 
 
 def make(**options):
@@ -311,7 +311,7 @@ def long_run(seconds):
         now += seconds
         batch.levels[:3] += 1
         num_rows = len(batch.request_ids)
-        drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels)
+        drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels).lists()
         num_tokens.append(drafter.index.stats().num_tokens)
     drafter.index.validate()
     return drafts, np.diff(num_tokens).tolist()
@@ -458,3 +458,23 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
     assert drafts[2] == []
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
+
+
+def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
+    survivals = np.array([[0.9, 0.5, 0.5], [0.8, 0.7, 0.1], [0.5, 0.5, 0.9]], np.float32)
+    numbers = np.array([3, 3, 2], np.int32)  # the last token is none
+
+    likeliest = sorted([0.9, 0.5, 0.5, 0.8, 0.7, 0.1, 0.5, 0.5], reverse=True)
+    for most in range(1, 9):
+        kept = np.arange(3) < drafter_module._likeliest(survivals, numbers, most)[:, None]
+        assert sorted(survivals[kept], reverse=True) == pytest.approx(likeliest[:most])
+
+
+def test_max_draft_tokens_bounds_the_drafts_of_a_step():
+    text = [10, 11, 12, 13, 14, 15]
+    batch = make(max_draft_tokens=5)
+    for name in "abc":
+        batch.add(name)
+    batch.step([text] * 3)
+    drafts = batch.step([text[:1]] * 3)
+    assert sum(map(len, drafts)) == 5 and all(draft == text[1 : 1 + len(draft)] for draft in drafts)

@@ -2,18 +2,22 @@
 
 import contextlib
 import dataclasses
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu import async_utils
 from vllm.v1.worker.gpu import model_runner as mrv2
+from vllm.v1.worker.gpu.block_table import BlockTables
 
 from rollout_spec import patches
 from rollout_spec.vllm.mrv2 import host_drafts
+from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
-from rollout_spec.vllm.mrv2.runner import DraftingRunner
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from tests.accelerator import DEVICE, Accelerator
@@ -23,13 +27,14 @@ from tests.test_proposer import K, vllm_config
 pytestmark = pytest.mark.usefixtures("vllm", "one_device")
 
 
+NOTHING = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
+
+
 @pytest.fixture
 def one_device(monkeypatch):
     """Its streams wait for nothing, and no other rank hears of what it drafts."""
-    nothing = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nothing)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: NOTHING)
+    monkeypatch.setattr(async_utils, "stream", lambda *_: contextlib.nullcontext())
     group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
 
@@ -37,33 +42,45 @@ def one_device(monkeypatch):
 TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
 
 
+class SomeTables(BlockTables):
+    def apply_staged_writes(self):
+        self.log.append("tables")
+
+
 class SomeMRV2(mrv2.GPUModelRunner):
     def execute_model(self, scheduler_output):
         self.add_requests(scheduler_output)
         self.update_requests(scheduler_output)
+        self.block_tables.apply_staged_writes()
+        self.launch()
         self.executed = scheduler_output
 
+    def launch(self): ...
     def add_requests(self, scheduler_output): ...
     def update_requests(self, scheduler_output): ...
-    def postprocess_sampled(self, idx_mapping, sampled_tokens): ...
     def sample_tokens(self, grammar_output):
-        return ModelRunnerOutput([*self.executed.num_scheduled_tokens], {})
+        names, tokens, nums = self.sampled
+        output = SimpleNamespace(sampled_token_ids=tokens, logprobs_tensors=None, num_nans=None)
+        said = ModelRunnerOutput(names, {}, prompt_logprobs_dict={})
+        return async_utils.AsyncOutput(said, output, nums, NOTHING, NOTHING)
 
 
 def mrv2_host(accelerator, rows):
-    """`HostDrafts` and the runner of MRV2 to which it belongs, with these requests in these rows."""
+    """A runner of MRV2 with our drafter, and these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
     runner = bare(
         SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
-        parallel_config=config.parallel_config,
+        parallel_config=config.parallel_config, output_copy_stream=NOTHING,
+        block_tables=bare(SomeTables, log=[]),
         req_states=SimpleNamespace(
             req_id_to_index=rows, draft_tokens=drafts, num_computed_tokens_np=np.zeros(4, np.int32)
         ),
     )  # fmt: skip
-    runner.host_drafts = HostDrafts(runner, engine_options(config))
+    runner.host_drafts = runner.block_tables.host_drafts = HostDrafts(runner, engine_options(config))
     patches.put_before(DraftingRunner, runner, SPECULATOR)
-    return runner.host_drafts, runner
+    patches.put_before(WaitingTables, runner.block_tables, SPECULATOR)
+    return runner
 
 
 def scheduled(new=(), drafts=None):
@@ -87,41 +104,42 @@ def planned(output, plan, names):
     return output
 
 
-def after_sampling(host, runner, put, names, sampled):
-    """Each request has got one token; the drafts that the device gets for them, which are none."""
-    runner.postprocess_sampled(None, put(torch.tensor([[token] + [0] * K for token in sampled])))
-    batch = SimpleNamespace(req_ids=names, num_reqs=len(names))
-    return host.take_sampled(batch, put(torch.ones(len(names)).int()))
+def after_sampling(runner, put, names, sampled):
+    """Each request has got one token; the step's output."""
+    tokens = put(torch.tensor([[token] + [0] * K for token in sampled]))
+    runner.sampled = names, tokens, put(torch.ones(len(names)).int())
+    return runner.sample_tokens(None)
 
 
 def test_drafts_of_mrv2_go_to_the_host_and_back():
     """A step's tokens come from the device, and what is drafted goes there, without a wait."""
     with Accelerator() as accelerator:
-        host, runner = mrv2_host(accelerator, {"a": 2, "b": 0})
-        runner.add_requests(scheduled(("a", "b")))
+        runner = mrv2_host(accelerator, {"a": 2, "b": 0})
+        runner.execute_model(scheduled(("a", "b")))
         accelerator.start()
-        nothing = after_sampling(host, runner, accelerator.put, ["b", "a"], [6, 6])
-        drafts = dict(zip(*dataclasses.astuple(host.get_draft_tokens()), strict=True))
-        runner.update_requests(scheduled(drafts=drafts))
+        after_sampling(runner, accelerator.put, ["b", "a"], [6, 6])
+        nothing = runner.host_drafts.no_drafts(SimpleNamespace(num_reqs=2))
+        drafts = dict(zip(*dataclasses.astuple(runner.host_drafts.get_draft_tokens()), strict=True))
+        runner.execute_model(scheduled(drafts=drafts))
     assert nothing.value.shape == (2, K)
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
     placed = runner.req_states.draft_tokens.value.tolist()
     assert placed == [drafts["b"], [0] * K, drafts["a"], [0] * K]
-    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+    assert (accelerator.waits, accelerator.num_sent) == ([], 1)
 
 
 def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_stays_empty():
     """Without a wait but for the tokens of the step before. The scheduler's own output stays as it is."""
     names = ["b", "a", "new"]
     with Accelerator() as accelerator:
-        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
+        runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
         runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, 0), names))
         accelerator.start()
-        after_sampling(host, runner, accelerator.put, names, [6, 6, 40])
+        after_sampling(runner, accelerator.put, names, [6, 6, 40])
         rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
         given = planned(scheduled(drafts=dict(rooms)), Plan(None, 1, K), names)
         runner.execute_model(given)
-        report = report_of(runner.sample_tokens(None))
+        report = report_of(runner.sample_tokens(None).model_runner_output)
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
     assert runner.executed.scheduled_spec_decode_tokens == drafts
     assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
@@ -129,8 +147,43 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 13
     assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
-    assert placed == [[7, 8, 0, 0], drafts["a"], [0] * K, [0] * K]
-    assert (accelerator.waits, accelerator.num_sent) == ([], 2)
+    assert placed[0][:2] == drafts["b"] and placed[1] == drafts["a"]
+    assert (accelerator.waits, accelerator.num_sent) == ([], 1)
+
+
+def test_what_needs_no_drafts_goes_to_the_device_before_the_wait_for_them(monkeypatch):
+    """Once a step. And vLLM makes lists of the tokens when the step that waits for them has been launched."""
+    with Accelerator() as accelerator:
+        runner = mrv2_host(accelerator, {"a": 0})
+        log, wait = runner.block_tables.log, Arrival.wait
+        monkeypatch.setattr(Arrival, "wait", lambda *args: (log.append("wait"), wait(*args))[1])
+        runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
+        output = after_sampling(runner, accelerator.put, ["a"], [6])
+        thread = threading.Thread(target=lambda: log.append(output.get_output().sampled_token_ids))
+
+        def launch():
+            thread.start()
+            thread.join(0.1)  # time enough if nothing holds it
+            log.append("launch")
+
+        runner.launch = launch
+        runner.execute_model(planned(scheduled(drafts={"a": [-1] * K}), Plan(None, 1, K), ["a"]))
+        thread.join()
+    assert log == ["tables", "tables", "wait", "launch", [[6]]]
+
+
+def test_nothing_is_learned_from_behind_an_end_on_mrv2_either():
+    with Accelerator() as accelerator:
+        runner, put = mrv2_host(accelerator, {"a": 0}), accelerator.put
+        first = planned(scheduled(("a",)), Plan(None, 0, 0), ["a"])
+        ends = SimpleNamespace(eos_token_id=8, stop_token_ids=[], max_tokens=None, extra_args=None)
+        first.scheduled_new_reqs[0].sampling_params = ends
+        runner.execute_model(first)
+        after_sampling(runner, put, ["a"], [6])
+        runner.execute_model(planned(scheduled(drafts={"a": [-1] * K}), Plan(None, 1, K), ["a"]))
+        runner.sampled = ["a"], put(torch.tensor([[7, 8, 5, 6, 7]])), put(torch.tensor([5]).int())
+        runner.sample_tokens(None)
+        assert runner.host_drafts.proposer.take_counters().num_accepted_tokens == 1
 
 
 def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
@@ -143,15 +196,15 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         return runner.req_states.num_computed_tokens_np[:3].tolist()
 
     with Accelerator() as accelerator:
-        host, runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
+        runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
         step(scheduled((*names,)), Plan(None, 0, 0), 0)
         accelerator.start()
-        after_sampling(host, runner, accelerator.put, names[:2], [6, 40])
+        after_sampling(runner, accelerator.put, names[:2], [6, 40])
         known = len(TEXT)
         counted = [known + K, known + 1, 4]
         rooms = {"drafted": [-1] * K, "plain": [-1] * K}
         assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known, known, 4]
-        after_sampling(host, runner, accelerator.put, names[:2], [41, 42])
+        after_sampling(runner, accelerator.put, names[:2], [41, 42])
         counted = [known + 1 + K, known + 1 + K, 4]
         assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"

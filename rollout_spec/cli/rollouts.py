@@ -55,7 +55,7 @@ def add_simulated_model(group: argparse._ActionsContainer) -> None:
     """Add `--model-acceptance`, which `with_model` takes."""
     help_ = (
         "simulate a draft model beside the index: how often its first, second, ... draft token is right "
-        "where those before it are; it drafts as many tokens as there are numbers"
+        "where those before it are"
     )
     add_options(group, ("--model-acceptance", str, "A,A,...", None, help_))
 

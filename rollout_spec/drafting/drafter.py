@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from rollout_spec.drafting.gate.gate import AutoGate, FixedGate, Gate
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
-from rollout_spec.drafting.index import ModelDrafts, StepResult, make_index
+from rollout_spec.drafting.index import Drafts, ModelDrafts, StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
@@ -84,7 +83,9 @@ class Drafter:
         most_model_tokens: int = 0,
     ) -> None:
         self.counters = EngineCounters()  # without those of the gate and the model
+        self._num_speculative_tokens = config.num_speculative_tokens
         self._fill_to = config.num_speculative_tokens if fills else 0
+        self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self._gate: Gate = (
             AutoGate(self._fill_to, most_model_tokens)
@@ -175,7 +176,7 @@ class Drafter:
     def draft(
         self,
         request_ids: Sequence[str],
-        nums_new_tokens: Sequence[int],
+        nums_new_tokens: npt.ArrayLike,
         token_ids: Int32Array,
         levels: Int32Array,
         *,
@@ -184,12 +185,12 @@ class Drafter:
         in_time: bool = True,
         model_drafts: ModelDrafts | None = None,
         rooms: Int32Array | None = None,
-    ) -> list[list[int]]:
+    ) -> Drafts:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
         Args:
             request_ids: the request of each row; all were added.
-            nums_new_tokens: list [num_rows], the tokens each row got in the step that has ended; 0 for a row
+            nums_new_tokens: [num_rows], the tokens each row got in the step that has ended; 0 for a row
                 that does not decode (a partial prefill).
             token_ids: shape [>= num_rows, max_model_len], row i holds the tokens of `request_ids[i]`.
             levels: int32, shape [>= num_rows], how many tokens each row has.
@@ -204,36 +205,33 @@ class Drafter:
 
         `next_step_waits` then says whether the next step must wait for its drafts.
 
-        Returns:
-            The draft tokens of each row, most often empty.
-
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
         raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
         whose rows hold what no text can.
         """
         started = time.perf_counter()
-        num_rows = len(request_ids)
-        if len(nums_new_tokens) != num_rows or len(levels) < num_rows:
+        num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
+        if len(nums) != num_rows or len(levels) < num_rows:
             self._gate.discard()
-            others = f"nums_new_tokens has {len(nums_new_tokens)}, levels has {len(levels)}"
+            others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         goes_on = self._map_rows(request_ids)
         assert self._rows is not None
-        all_decode = 0 not in nums_new_tokens
-        num_decoding = num_rows - nums_new_tokens.count(0)
+        decodes = nums > 0
+        num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
         self._num_given = 0
         step = work._replace(
             num_rows=num_decoding,
-            num_context=sum(compress(levels[:num_rows].tolist(), nums_new_tokens)),
-            num_new_tokens=sum(nums_new_tokens),
+            num_context=int(levels[:num_rows].sum(where=decodes)),
+            num_new_tokens=int(nums.sum()),
             seconds=self._end_step(self._clock() if ended is None else ended, goes_on),
             num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(request_ids, nums_new_tokens),
+            model_shares=self._model_share.count_accepted(request_ids, nums),
         )
-        rows = self._rows if all_decode else self._rows.among(np.array(nums_new_tokens) > 0)
-        drafts: list[list[int]] = [[] for _ in request_ids]
+        rows = self._rows if num_decoding == num_rows else self._rows.among(decodes)
+        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows == 0:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
@@ -244,10 +242,13 @@ class Drafter:
         if least_survival is None:
             self.next_step_waits = False
         elif in_time:
-            drafts = self._choose_for_next_step(rows, proposed, num_rows)
+            self.next_step_waits = True
+            self._give(drafts, rows, proposed)
             self._model_share.count_drafted(request_ids, drafts, model_drafts)
-            self._fill_up(drafts, nums_new_tokens)
-            self._num_given = sum(map(len, drafts))
+            if self._fill_to and self._gate.fills:  # steps with drafts are of one shape only
+                drafts.tokens[np.arange(self._fill_to) >= drafts.numbers[:, None]] = FILLER
+                drafts.numbers[decodes] = self._fill_to
+            self._num_given = int(drafts.numbers.sum())
         else:  # these drafts come too late for a step; what the gate says of them decides for the next one
             self._choose_whether_to_wait(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
@@ -332,19 +333,12 @@ class Drafter:
         self._rows = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
-    def _choose_for_next_step(self, rows: _Rows, proposed: StepResult, num_rows: int) -> list[list[int]]:
+    def _give(self, drafts: Drafts, rows: _Rows, proposed: StepResult) -> None:
         """What the open gate takes of each row's draft: its first tokens."""
-        self.next_step_waits = True
         chosen = self._chosen(rows, proposed)
-        numbers = chosen.tolist()
-        self.counters.num_drafts += len(numbers) - numbers.count(0)
-        self.counters.num_draft_tokens += sum(numbers)
-        is_chosen = np.arange(proposed.draft_tokens.shape[1]) < chosen[:, None]
-        tokens, end = proposed.draft_tokens[is_chosen].tolist(), 0
-        drafts: list[list[int]] = [[] for _ in range(num_rows)]
-        for row, number in zip(rows.numbers.tolist(), numbers, strict=True):
-            drafts[row] = tokens[end : (end := end + number)]
-        return drafts
+        self.counters.num_drafts += int(np.count_nonzero(chosen))
+        self.counters.num_draft_tokens += int(chosen.sum())
+        drafts.tokens[rows.numbers], drafts.numbers[rows.numbers] = proposed.draft_tokens, chosen
 
     def _choose_whether_to_wait(self, rows: _Rows, proposed: StepResult) -> None:
         """The next step has begun without drafts: should the one after it wait for them?"""
@@ -359,18 +353,11 @@ class Drafter:
 
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
-        numbers = proposed.num_draft_tokens
+        numbers = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
         chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
         if chosen.any() or not numbers.any():  # else the gate has counted the step as off
             self.counters.num_steps_on += 1
         return chosen
-
-    def _fill_up(self, drafts: list[list[int]], nums_new_tokens: Sequence[int]) -> None:
-        """Give every decoding row a draft of one length, where steps with drafts are of one shape only."""
-        if self._fill_to and self._gate.fills:
-            for draft, num_new in zip(drafts, nums_new_tokens, strict=True):
-                if num_new:
-                    draft += [FILLER] * (self._fill_to - len(draft))
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -387,3 +374,12 @@ class Drafter:
         step that begins, by default the one after the last."""
         self.history.step = self.history.step + 1 if step is None else step
         self._last_end = None
+
+
+def _likeliest(survivals: npt.NDArray[np.float32], numbers: Int32Array, most: int) -> Int32Array:
+    """How much of each draft is among the `most` likeliest tokens; the others are those of `Gate.choose`."""
+    if numbers.sum() <= most:
+        return numbers
+    is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+    kept = np.argpartition(-survivals[is_draft], most - 1)[:most]
+    return np.bincount(np.nonzero(is_draft)[0][kept], minlength=len(numbers)).astype(np.int32)

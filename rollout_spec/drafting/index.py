@@ -41,6 +41,23 @@ class StepResult(NamedTuple):
     """Rows that draft nothing, as something of their text is not indexed."""
 
 
+class Drafts(NamedTuple):
+    """Drafts for the rows of a batch."""
+
+    tokens: Int32Array
+    """[num_rows, K]: row i holds numbers[i] draft tokens, the rest is unspecified."""
+    numbers: Int32Array
+    """[num_rows], most often 0."""
+
+    @classmethod
+    def none(cls, num_rows: int, width: int = 1) -> Drafts:
+        return cls(np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32))
+
+    def lists(self) -> list[list[int]]:
+        tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.numbers[:, None]].tolist(), 0
+        return [tokens[end : (end := end + num)] for num in self.numbers.tolist()]
+
+
 class ModelDrafts(NamedTuple):
     """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
 

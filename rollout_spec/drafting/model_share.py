@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_spec.drafting.gate.step import Floats
-from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.drafting.index import Drafts, ModelDrafts
+from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.trace import num_alike
 
@@ -19,23 +20,25 @@ class ModelShare:
         self._lengths: dict[str, int] = {}  # how many of its tokens the step verifies, by request
 
     def count_drafted(
-        self, request_ids: Sequence[str], drafts: Sequence[list[int]], model_drafts: ModelDrafts | None
+        self, request_ids: Sequence[str], drafts: Drafts, model_drafts: ModelDrafts | None
     ) -> None:
         """The step that begins next verifies these drafts."""
         if model_drafts is None:
             return
         self._num_tokens = model_drafts.tokens.shape[1]
         proposed = model_drafts.tokens.tolist()
-        for request_id, draft, tokens in zip(request_ids, drafts, proposed, strict=False):
+        for request_id, draft, tokens in zip(request_ids, drafts.lists(), proposed, strict=False):
             self._lengths[request_id] = num_alike(draft, tokens)
         self.counters.num_model_draft_tokens += sum(self._lengths.values())
 
     def count_accepted(
-        self, request_ids: Sequence[str], nums_new_tokens: Sequence[int]
+        self, request_ids: Sequence[str], nums_new_tokens: Int32Array
     ) -> tuple[Floats, Floats] | None:
         """`Step.model_shares` of the step that has ended, in which these requests got so many tokens."""
         lengths, self._lengths = self._lengths, {}
-        each = zip(request_ids, nums_new_tokens, strict=True)
+        if not lengths:
+            return None
+        each = zip(request_ids, nums_new_tokens.tolist(), strict=True)
         rows = [(lengths[name], num_new - 1) for name, num_new in each if num_new and name in lengths]
         if not rows:
             return None

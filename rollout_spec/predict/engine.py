@@ -206,7 +206,7 @@ class Engine:
             return self.drafter.draft(
                 names, nums_new, self._token_ids, self._levels,
                 work=step, in_time=in_time, model_drafts=model,
-            )  # fmt: skip
+            ).lists()  # fmt: skip
         if model is None:
             return [[] for _ in self._running]
         rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1

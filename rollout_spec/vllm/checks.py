@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
@@ -15,6 +15,7 @@ from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
+from rollout_spec.vllm.logits import most_rows
 from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
@@ -90,7 +91,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     partial_logits = next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None)
     ours = _of_ours(vllm_config, config) if config.enabled else {}
     model = _of_model(vllm_config) if has_model else {}
-    drafts = _of_drafts(vllm_config, method) if ours or model else {}
+    drafts = _of_drafts(vllm_config, config, method) if ours or model else {}
     refuse({"partial_logits": partial_logits} | ours | model | drafts, of_model)
     if has_model:
         _refuse_beside_model(vllm_config, of_model)
@@ -127,7 +128,7 @@ def _of_model(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
+def _of_drafts(vllm_config: VllmConfig, config: SpecConfig, method: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
     return {
@@ -136,16 +137,16 @@ def _of_drafts(vllm_config: VllmConfig, method: str | None) -> dict[str, Any]:
         "m3_cache": policy.startswith("MiniMaxM3") and cache.startswith("nvfp4") and cache,
         "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
         "growing_rope": _growing_rope(model),
-        "wide_logits": _wide_logits(vllm_config),
+        "wide_logits": _wide_logits(vllm_config, config),
     }
 
 
-def _wide_logits(vllm_config: VllmConfig) -> tuple[int, int] | None:
+def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> tuple[int, int] | None:
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
-    too_many = min(given, scheduler.max_num_seqs * (1 + k)) > most
-    return (given, most) if too_many and vllm_config.use_v2_model_runner and is_before(29) else None
+    rows = most_rows(vllm_config, config) if config.enabled else min(given, scheduler.max_num_seqs * (1 + k))
+    return (given, most) if rows > most and vllm_config.use_v2_model_runner and is_before(29) else None
 
 
 def _loses_ahead(vllm_config: VllmConfig) -> str | None:
@@ -173,7 +174,7 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
 
 def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model = vllm_config.model_config
+    model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     if model.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
     launcher = parallel.distributed_executor_backend == "external_launcher"
@@ -188,6 +189,12 @@ def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: st
         (parallel.pipeline_parallel_size > 1,
          f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
          "reach one stage only"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+         f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}: must be 1 with {of_ours}, "
+         "which each of its ranks would choose by its own clock"),
+        (graphs == CUDAGraphMode.FULL and vllm_config.use_v2_model_runner and is_before(32),
+         "compilation_config.cudagraph_mode=FULL: MRV2 before vLLM 0.32 captures for rows of one token, so "
+         "with FlashAttention 3 draft tokens could read later ones; take FULL_AND_PIECEWISE"),
         (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
          "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
          "external_launcher, where each tensor-parallel rank would choose by its own clock"),

@@ -156,6 +156,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm import upstream
+    from rollout_spec.vllm.logits import most_rows
     from rollout_spec.vllm.top_k_top_p import cut_rows_alike
 
     if getattr(worker, "model_runner", None) is None:
@@ -166,7 +167,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     if not config.coupled:
         return
     if not current_platform.is_out_of_tree():
-        cut_rows_alike()
+        cut_rows_alike(most_rows(worker.vllm_config, config) if config.enabled else None)
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv2.runner import bind
     else:

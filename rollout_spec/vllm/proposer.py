@@ -1,17 +1,18 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.native import NativeError
+from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import fills_drafts
@@ -64,6 +65,7 @@ class SuffixProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = 0
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
+        self.ends = set[int]()  # the tokens that end one of them
         self._counts = Counts()
 
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
@@ -95,7 +97,7 @@ class SuffixProposer:
         """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
         self.take_counters()
         self.drafter = None  # its memory first
-        self.drafter = self._new_drafter()
+        self.drafter, self._requests = self._new_drafter(), {}
 
     def _new_drafter(self) -> Drafter | None:
         if not self.is_used:
@@ -111,8 +113,8 @@ class SuffixProposer:
     def propose(
         self,
         sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: npt.NDArray[np.int32],
-        token_ids_cpu: npt.NDArray[np.int32],
+        num_tokens_no_spec: Int32Array,
+        token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Draft for every row of the step.
@@ -126,9 +128,8 @@ class SuffixProposer:
         Returns:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
-        return self.draft(
-            list(map(len, sampled_token_ids)), token_ids_cpu, num_tokens_no_spec, work=self.work
-        )
+        nums = np.array(list(map(len, sampled_token_ids)), np.int32)
+        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, work=self.work).lists()
 
     def note_work(self, scheduler_output: Any, has_waited: bool = False) -> None:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
@@ -152,15 +153,19 @@ class SuffixProposer:
         return 0 if self.drafter is None else self.drafter.num_passes
 
     def draft(
-        self, nums_new_tokens: list[int], token_ids: Any, levels: npt.NDArray[np.int32], **more: Any
-    ) -> list[list[int]]:
-        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises."""
+        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, may_end: bool = True, **more: Any
+    ) -> Drafts:
+        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises.
+
+        may_end: False where no token of the step is in `ends`, which saves a look at all rows.
+        """
         try:
             if self.drafter is not None:
                 self._add_and_remove(self.drafter)
                 request_ids: list[str] = self._runner.input_batch.req_ids
-                nums, levels = self._until_ends(request_ids, nums_new_tokens, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums, token_ids, levels, **more)
+                if may_end:
+                    nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
+                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, **more)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:
@@ -170,21 +175,19 @@ class SuffixProposer:
             self._counts.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
-        return [[] for _ in nums_new_tokens]
+        return Drafts.none(len(nums_new))
 
     def _until_ends(
-        self, request_ids: list[str], nums_new: list[int], token_ids: Any, levels: Any
-    ) -> tuple[list[int], npt.NDArray[np.int32]]:
+        self, request_ids: list[str], nums_new: Int32Array, token_ids: Any, levels: Int32Array
+    ) -> tuple[Int32Array, Int32Array]:
         """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
         nums_new, levels = nums_new.copy(), levels.copy()
-        for row, num in enumerate(nums_new):
-            if num > 1:
-                params = self._requests[request_ids[row]].sampling_params
-                ends = {params.eos_token_id, *(params.stop_token_ids or ())} if params else ()
-                tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
-                num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
-                nums_new[row] -= num_after
-                levels[row] -= num_after
+        for row in np.flatnonzero(nums_new > 1).tolist():
+            num, ends = int(nums_new[row]), _ends(self._requests[request_ids[row]])
+            tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
+            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
+            nums_new[row] -= num_after
+            levels[row] -= num_after
         return nums_new, levels
 
     def fail(self, error: Exception) -> None:
@@ -215,11 +218,15 @@ class SuffixProposer:
     def _add_and_remove(self, drafter: Drafter) -> None:
         """Add the requests that are new in the engine and remove those that have left it."""
         live = self._runner.requests  # preempted requests included: they keep their place in the index
+        before = self._requests.values()
+        if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
+            return
         known = drafter.request_ids
         # A caller may give the name of one that has ended to a new one.
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)
+        self.ends = set[int]().union(*map(_ends, live.values()))
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 
@@ -231,6 +238,12 @@ class SuffixProposer:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
         names = names_of(getattr(request.sampling_params, "extra_args", None))
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
+
+
+def _ends(request: Any) -> set[int]:
+    """The tokens that end a request."""
+    params = request.sampling_params
+    return {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if params else set()
 
 
 def last_level(request: Any, max_model_len: int) -> int:

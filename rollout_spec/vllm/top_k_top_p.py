@@ -9,7 +9,7 @@ from typing import Any
 from rollout_spec.patches import Patch, wrap
 
 _SAMPLER, _KERNELS = (f"vllm.v1.sample.ops.{name}" for name in ("topk_topp_sampler", "topk_topp_triton"))
-_LARGEST_SPLIT = "_SPLIT_MAX_BATCH"  # a number of rows
+_LARGEST_SPLIT, _MOST_ROWS = "_SPLIT_MAX_BATCH", "_max_sampler_batch_size"  # from 0.32 on
 PATCH = Patch(
     name="vllm-top-k-top-p-by-rows",
     reason="on a GPU which tokens top-k and top-p keep depends on the number of rows, and so on drafts: "
@@ -21,8 +21,11 @@ PATCH = Patch(
 )
 
 
-def cut_rows_alike() -> None:
+def cut_rows_alike(most_rows: int | None = None) -> None:
     """Let this process cut every row of logits by that kernel, where Triton runs. Idempotent.
+
+    Args:
+        most_rows: of logits in a step; None: as many as vLLM believes, which warms up for every number.
 
     Raises PatchError: vLLM's functions take other arguments.
     """
@@ -36,3 +39,5 @@ def cut_rows_alike() -> None:
 
     if hasattr(kernels, _LARGEST_SPLIT):
         setattr(kernels, _LARGEST_SPLIT, 0)
+    if most_rows is not None and hasattr(kernels, _MOST_ROWS):
+        setattr(kernels, _MOST_ROWS, lambda vllm_config: most_rows)

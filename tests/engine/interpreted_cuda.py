@@ -1,4 +1,4 @@
-"""For programs, before all else: vLLM's engine on the CPU goes the ways of CUDA, on MRV2 of 0.29 and 0.32.
+"""For programs, before all else: vLLM's engine on the CPU goes the ways of CUDA, on MRV2.
 
 At its start it does what vLLM's worker for GPUs does: dummy runs that profile, requests that warm up, and the
 capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to the host arrives late.
@@ -8,7 +8,8 @@ capture of graphs (`recorded_graphs`). Its steps replay them, and what goes to t
 import tests.engine.interpreted_triton  # noqa: F401
 
 import contextlib
-from collections import Counter
+import functools
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from tests.engine import recorded_graphs
 
 replays: Counter[str] = Counter()  # by the graph's manager, and whether it is for plain steps or for drafts
 faults: Counter[str] = Counter()  # what a GPU would compute wrongly
+rows = Counter[str]()  # of logits: the most in the profile, and the most later
 
 
 def with_graphs(mode):
@@ -29,7 +31,7 @@ def with_graphs(mode):
 
 
 def take_notes():
-    counted = {"replays": replays, "faults": faults, "waits": recorded_graphs.waits}
+    counted = {"replays": replays, "faults": faults, "waits": recorded_graphs.waits, "rows": rows}
     notes = {name: dict(counter) for name, counter in counted.items()}
     for counter in counted.values():
         counter.clear()
@@ -77,11 +79,37 @@ def count_replays(cudagraph_utils):
     run = manager.run_fullgraph
 
     def run_and_count(self, desc):
-        kind = "plain" if getattr(desc, "max_query_len", None) is None else "drafts"
+        has_drafts = getattr(desc, "max_query_len", None) is not None or desc.uniform_token_count == -1
+        kind = "drafts" if has_drafts else "plain"
         replays[f"{type(self).__name__} {kind}"] += 1
         return run(self, desc)
 
     manager.run_fullgraph = run_and_count
+
+
+def count_rows(module):
+    """Of logits, which vLLM computes in these two functions of a runner."""
+    seem_compiled(module)
+    runner = module.GPUModelRunner
+    sample, dummy_sampler_run = runner.sample, runner._dummy_sampler_run
+
+    def note(num):
+        rows[phase] = max(rows[phase], num)
+
+    @functools.wraps(sample)
+    def sample_and_note(self, hidden_states, input_batch, grammar_output):
+        note(len(input_batch.logits_indices))
+        return sample(self, hidden_states, input_batch, grammar_output)
+
+    @functools.wraps(dummy_sampler_run)
+    def run_and_note(self, hidden_states):
+        note(len(hidden_states))
+        return dummy_sampler_run(self, hidden_states)
+
+    runner.sample, runner._dummy_sampler_run = sample_and_note, run_and_note
+
+
+phase = "later"
 
 
 class Plan:
@@ -136,8 +164,11 @@ def start_as_on_gpus(cpu_worker):
 
         reset_workspace_manager()  # that of the engine before
         init_workspace_manager(self.device)
+        global phase
+        phase = "profile"
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.profile_run()
+        phase = "later"
         if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.model_runner.profile_cudagraph_memory()
         return determine(self)
@@ -153,25 +184,36 @@ def start_as_on_gpus(cpu_worker):
 
 
 class Event:
-    """In place of `torch.cuda.Event`: `synchronize` makes the copies to the host that were begun before."""
+    """In place of `torch.cuda.Event`: it makes the copies to the host that were begun before.
 
-    begun: ClassVar[list[Callable[[], None]]] = []
+    As late as they may come: when they are waited for, or have been asked for four times. Or at once.
+    """
+
+    begun: ClassVar[deque[Callable[[], None]]] = deque()
+    num_made: ClassVar[int] = 0
+    are_early: ClassVar[bool] = False
 
     def __init__(self, *_, **__):
-        self._copies: list[Callable[[], None]] = []
+        self._num = self._num_asked = 0
 
     def record(self, *_):
-        self._copies, Event.begun = Event.begun, []
+        self._num, self._num_asked = Event.num_made + len(Event.begun), 0
+        if Event.are_early:
+            self.synchronize()
 
     def synchronize(self):
-        copies, self._copies = self._copies, []
-        for copy in copies:
-            copy()
+        while Event.num_made < self._num:
+            Event.begun.popleft()()
+            Event.num_made += 1
 
     def wait(self, *_):
         """A stream waits, and not the host."""
 
     def query(self):
+        self._num_asked += 1
+        if Event.num_made < self._num and self._num_asked < 4:
+            return False
+        self.synchronize()
         return True
 
     def elapsed_time(self, *_):
@@ -203,7 +245,7 @@ when_imported("vllm.platforms.cpu", allow_graphs)
 when_imported("vllm.config.compilation", allow_piecewise)
 when_imported("vllm.distributed.parallel_state", capture_in_groups)
 when_imported("vllm.v1.worker.gpu.cudagraph_utils", count_replays)
-when_imported("vllm.v1.worker.gpu.model_runner", seem_compiled)
+when_imported("vllm.v1.worker.gpu.model_runner", count_rows)
 when_imported("vllm.v1.attention.backends.cpu_attn", plan_attention)
 when_imported("vllm.v1.worker.cpu_worker", start_as_on_gpus)
 when_imported("vllm.v1.worker.cpu.shm", arrive_late)  # which has events of its own

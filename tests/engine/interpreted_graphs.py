@@ -17,6 +17,7 @@ SOME = (*FEW, *LATE, "one")
 ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
+EARLY = ("gate", "mixed decode", "eagle gate")  # their copies to the host come as early as they may
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
 RETURNED = {"enable_return_routed_experts": True}  # with which the scheduler waits
 
@@ -46,17 +47,16 @@ def noted_drafts():
     drafts: dict[str, Any] = {}
     place = HostBatch.place
 
-    def place_and_note(self, request_ids, nums, tokens, log_odds):
-        rows = self.input_batch.req_ids
-        for request_id, num, *draft in zip(request_ids, nums, tokens, log_odds, strict=True):
-            if num == 0 or request_id not in rows:
+    def place_and_note(self, places, nums, tokens, log_odds):
+        for row, num, *draft in zip(places.rows.tolist(), nums, tokens, log_odds, strict=True):
+            if num == 0 or row < 0:
                 continue
-            level = int(self.levels[rows.index(request_id)])
-            name = (self.requests[request_id].sampling_params.extra_args or {}).get(NAME_KEY)
-            is_whole = level < self._last_levels[rows.index(request_id)]  # else more tokens may have come
+            level, request = int(self.levels[row]), self.requests[self.input_batch.req_ids[row]]
+            name = (request.sampling_params.extra_args or {}).get(NAME_KEY)
+            is_whole = level < self._last_levels[row]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
-        return place(self, request_ids, nums, tokens, log_odds)
+        return place(self, places, nums, tokens, log_odds)
 
     HostBatch.place = place_and_note
     try:
@@ -73,12 +73,13 @@ SCENARIOS: dict[str, Any] = {
     "eager eagle": lambda m: beside(m, {}, SOME),
     "eager copy": lambda m: beside(m, {"min_survival": 0.0}, SOME, head="copy"),
     # The drafter alone.
-    "open": lambda m: text(m, {}, (*NAMES, "looping"), **AHEAD, **FULL),
+    "open": lambda m: text(m, {"max_draft_tokens": 24}, (*NAMES, "looping"), **AHEAD, **FULL),
     "gate": lambda m: text(m, GATE, SOME, **AHEAD, **DECODE),
     "all of life": lambda m: text(m, GATE, (*NAMES, "looping", "long"), stop=m["stop"], **AHEAD, **FULL),
     "waiting": lambda m: text(m, GATE, SOME, **FULL),
     "preempted": lambda m: text(m, GATE, FEW, **AHEAD, **FEW_BLOCKS, **FULL),
     "one token": lambda m: text(m, {}, SOME, prompts=ONE_TOKEN, **AHEAD, **FULL),
+    "whole": lambda m: text(m, {}, SOME, **AHEAD, **interpreted_cuda.with_graphs("FULL")),
     "mixed": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **FULL),
     "mixed decode": lambda m: text(m, {}, (*MIXED,), **CHUNKS, **AHEAD, **DECODE),
     "plain experts": lambda m: experts(m, None),
@@ -99,6 +100,7 @@ def main(models, *names):
     for name in names:
         if "plain" in results:
             folders["stop"] = late(results["plain"]["requests"]["sampled"]["text"])
+        interpreted_cuda.Event.are_early = name in EARLY
         results[name] = SCENARIOS[name](folders)
         results[name] |= interpreted_cuda.take_notes()
     return results

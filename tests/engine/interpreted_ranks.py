@@ -17,16 +17,16 @@ class Extension:
     """A look inside a worker; `note_passes` says what its passes are, `note_drafts` what they verify."""
 
     def note_drafts(self):
-        fill, self.drafts = self.model_runner.update_requests, []
+        update, self.steps = self.model_runner.update_requests, []
 
-        def fill_and_note(output):
-            fill(output)
-            self.drafts.append(dict(output.scheduled_spec_decode_tokens))
+        def update_and_note(output):
+            update(output)
+            self.steps.append(output)
 
-        self.model_runner.update_requests = fill_and_note
+        self.model_runner.update_requests = update_and_note
 
     def noted_drafts(self):
-        return self.drafts
+        return [dict(step.scheduled_spec_decode_tokens) for step in self.steps]
 
     def noted_passes(self):
         return "".join(self.passes)

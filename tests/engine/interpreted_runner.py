@@ -11,7 +11,7 @@ from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import is_before, v2_architectures, version
-from tests.engine.conftest import KEYED, close, core_of, engine_settings, runner_of
+from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_requests import FEW_CHARACTERS, bad_words, random_request
@@ -67,6 +67,7 @@ LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on t
 
 def main(model):
     plain = run(model, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64)
+    verify_in_pieces()
     stop = late(plain["requests"]["sampled"]["text"])
     result = {
         "plain": plain,
@@ -81,6 +82,15 @@ def main(model):
     if v2_architectures() is None:  # else MRV1 is taken for it
         result["images"] = images()
     return result
+
+
+def verify_in_pieces(num_rows=20):
+    """Logits of so many rows at a time."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    from rollout_spec.vllm.mrv2 import versions
+
+    versions.PIECE_BYTES = rejection_sampler.MAX_CHUNK_BYTES = num_rows * 4 * VOCAB_SIZE
 
 
 def images():
@@ -267,7 +277,8 @@ def noted_steps(scheduler, runner):
     """What the scheduler decides from now on, step by step."""
     from vllm.v1.request import RequestStatus
 
-    batch = getattr(getattr(runner, "draft_tokens_handler", None), "_batch", None)
+    host = getattr(runner, "draft_tokens_handler", None)
+    batch = getattr(host, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args, **kwargs):
@@ -293,14 +304,15 @@ def noted_steps(scheduler, runner):
         update(drafts)
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
-    def fill_and_note(output):
-        fill(output)
-        if output.total_num_scheduled_tokens:
+    def fill_and_note():
+        output = host.step
+        fill()
+        if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)
 
     scheduler.schedule, scheduler.update_draft_token_ids = schedule_and_note, update_and_note
     if batch is not None:  # MRV2, where the room of a step that is scheduled ahead is filled after this
-        fill, runner.update_requests = runner.update_requests, fill_and_note
+        fill, host.give_drafts = host.give_drafts, fill_and_note
     return steps
 
 

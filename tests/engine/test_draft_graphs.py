@@ -1,5 +1,6 @@
 """Which CUDA graph MRV2 takes for a step with drafts, asked of vLLM's own dispatcher with CUDA's settings."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +21,35 @@ if version() == "0.23.0" and mrv2_misfit() is not None:
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import cudagraph_utils, dp_utils, model_runner
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.vllm.mrv2 import graphs
+from rollout_spec.vllm.mrv2 import graphs, graphs_24
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, GraphsRunner, give_graphs_or_say_why_not
-
-if not graphs.HAS_GRAPHS:
-    pytest.skip("vLLM 0.24 has no such graphs; these tests run with 0.29 and 0.32", allow_module_level=True)
 
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
 # Of STEPS: plain ones, of mixed lengths, of K draft tokens in every row.
 MIXED = GRAPHS | dict.fromkeys(("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ["FULL"] * 3)
+
+
+@dataclasses.dataclass
+class SomeBatch:
+    num_scheduled_tokens: Any = dataclasses.field(default_factory=lambda: np.zeros(1))
+
+
+class SomeState(ModelState):
+    def __init__(self, additional_support):
+        self.get_additional_cg_support = lambda: additional_support
+
+    def prepare_attn(self, input_batch):
+        """For how many tokens of a row vLLM plans attention; 0: for the longest."""
+        return getattr(input_batch, "max_query_len", None) or int(input_batch.num_scheduled_tokens.max())
+
+
+SomeState.__abstractmethods__ = frozenset()
 
 
 class SomeRunner(model_runner.GPUModelRunner):
@@ -47,8 +64,17 @@ class SomeRunner(model_runner.GPUModelRunner):
         )
         self.cudagraph_manager._graphs_captured = True
 
-    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
-        return SimpleNamespace(max_query_len=None)
+    def update_requests(self, scheduler_output): ...
+
+    if graphs.HAS_QUERY_LENS:
+
+        def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
+            return SomeBatch()
+
+    else:
+
+        def prepare_inputs(self, scheduler_output, batch_desc):
+            return SomeBatch()
 
 
 # Of vLLM's configuration, where a test wants nothing else.
@@ -71,7 +97,7 @@ def runner_with(
         parallel_config=SimpleNamespace(**PARALLEL | parallel),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1],
-            cudagraph_mode=CUDAGraphMode[mode],
+            cudagraph_mode=CUDAGraphMode[mode], adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
         ),
         model_config=SimpleNamespace(is_hybrid=architecture is not None, architecture=architecture),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
@@ -88,7 +114,9 @@ def runner_with(
     other = AttentionCGSupport[more], "SomeOther"
     runner: Any = kind(
         vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
-        model_state=SimpleNamespace(get_additional_cg_support=lambda: other), cudagraph_manager=None,
+        model_state=SomeState(other), cudagraph_manager=None,
+        host_drafts=SimpleNamespace(give_drafts=lambda _: None),
+        block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
@@ -107,14 +135,31 @@ def graph_of(runner, rows, num_prompts=0, rank=0):
         num_computed_prefill_tokens=np.where(is_prompt, 0, 99),
     )
     nums = dict(zip(names, rows, strict=True))
+    drafts = {name: [7] * (num - 1) for name, num in nums.items() if num > 1 and not is_prompt[int(name)]}
     output = SimpleNamespace(
-        num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows), scheduled_spec_decode_tokens={}
+        num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows), scheduled_spec_decode_tokens=drafts
     )
-    uniform = runner.gather_batch_req_state(output, False)[1]
     num_ranks = runner.vllm_config.parallel_config.data_parallel_size
+    if graphs.HAS_QUERY_LENS:
+        uniform, more = runner.gather_batch_req_state(output, False)[1], {"max_query_len": max(rows)}
+    else:
+        runner.update_requests(output)
+        uniform, more = cudagraph_utils.get_uniform_token_count(len(rows), sum(rows), max(rows)), {}
     return model_runner.dispatch_cg_and_sync_dp(
-        runner.cudagraph_manager, len(rows), sum(rows), uniform, num_ranks, rank, max_query_len=max(rows)
+        runner.cudagraph_manager, len(rows), sum(rows), uniform, num_ranks, rank, **more
     )[0]
+
+
+def is_for_drafts(graph):
+    """Whether it takes rows of 1 to K + 1 tokens."""
+    longest = getattr(graph, "max_query_len", None)
+    return longest == 1 + K or graph.uniform_token_count == graphs_24.VARYING
+
+
+def planned(runner, graph):
+    """For how many tokens of a row attention is planned in a step that replays this graph."""
+    given = [None] * (1 + graphs.HAS_QUERY_LENS)
+    return runner.model_state.prepare_attn(runner.prepare_inputs(*given, graph))
 
 
 def table(runner):
@@ -138,8 +183,8 @@ def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch):
     runner = runner_with(monkeypatch)
     for rows in ([1 + K, 1, 4], [2, 2], [1] * (ROWS - 1) + [2], [1 + K] * 3):
         graph = graph_of(runner, rows)
-        assert graph.max_query_len == 1 + K and graph.num_reqs == min(graph.num_tokens, ROWS) >= len(rows)
-        assert graph.num_tokens == min(size for size in SIZES if size >= sum(rows))
+        assert is_for_drafts(graph) and graph.num_reqs == min(graph.num_tokens, ROWS) >= len(rows)
+        assert graph.num_tokens == min(size for size in (2, 4, 8, 16, 32) if size >= sum(rows))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +209,6 @@ def test_a_step_larger_than_all_graphs_has_none(monkeypatch):
         ({"support": "NEVER"}, "SomeBackend does not allow"),
         ({"more": "UNIFORM_BATCH"}, "SomeOther does not allow"),
         ({"decode_context_parallel_size": 2}, "context parallelism"),
-        ({"prefill_context_parallel_size": 2}, "context parallelism"),
         ({"speculator": NonCallableMock(spec=DraftModelSpeculator)}, "the model that drafts"),
     ],
 )
@@ -176,6 +220,7 @@ def test_where_they_cannot_be_it_is_said(changed, reason, monkeypatch):
         assert all("steps with drafts run without" in line for line in runner.said[1:])
 
 
+@pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="we refuse it on MRV2 of vLLM 0.24")
 def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch):
     runner = runner_with(monkeypatch, architecture="NemotronHForCausalLM")
     assert table(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
@@ -193,11 +238,8 @@ def test_a_vllm_that_has_changed_has_none_and_is_named(monkeypatch):
 
 def test_attention_is_planned_as_it_was_for_the_graph(monkeypatch):
     runner = runner_with(monkeypatch)
-    planned = [
-        runner.prepare_inputs(None, None, graph_of(runner, rows, num_prompts)).max_query_len
-        for rows, num_prompts in (([1, 3], 0), ([1, 1], 0), ([1, 3], 1))
-    ]
-    assert planned == [1 + K, None, None]
+    steps = ([1, 3], 0), ([1, 1], 0), ([1, 3], 1)
+    assert [planned(runner, graph_of(runner, *step)) for step in steps] == [1 + K, 0, 0]
 
 
 def test_how_many_graphs_come_and_in_which_order(monkeypatch):
@@ -206,15 +248,17 @@ def test_how_many_graphs_come_and_in_which_order(monkeypatch):
     runner = runner_with(monkeypatch, sizes=sizes, max_num_seqs=256)
     captured = runner.cudagraph_manager._capture_descs
     full, pieces = captured[CUDAGraphMode.FULL], captured[CUDAGraphMode.PIECEWISE]
-    assert runner.said == ["rollout_spec: 51 full CUDA graphs more, for steps with drafts"]
-    assert (len(full), len({*full}), len(pieces)) == (35 + 51, 35 + 51, 51)
+    assert runner.said == ["rollout_spec: 16 full CUDA graphs more, for steps with drafts"]
+    assert (len(full), len({*full}), len(pieces)) == (35 + 16, 35 + 16, 51)
     assert [each.num_tokens for each in full] == sorted((each.num_tokens for each in full), reverse=True)
 
 
 @pytest.mark.parametrize(
     ("rows", "num_prompts", "mode"),
     [
-        (([1 + K, 1, 4], [1, 1]), 0, "FULL"),  # the other rank's step is a plain one
+        # The other rank's step is a plain one, which 0.24 tells no other of.
+        (([1 + K, 1, 4], [1, 1]), 0, "FULL" if graphs.HAS_QUERY_LENS else "PIECEWISE"),
+        (([1 + K, 1, 4], [1, 2]), 0, "FULL"),
         (([1, 1], [1, 1]), 0, "FULL"),
         (([1, 3], [1, 4, 2]), 1, "PIECEWISE"),  # of the first rank, the last row
         (([1 + K] * 4, [1, 2]), 0, "NONE"),  # the first rank's is larger than all graphs
@@ -244,11 +288,19 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
         each.join(60)
     assert [graph.cg_mode.name for graph in found] == [mode] * 2
     if mode != "NONE":
-        assert len({(graph.num_tokens, graph.max_query_len) for graph in found}) == 1
-    plans = [runner.prepare_inputs(None, None, graph) for runner, graph in zip(runners, found, strict=True)]
-    assert len({plan.max_query_len for plan in plans}) == 1
+        assert len({(graph.num_tokens, is_for_drafts(graph)) for graph in found}) == 1
+    assert len({planned(runner, graph) for runner, graph in zip(runners, found, strict=True)}) == 1
 
 
+@pytest.mark.skipif(graphs.HAS_QUERY_LENS, reason="of vLLM 0.24")
+def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
+    runner = runner_with(monkeypatch)
+    graph_of(runner, [3, 2])
+    graph = model_runner.dispatch_cg_and_sync_dp(runner.cudagraph_manager, 2, 2, 1, 1, 0)[0]
+    assert graph.uniform_token_count == 1
+
+
+@pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="vLLM 0.24 puts shorter rows first by itself")
 def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step():
     """Attention that decodes rows of one length takes those after the first others for prompts."""
     states = SimpleNamespace(

@@ -5,10 +5,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_spec import patches
 from rollout_spec.vllm import top_k_top_p, upstream
-from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of
+from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
@@ -171,3 +172,15 @@ def test_images(tmp_path):
         asked.append(named(prompt, len(asked)))
     found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
     assert len({tuple(one["tokens"]) for one in found}) == len(found)
+
+
+def test_the_profile_of_mrv1_has_as_many_rows_of_logits_as_the_longest_step(make_engine):
+    """16 requests, and 100 draft tokens. Its warm-up is the same, beside a KV cache that has the rest."""
+    runner = runner_of(make_engine({"max_draft_tokens": 100}, fresh=True))
+    nums, verify = list[int](), runner.rejection_sampler.forward
+    runner.rejection_sampler.forward = lambda metadata, probs, logits, sampling: (
+        nums.append(len(logits)), verify(metadata, probs, logits, sampling)
+    )[1]  # fmt: skip
+    with torch.inference_mode():
+        runner._dummy_sampler_run(torch.zeros(16, 128))
+    assert nums == [116]

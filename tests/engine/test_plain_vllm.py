@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import nullcontext
 
 import pytest
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import speculative_config
 from rollout_spec.vllm.versions import version
@@ -183,7 +184,10 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
 def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     tiny_model, vocabulary, is_refused, monkeypatch
 ):
-    """Of 1,024 rows with 8 draft tokens, with MRV2 of vLLM 0.24; not on MRV1, and not of shorter steps."""
+    """Of 1,024 rows with 8 tokens of a model, with MRV2 of vLLM 0.24; not on MRV1, nor of shorter steps.
+
+    Ours has fewer in a step.
+    """
     from vllm.config import ModelConfig
 
     from rollout_spec.vllm import checks
@@ -194,10 +198,49 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     for is_mrv2, num_tokens in ((True, 16_384), (False, 16_384), (True, 8192)):
         monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
         config.scheduler_config.max_num_batched_tokens = num_tokens
-        found = checks._wide_logits(config)
+        assert checks._wide_logits(config, SpecConfig()) is None
+        found = checks._wide_logits(config, SpecConfig(method="keyed"))
         assert (found == (num_tokens, (2**31 - 1) // vocabulary)) == (
             is_refused and is_mrv2 and num_tokens > 8192
         )
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_mrv2", "old", "is_refused"),
+    [("FULL", True, 29, True), ("FULL", True, 32, False), ("FULL", False, 29, False),
+     ("FULL_AND_PIECEWISE", True, 29, False)],
+)  # fmt: skip
+def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
+    tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
+):
+    from vllm.config import CUDAGraphMode
+
+    from rollout_spec.vllm import checks
+
+    config = configured(tiny_model, {})
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    monkeypatch.setattr(checks, "is_before", lambda minor: minor > old)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
+    refused = pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
+    with refused if is_refused else nullcontext():
+        checks._refuse_beside_ours(config, SpecConfig(), "ours")
+
+
+def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):
+    """They would draft different tokens, and hang."""
+    from rollout_spec.vllm.checks import check_options
+
+    config = configured(tiny_model, {})
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"^prefill_context_parallel_size=2: must be 1 with [^\n]*$"):
+        check_options(config)
+
+
+def test_options_of_ours_compile_nothing_anew(tiny_model):
+    """vLLM finds what it has compiled by this hash."""
+    hashes = [configured(tiny_model, spec).compute_hash() for spec in ({"history": 1}, {"history": 2})]
+    others = configured(tiny_model, additional_config={"theirs": 1}), configured(tiny_model, **KEYED)
+    assert len({*hashes}) == 1 and len({each.compute_hash() for each in others}) == 2
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):

@@ -50,4 +50,5 @@ def assert_same_graphs(notes, waits):
     first, second = notes
     assert first == second
     assert first["faults"] == {} and first["waits"].keys() <= waits
-    assert min(first["replays"][f"ModelCudaGraphManager {steps}"] for steps in ("plain", "drafts")) > 2
+    # On 0.24 steps in which only one of the two has drafts take none.
+    assert min(first["replays"][f"ModelCudaGraphManager {steps}"] for steps in ("plain", "drafts")) > 1

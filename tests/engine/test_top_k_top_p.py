@@ -71,3 +71,16 @@ def test_of_tokens_that_tie_the_smallest_ids_stay(tmp_path):
     assert {*found["alike, top-k, 7"]["kept"], *found["alike, top-k, 8"]["kept"]} == {20}
     if version() in ("0.24.0", "0.29.0"):
         assert max(found["vLLM's, top-k, 7"]["kept"]) > 20, "some tie at the 20th place"
+
+
+@pytest.mark.skipif(
+    not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="vLLM before 0.32 does not ask"
+)
+def test_an_engine_warms_up_for_no_more_rows_than_a_step_has(ways, monkeypatch):
+    asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64), num_speculative_tokens=15)
+    ask = topk_topp_triton._max_sampler_batch_size
+    monkeypatch.setattr(topk_topp_triton, "_max_sampler_batch_size", ask)
+    cut_rows_alike()
+    assert topk_topp_triton._max_sampler_batch_size(asked) == 64 * 16, "a model may draft as much"
+    cut_rows_alike(64 + 100)
+    assert topk_topp_triton._max_sampler_batch_size(asked) == 64 + 100

@@ -42,7 +42,7 @@ class Ours(Stopwatch):
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
             time.perf_counter = clock.now  # by which `Arrival` says when a step ended
-            self.time(HostDrafts, "begin_step", "give_drafts", "take_sampled")
+            self.time(HostDrafts, "begin_step", "give_drafts", "report")
             self.time(RequestKeys, "of")
 
     def time_drafter(self, runner: Any) -> None:

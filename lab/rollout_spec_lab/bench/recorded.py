@@ -83,7 +83,7 @@ class Recorded:
             runner.execute_model = self._noting(runner.execute_model)
             runner._sample = self._after_v1(runner._sample)
         else:
-            runner.update_requests = self._noting(runner.update_requests)  # after it a step has its drafts
+            runner.update_requests = self._noting(runner.update_requests)  # a step has its drafts soon after
             runner.sample = self._after_v2(runner.sample)
 
     def start(self, responses: Sequence[Any] | None, prefix: str = "") -> None:

@@ -31,16 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory-utilization", number(float, 0.0, 1.0, above=True), "SHARE", 0.9,
          "share of the device's memory for weights and KV cache"),
         ("--longest-response", number(int, 1), "TOKENS", None,
-         "stretch all texts by one factor, so that the longest response has TOKENS tokens"),
+         "stretch all texts, so that the longest response has TOKENS tokens"),
     )  # fmt: skip
     group.add_argument(
         "--expert-parallel", action="store_true",
-        help="each device holds whole experts, as always with --dp, not a slice of each",
+        help="each device holds whole experts, as always with --dp",
     )  # fmt: skip
     group.add_argument(
         "--runner", choices=("v1", "v2"), default="v2",
-        help="vLLM's model runner: with v2, steps with drafts wait for the host; with v1, all steps of an "
-        "engine that drafts do",
+        help="vLLM's model runner: with v2 only steps with drafts wait for the host",
     )  # fmt: skip
     rollouts.add_simulated_model(group)
 

@@ -68,10 +68,9 @@ def _latency(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _start(found: Mapping[str, Any]) -> Iterator[str]:
     for kind, engine in found["engines"].items():
-        yield (
-            f"An engine ({kind}) starts in {engine['seconds']:.0f} s; {engine['same']} of {engine['of']} "
-            f"tokens are the plain one's, with {engine['num_draft_tokens']} draft tokens."
-        )
+        same = f"{engine['same']} of {engine['of']} tokens are the plain one's, with " if engine["of"] else ""
+        drafts = f"{engine['num_draft_tokens']} draft tokens"
+        yield f"An engine ({kind}) starts in {engine['seconds']:.0f} s; {same}{drafts}."
 
 
 def _certify(found: Mapping[str, Any], is_invariant: bool) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Size(NamedTuple):
     nums_rows: Sequence[int]
     nums_drafts: Sequence[int]
     num_steps: int
-    vocab_size: int  # of `verify`
+    vocab_size: int  # of `verify` and `start`
 
 
 ACCELERATOR = Size(
@@ -105,7 +105,8 @@ def rollouts(
 
 def start(policy: Policy, folder: Path) -> dict[str, Any]:
     """The job that starts engines, with a tiny policy of its own, made in `folder`."""
-    return {"folder": str(folder), "dtype": policy.dtype, "engine": {**policy.on_device, **policy.given}}
+    engine, vocab_size = {**policy.on_device, **policy.given}, policy.size.vocab_size
+    return {"folder": str(folder), "dtype": policy.dtype, "engine": engine, "vocab_size": vocab_size}
 
 
 def verify(size: Size) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 
+from rollout_spec.drafting.index import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
@@ -127,10 +129,12 @@ class ForcedDrafts:
         """Turns begin where so many rows decode, of those whose step has no more than `most` tokens."""
         self._num_rows, self._left = num_rows, iter([k for k in self._nums if num_rows * (1 + k) <= most])
 
-    def step(self, nums_new_tokens: list[int], *_: Any, **__: Any) -> list[list[int]]:
+    def step(self, nums_new_tokens: Any, *_: Any, **__: Any) -> Drafts:
         all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
-        num_drafts = next(self._left, 0) if all_decode else 0
-        return [[0] * num_drafts for _ in nums_new_tokens]
+        num_drafts, num_rows = next(self._left, 0) if all_decode else 0, len(nums_new_tokens)
+        return Drafts(
+            np.zeros((num_rows, max(self._nums)), np.int32), np.full(num_rows, num_drafts, np.int32)
+        )
 
 
 class Steps:

@@ -16,6 +16,7 @@ With a model that drafts, `sample_tokens` calls:
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
@@ -29,6 +30,7 @@ from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv1 import sampler, speculators
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
@@ -113,6 +115,17 @@ class NotingRunner(GPUModelRunner):
         proposer.note_work(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
+        # vLLM profiles a draft token for each row. So as many rows as make the longest step. With LoRA it has
+        # adapters for its own rows only.
+        if self.lora_config:
+            return super()._dummy_sampler_run(hidden_states)
+        proposer = proposer_of(self)
+        assert proposer is not None
+        log_memory(self.vllm_config, proposer.config)
+        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, proposer.config) // 2))
+        return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
+
 
 class CatchingUpRunner(GPUModelRunner):
     """Its host works while the device does."""
@@ -154,12 +167,13 @@ class BesideTextRunner(SharedNoiseRunner):
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
+            nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
             drafts = proposer.draft(
-                list(map(len, output.sampled_token_ids)), batch.token_ids_cpu, batch.num_tokens_no_spec,
+                nums, batch.token_ids_cpu, batch.num_tokens_no_spec,
                 work=proposer.work, in_time=self.model_passes.num_now > 0,
                 model_drafts=self.model_passes.on_host(),
             )  # fmt: skip
-            self.drafts = DraftTokenIds(list(output.req_ids), drafts)
+            self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
             attach(output, Report(proposer.num_passes))
         return output
 

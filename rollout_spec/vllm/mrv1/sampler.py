@@ -95,7 +95,9 @@ class RowSampling:
                 "take rollout.spec=off, and run `rollout-spec doctor`"
             )
         self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
-        positions = batch.num_tokens_no_spec[:num_rows]
+        positions = np.resize(
+            batch.num_tokens_no_spec, num_rows
+        )  # a warm-up may have more rows than there are
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()

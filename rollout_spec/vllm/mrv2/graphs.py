@@ -1,10 +1,10 @@
 """Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
 `cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens in each row.
-vLLM 0.29 and later capture such graphs (`varlen_decode`) for a feature of their own. Those of plain steps are
-tried first: in a graph for K + 1 tokens a row, attention takes kernels that are slower for one token
-(Triton's without a split of the KV cache, which 0.33's have up to 8 tokens a row; FlashAttention 3's with
-tiles of 128 rows, not 64).
+vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24 learns it
+(`graphs_24`). Graphs of plain steps are tried first: in a graph for K + 1 tokens a row, attention takes
+kernels that are slower for one token (Triton's without a split of the KV cache, which 0.33's have up to 8
+tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 """
 
 import contextlib
@@ -15,13 +15,14 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu import attn_utils, model_runner
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_parameters, misfit, wrap
+from rollout_spec.patches import Patch, misfit, put_before, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.mrv2 import graphs_24
 from rollout_spec.vllm.other_ranks import V2_NAME
 
 logger = init_logger(f"vllm.{__name__}")
@@ -35,14 +36,14 @@ GRAPHS = Patch(
     "GPUModelRunner.execute_model",
     until="vLLM captures them for every drafter",
 )
-HAS_GRAPHS = "varlen_decode" in inspect.signature(CudaGraphManager.__init__).parameters
+HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, V2_NAME)).parameters
 
 
 def check_graphs() -> None:
     """Raise a PatchError if the installed vLLM captures and chooses graphs in another way."""
-    guard_parameters(GRAPHS, CudaGraphManager, "_init_candidates", ("self",))
-    if "max_query_len" not in inspect.signature(getattr(model_runner, V2_NAME)).parameters:
-        raise misfit(GRAPHS, f"{V2_NAME} takes no max_query_len")
+    names = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
+    if tuple(inspect.signature(BatchExecutionDescriptor).parameters)[:4] != names:
+        raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
 
 
 @contextlib.contextmanager
@@ -70,6 +71,10 @@ def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
         return  # Mamba 2's graphs have K draft tokens in every row
     why_not = why_never or _refusal(runner)
     if why_not is None:
+        if not HAS_QUERY_LENS:
+            put_before(graphs_24.PlanningState, runner.model_state, GRAPHS)
+            manager.planning_state = runner.model_state
+            manager.planning_state.longest_query_len = runner.decode_query_len
         num = add_graphs(manager, runner.decode_query_len)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return
@@ -79,38 +84,61 @@ def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
 
 
 def _refusal(runner: Any) -> str | None:
-    """Why a runner is to have no such graphs. With LoRA or pipeline parallelism it has no drafter of ours."""
-    parallel = runner.vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+    """Why a runner is to have none. With LoRA, pipeline or prefill context parallelism it does not draft."""
+    if runner.vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "with context parallelism, attention reads the rows' lengths on the host"
     if isinstance(runner.speculator, DraftModelSpeculator):
         return "the model that drafts takes the step's attention metadata, and has no such graphs"
     # vLLM 0.32 allows more for its adaptive verification, and some backends ask whether that is on.
-    found = attn_utils.get_attn_cg_support(runner.attn_groups, runner.vllm_config)
-    found = found.narrow(*runner.model_state.get_additional_cg_support())
-    if found.min_cg_support == AttentionCGSupport.ALWAYS:
-        return None
-    return f"{found.min_cg_attn_backend} does not allow rows of different lengths in one graph"
+    state, groups = runner.model_state, [group for groups in runner.attn_groups for group in groups]
+    asked = [
+        (group.get_metadata_builder(0).get_cudagraph_support(runner.vllm_config, group.kv_cache_spec),
+         group.backend.__name__)
+        for group in groups
+    ]  # fmt: skip
+    if hasattr(state, "get_additional_cg_support"):  # from 0.29 on
+        asked.append(state.get_additional_cg_support())
+    refusing = [name for support, name in asked if support != AttentionCGSupport.ALWAYS]
+    return f"{refusing[0]} does not allow rows of different lengths in one graph" if refusing else None
 
 
 def add_graphs(manager: Any, query_len: int) -> int:
     """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many."""
-    before, plain, plain_len = manager._capture_descs, manager._candidates, manager.decode_query_len
-    manager._capture_descs, manager._candidates = {}, {}
-    manager.decode_query_len, manager.varlen_decode = query_len, True
-    manager._init_candidates()
-    manager.decode_query_len, manager.varlen_decode = plain_len, False
-    for mode, descs in manager._capture_descs.items():  # the largest first: that is how vLLM captures them
-        both = dict.fromkeys([*before.get(mode, []), *descs])
-        manager._capture_descs[mode] = sorted(both, key=lambda desc: -desc.num_tokens)
-    for key, descs in manager._candidates.items():  # full ones first: that is how vLLM tries them
-        both = dict.fromkeys([*plain.get(key, []), *descs])
-        manager._candidates[key] = sorted(both, key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
-    return sum(map(len, manager._capture_descs.values())) - sum(map(len, before.values()))
+    most_rows, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    kind = {"max_query_len": query_len} if HAS_QUERY_LENS else {"uniform_token_count": graphs_24.VARYING}
+    num, last, sizes = 0, 0, manager.compilation_config.cudagraph_capture_sizes
+    for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_rows * query_len)):
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_rows), **kind)
+        captured.append(desc)
+        for key in ((num, 0) for num in range(last + 1, size + 1)):
+            # Full ones first: that is how vLLM tries them.
+            both = [*manager._candidates.get(key, []), desc]
+            manager._candidates[key] = sorted(both, key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
+        num, last = num + 1, size
+    captured.sort(key=lambda desc: -desc.num_tokens)  # that is how vLLM captures them
+    return num
 
 
-def keep_prompts_out() -> None:
-    """Let no batch with a prompt's chunk take these graphs: vLLM 0.29 would."""
+def few_sizes(sizes: list[int]) -> list[int]:
+    """Of these rising sizes those whose padding costs little, up to the largest.
+
+    From one to the next a step may double, since each token asks for experts of its own in a mixture of them,
+    and take a tenth longer. On an H100 a step computes 300 tokens in the time in which it reads the weights.
+    """
+    chosen = [1]
+    while sizes and chosen[-1] < sizes[-1]:
+        last = chosen[-1]
+        most = min(2 * last, 1.1 * (last + 1 + 300) - 300)
+        larger = [size for size in sizes if size > last]
+        chosen.append(max((size for size in larger if size <= most), default=larger[0]))
+    return chosen[1:]
+
+
+def teach_dispatcher() -> None:
+    """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
+    if not HAS_QUERY_LENS:
+        graphs_24.teach_dispatcher(GRAPHS)
+        return
 
     @wrap(model_runner, V2_NAME, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,12 +2,21 @@
 
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.vllm.proposer import last_level
+
+
+class Places(NamedTuple):
+    """Where the next tokens of requests go."""
+
+    rows: npt.NDArray[np.int64]  # of each; -1: it has left
+    first: npt.NDArray[np.int64]  # in `HostBatch.tokens`, flat
+    most: npt.NDArray[np.int64]  # tokens that have a place
 
 
 class HostBatch:
@@ -70,45 +79,48 @@ class HostBatch:
         self.levels[row] = len(tokens)
         self._last_levels[row] = last_level(request, self.max_model_len)
 
-    def extend(self, request_ids: list[str], tokens: Any, nums: Any) -> list[int]:
+    def rows(self, request_ids: list[str]) -> npt.NDArray[np.int64]:
+        """[num_requests]: the row of each; -1 of one that has none."""
+        number = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
+        return np.array([number.get(request_id, -1) for request_id in request_ids], np.int64)
+
+    def places(self, request_ids: list[str]) -> Places:
+        rows = self.rows(request_ids)
+        # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
+        # tokens: cut them at `_last_levels`.
+        most = np.where(rows < 0, 0, np.maximum(self._last_levels - self.levels, 0)[rows])
+        return Places(rows, rows * self.max_model_len + self.levels[rows], most)
+
+    def extend(self, places: Places, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:
         """Append a step's tokens.
 
         Args:
-            request_ids: of the step's rows.
-            tokens: int64 [num_rows, K + 1], of which the first nums[i] are row i's.
-            nums: int32 [num_rows].
+            places: of its requests.
+            tokens: int64 [num_requests, K + 1], of which the first nums[i] are request i's.
+            nums: int32 [num_requests].
 
         Returns:
             How many tokens each row of `self.tokens` got.
         """
-        rows, num_rows = self._rows(request_ids), len(self.input_batch.req_ids)
-        # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
-        # tokens: cut them at `_last_levels`.
-        nums = np.where(rows < 0, 0, np.minimum(nums, (self._last_levels - self.levels)[rows].clip(0)))
-        places, columns = np.nonzero(np.arange(tokens.shape[1]) < nums[:, None])
-        self.tokens[rows[places], self.levels[rows[places]] + columns] = tokens[places, columns]
-        nums_new = np.zeros(num_rows, np.int32)
-        nums_new[rows[nums > 0]] = nums[nums > 0]
-        self.levels[:num_rows] += nums_new
-        return nums_new.tolist()
+        nums, columns = np.minimum(nums, places.most), np.arange(tokens.shape[1])
+        is_new = columns < nums[:, None]
+        self.tokens.reshape(-1)[(places.first[:, None] + columns)[is_new]] = tokens[is_new]
+        nums_new, has_some = np.zeros(len(self.input_batch.req_ids), np.int32), nums > 0
+        nums_new[places.rows[has_some]] = nums[has_some]
+        self.levels[: len(nums_new)] += nums_new
+        return nums_new
 
-    def place(self, request_ids: list[str], nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
+    def place(self, places: Places, nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
         """A step's drafts of a model, row for row of `self.tokens`.
 
         Args:
-            request_ids: of the step's rows.
-            nums: int32 [num_rows], how many tokens each has got: what got none drafts nothing.
-            tokens: int64 [num_rows, m].
-            log_odds: float32 [num_rows, m].
+            places: of its requests.
+            nums: int32 [num_requests], how many tokens each has got: what got none drafts nothing.
+            tokens: int64 [num_requests, m].
+            log_odds: float32 [num_requests, m].
         """
-        rows = self._rows(request_ids)
-        drafts = (rows >= 0) & (nums > 0)
+        rows, drafts = places.rows, (places.rows >= 0) & (nums > 0)
         shape = len(self.input_batch.req_ids), tokens.shape[1]
         placed = ModelDrafts(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
         placed.tokens[rows[drafts]], placed.log_odds[rows[drafts]] = tokens[drafts], log_odds[drafts]
         return placed
-
-    def _rows(self, request_ids: list[str]) -> Any:
-        """int64 [num_rows]: the row of each request; -1 of one that has none."""
-        number = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
-        return np.array([number.get(request_id, -1) for request_id in request_ids], np.int64)

@@ -2,17 +2,21 @@
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
 vLLM calls `execute_model`, in it `finish_requests` of `KeyedRunner`, `add_requests` and `update_requests` of
-`DraftingRunner`, `gather_batch_req_state` and `prepare_inputs` of `GraphsRunner`; then `sample_tokens`, in it
-`postprocess_sampled` and the speculator's `propose`, and at its end `HostDrafts.report`.
+`DraftingRunner`, `apply_staged_writes` of `WaitingTables`, `gather_batch_req_state` and `prepare_inputs` of
+`GraphsRunner`; then `sample_tokens`, in it the speculator's `propose`, and at its end `HostDrafts.report`.
 """
 
 import contextlib
 import copy
+import dataclasses
 from typing import Any
 
-from vllm.config import VllmConfig
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
@@ -21,12 +25,15 @@ from vllm.v1.worker.worker_base import WorkerBase
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
+from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
+from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
 from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(
     name="vllm-v2-warm-up",
@@ -37,8 +44,7 @@ _WARM_UP = Patch(
 )
 # What engines apply to themselves.
 ENGINE_PATCHES = (
-    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS,
-    *([graphs.GRAPHS] if graphs.HAS_GRAPHS else []),
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS, graphs.GRAPHS,
 )  # fmt: skip
 
 # What we call, wrap or stand in for, beside the methods that our classes override.
@@ -71,9 +77,18 @@ class DraftingRunner(GPUModelRunner):
     host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
     why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
 
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        # vLLM profiles a row of logits for each request.
+        super()._dummy_sampler_run(hidden_states)
+        vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
+        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
+        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
             super().initialize_kv_cache(*args, **kwargs)
+        self.block_tables.host_drafts = self.host_drafts
+        put_before(WaitingTables, self.block_tables, SPECULATOR)
         graphs.add_graphs_for_drafts(self, self.why_no_graphs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +98,10 @@ class DraftingRunner(GPUModelRunner):
             return super()._dummy_run(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        # In one process it is the scheduler's own, which takes back the tokens for which there was room.
-        return super().execute_model(copy.copy(scheduler_output), *args, **kwargs)
+        waits = plan_of(scheduler_output).room > 0
+        with self.host_drafts.launching if waits else contextlib.nullcontext():
+            # In one process it is the scheduler's own, which takes back the tokens for which there was room.
+            return super().execute_model(copy.copy(scheduler_output), *args, **kwargs)
 
     def add_requests(self, scheduler_output: Any) -> None:
         self.host_drafts.begin_step(scheduler_output)
@@ -92,15 +109,20 @@ class DraftingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        # The last moment before it reads how long the rows are.
-        self.host_drafts.give_drafts(scheduler_output)
-
-    def postprocess_sampled(self, idx_mapping: Any, sampled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        self.host_drafts.sampled_tokens = sampled_tokens
-        return super().postprocess_sampled(idx_mapping, sampled_tokens, *args, **kwargs)
+        self.host_drafts.step = scheduler_output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))
+
+
+class WaitingTables(BlockTables):
+    """They are on their way while the runner waits for drafts. Next it reads how long its rows are."""
+
+    host_drafts: HostDrafts
+
+    def apply_staged_writes(self) -> None:
+        super().apply_staged_writes()
+        self.host_drafts.give_drafts()
 
 
 class GraphsRunner(GPUModelRunner):
@@ -124,21 +146,46 @@ class GraphsRunner(GPUModelRunner):
         # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
         # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
         # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.
-        if batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len
+        # A graph for any step is captured with one row of all its tokens.
+        is_for_any = batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.uniform_token_count is None
+        if is_for_any or batch_desc.max_query_len is not None:
+            batch.max_query_len = batch_desc.max_query_len or batch_desc.num_tokens
         return batch
 
 
 class ForgettingWorker(WorkerBase):
-    """It forgets what it has learned from the requests with which vLLM warms up."""
+    """It warms up with few requests, and forgets what it has learned from them."""
 
     def compile_or_warm_up_model(self) -> Any:
-        found = super().compile_or_warm_up_model()
         runner = self.model_runner
-        if isinstance(runner, DraftingRunner):
-            runner.host_drafts.proposer.start_afresh()
+        if not isinstance(runner, DraftingRunner):
+            found = super().compile_or_warm_up_model()
+        else:
+            proposer, settings = runner.host_drafts.proposer, runner.scheduler_config
+            # vLLM's requests have K drafts each: more rows of logits than any step of ours, or the profile.
+            runner.scheduler_config = few = copy.copy(settings)
+            most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
+            few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
+            found = super().compile_or_warm_up_model()
+            runner.scheduler_config = settings
+            proposer.start_afresh()
         runner.keys.forget()
         return found
+
+
+def longest_step(runner: Any, num_rows: int) -> Any:
+    """A dummy batch of so many rows of logits, K + 1 for each of as many requests as that takes."""
+    query_len = runner.decode_query_len
+    ends = np.append(np.arange(0, num_rows, query_len, np.int32), np.int32(num_rows))
+    numbers, num_reqs = torch.arange(num_rows, device=runner.device), len(ends) - 1
+    batch = model_runner.InputBatch.make_dummy(num_reqs, num_reqs, runner.input_buffers)
+    return dataclasses.replace(
+        batch, num_draft_tokens=num_rows - num_reqs, num_draft_tokens_per_req=np.diff(ends) - 1,
+        cu_num_logits=torch.from_numpy(ends).to(runner.device), cu_num_logits_np=ends,
+        logits_indices=torch.zeros_like(numbers, dtype=batch.logits_indices.dtype),
+        expanded_idx_mapping=(numbers // query_len).to(batch.expanded_idx_mapping.dtype),
+        expanded_local_pos=(numbers % query_len).to(batch.expanded_local_pos.dtype),
+    )  # fmt: skip
 
 
 def check_runner() -> None:
@@ -147,6 +194,7 @@ def check_runner() -> None:
     guard_class(SPECULATOR, DraftingRunner, GPUModelRunner)
     guard_class(_WARM_UP, ForgettingWorker, WorkerBase)
     guard_class(sampler.COUPLED, KeyedRunner, GPUModelRunner)
+    guard_class(SPECULATOR, WaitingTables, BlockTables)
     guard_class(SPECULATOR, TimedOutput, AsyncOutput)
     guard_class(SPECULATOR, speculators.SuffixSpeculator, BaseSpeculator)
     sampler.check_sampler()
@@ -188,12 +236,10 @@ def bind(worker: Any, config: SpecConfig) -> None:
 
 def give_graphs_or_say_why_not(runner: Any) -> str | None:
     """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
-    if not graphs.HAS_GRAPHS:
-        return "this vLLM captures none for rows of different lengths"
     try:
         graphs.check_graphs()
-        put_before(GraphsRunner, runner, graphs.GRAPHS)
-        graphs.keep_prompts_out()
+        put_before(GraphsRunner if graphs.HAS_QUERY_LENS else VaryingRunner, runner, graphs.GRAPHS)
+        graphs.teach_dispatcher()
     except PatchError as error:
         return str(error)
     return None

@@ -69,9 +69,12 @@ class CoupledVerifier(RejectionSampler):
     else:
 
         def __call__(self, logits: Any, input_batch: Any, draft_logits: Any = None) -> SamplerOutput:
-            inputs = versions.inputs_of(input_batch)
-            processed, tokens, num_sampled = coupled_verify(self, {"logits": logits, **inputs})
-            return versions.verified(self, input_batch, logits, processed, tokens, num_sampled)
+            outputs = []
+            for part, batch in versions.pieces(logits, input_batch):
+                found = coupled_verify(self, {"logits": part, **versions.inputs_of(batch)})
+                outputs.append(versions.verified(self, batch, part, *found))
+                del found  # its logits, before there are others
+            return versions.joined(outputs, input_batch)
 
 
 def coupled_verify(

@@ -74,22 +74,8 @@ class SuffixSpeculator(BaseSpeculator):
         """There is no model to capture."""
 
     @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        *_: Any,
-        dummy_run: bool = False,
-        **__: Any,
-    ) -> torch.Tensor:
-        """Draft for the step's rows; what is returned is nothing, drafts come when the next step begins."""
-        if dummy_run:
-            return self.host.no_drafts(input_batch)
-        return self.host.take_sampled(input_batch, num_sampled)
+    def propose(self, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:
+        return self.host.no_drafts(input_batch)
 
 
 class SharedNoise(DraftModelSpeculator):
@@ -154,11 +140,10 @@ class BesideText(SharedNoise):
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
-        taken: tuple[torch.Tensor, ...] = ()
         if self.host.takes_model_drafts:
             # Both are overwritten by the next passes, which may come before they are on the host.
-            taken = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
-        return self.host.take_sampled(input_batch, num_sampled, taken)
+            self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
+        return self.host.no_drafts(input_batch)
 
 
 @contextlib.contextmanager

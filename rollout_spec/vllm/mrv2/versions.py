@@ -3,12 +3,15 @@
 What is installed is asked for its parameters. Arguments go by the names that vLLM 0.32 has for them.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -65,6 +68,9 @@ OF_SPECULATOR: tuple[tuple[Any, ...], ...] = (
     (gumbel, "gumbel_sample",
      ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
 )  # fmt: skip
+PIECE_BYTES = 1 << 30  # of logits that are verified at a time, as vLLM 0.29's MAX_CHUNK_BYTES
+_OF_ROWS = ("logits_indices", "expanded_idx_mapping", "expanded_local_pos")  # of a batch, by rows of logits
+_OF_OUTPUT = ("sampled_token_ids", "num_nans", "num_sampled", "num_rejected")
 _HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 
 
@@ -129,6 +135,42 @@ def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
     # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the row
     # had before, and the model has read them: one that is right may stay.
     return {"verify_draft_sampled": given["draft_sampled"], **given}
+
+
+def pieces(logits: torch.Tensor, input_batch: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """A batch in pieces of whole requests, of 1 GiB at most in float32; from 0.29 on vLLM cuts it so."""
+    most, ends = max(1, PIECE_BYTES // (4 * logits.shape[1])), input_batch.cu_num_logits_np
+    start, num_reqs = 0, len(ends) - 1
+    while start < num_reqs:
+        fitting = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
+        end = max(start + 1, fitting)
+        rows, first = slice(int(ends[start]), int(ends[end])), int(ends[start])
+        # `idx_mapping_np` stays whole: by it vLLM knows what any request asks for, and all pieces get alike.
+        yield (
+            logits[rows],
+            dataclasses.replace(
+                input_batch,
+                idx_mapping=input_batch.idx_mapping[start:end],
+                seq_lens=input_batch.seq_lens[start:end],
+                cu_num_logits=input_batch.cu_num_logits[start : end + 1] - first,
+                cu_num_logits_np=ends[start : end + 1] - first,
+                **{name: getattr(input_batch, name)[rows] for name in _OF_ROWS},
+            ),
+        )
+        start = end
+
+
+def joined(outputs: list[SamplerOutput], input_batch: Any) -> SamplerOutput:
+    """What vLLM 0.24's `RejectionSampler.__call__` gives for a batch, of its pieces."""
+    if len(outputs) == 1:
+        return outputs[0]
+    parts = {name: [getattr(each, name) for each in outputs] for name in _OF_OUTPUT}
+    whole = {name: None if each[0] is None else torch.cat(each) for name, each in parts.items()}
+    logprobs = None
+    if outputs[0].logprobs_tensors is not None:
+        *columns, _ = zip(*(each.logprobs_tensors for each in outputs), strict=True)
+        logprobs = LogprobsTensors(*map(torch.cat, columns), input_batch.cu_num_logits_np.tolist())
+    return SamplerOutput(**whole, logprobs_tensors=logprobs)
 
 
 def inputs_of(input_batch: Any) -> dict[str, Any]:
