@@ -14,11 +14,11 @@ from vllm.platforms import current_platform
 
 from rollout_spec.certify import counts
 from rollout_spec.certify.counts import Configuration, Pair, Response, Sample
-from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.certify.numerics import explain, rounding
+from rollout_spec.config import SpecConfig
 from rollout_spec.environment import environment
 from rollout_spec.verification import coupled
-from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
 from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
 from rollout_spec.vllm.versions import is_before
@@ -131,6 +131,24 @@ def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def drafting_arguments(
+    options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """vLLM's arguments for fields of `rollout.spec`.
+
+    Args:
+        drafter: vLLM's `speculative_config` of a model that drafts beside ours.
+    """
+    options = {"untested_vllm": True, **options}  # by these engines a newer vLLM is judged
+    num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
+    if drafter is None:
+        speculative = speculative_config(num_speculative_tokens)
+    else:
+        speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
+        options = {**options, "model_tokens": drafter["num_speculative_tokens"]}
+    return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
