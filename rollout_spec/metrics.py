@@ -113,25 +113,11 @@ class RolloutReport:
         self.num_interrupted += other.num_interrupted
 
 
-@dataclasses.dataclass
-class Counted:
-    """What the metrics are made of; a part is None where nobody counts it, and then it has no metrics."""
-
-    servers: Sequence[RolloutReport] | None
-    requests: RequestCounters | None  # the sums over all servers
-    engine: EngineCounters | None
-
-    @property
-    def model(self) -> EngineCounters | None:
-        """The engine's counts, where a model drafts beside the text."""
-        return self.engine if self.engine is not None and self.engine.num_model_passes else None
-
-
 class Metric(NamedTuple):
     """One metric: how it comes about, and what the documentation says of it."""
 
     name: str  # without the PREFIX
-    part: str  # of Counted
+    part: str  # of `_values`
     value: Callable[[Any], float | None]  # of that part; None: a ratio to nothing
     meaning: str
     advice: str  # what a user does about it
@@ -306,15 +292,14 @@ METRICS = (
 )  # fmt: skip
 
 
-def _values(counted: Counted) -> dict[str, float]:
-    """The metrics that have a value, by name."""
-    values = {}
-    for metric in METRICS:
-        part = getattr(counted, metric.part)
-        value = None if part is None else metric.value(part)
-        if value is not None:
-            values[metric.name] = float(value)
-    return values
+def _values(
+    servers: Sequence[RolloutReport] | None, requests: RequestCounters | None, engine: EngineCounters | None
+) -> dict[str, float]:
+    """The metrics that have a value, by name. What is None nobody counts, and it has none."""
+    model = engine if engine is not None and engine.num_model_passes else None
+    parts = {"servers": servers, "requests": requests, "engine": engine, "model": model}
+    found = {each.name: each.value(part) for each in METRICS if (part := parts[each.part]) is not None}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
@@ -327,8 +312,8 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     engine = EngineCounters.sum(engines) if engines else None
     requests = RequestCounters.sum(each for server in servers for each in (*server.requests, server.aborted))
     has_drafts = engine is not None or requests.num_decode_steps
-    counted = Counted(servers, requests if has_drafts else None, engine)
-    return {PREFIX + name: value for name, value in _values(counted).items()}
+    values = _values(servers, requests if has_drafts else None, engine)
+    return {PREFIX + name: value for name, value in values.items()}
 
 
 def engine_summary(engine: EngineCounters) -> str:
@@ -337,5 +322,5 @@ def engine_summary(engine: EngineCounters) -> str:
         num_draft_tokens=engine.num_draft_tokens, num_accepted_tokens=engine.num_accepted_tokens
     )
     names = [each.name for each in METRICS if each.part == "model" or not each.name.startswith("num_")]
-    values = _values(Counted(None, drafts, engine))
+    values = _values(None, drafts, engine)
     return ", ".join(f"{name} {values[name]:.3g}" for name in names if name in values)
