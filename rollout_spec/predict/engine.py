@@ -81,11 +81,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        config: SpecConfig,
-        times: Times,
-        cluster: Cluster,
-        model: SimulatedModel | None = None,
+        self, config: SpecConfig, times: Times, cluster: Cluster, model: SimulatedModel | None = None
     ) -> None:
         self.total = EngineRun()
         self.times, self._cluster, self._model = times, cluster, model
