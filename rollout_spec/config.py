@@ -160,10 +160,7 @@ class SpecConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], verls: str = "") -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default.
-
-        Args:
-            verls: the option that stands in the place of `model_tokens` with verl.
-        """
+        `verls`: the option that stands in the place of `model_tokens` with verl."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:

@@ -67,10 +67,7 @@ class Plan:
 
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
-    """Run the plan.
-
-    Args:
-        advance: called with the number of engines that have ended since.
+    """Run the plan, and tell `advance` of each engine that has ended.
 
     Returns:
         What `rollout-spec certify --json` prints, but for the names of model and prompts.
@@ -136,11 +133,7 @@ def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[
 def drafting_arguments(
     options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """vLLM's arguments for fields of `rollout.spec`.
-
-    Args:
-        drafter: vLLM's `speculative_config` of a model that drafts beside ours.
-    """
+    """vLLM's arguments for fields of `rollout.spec`; `drafter`: the `speculative_config` of a model too."""
     options = {"untested_vllm": True, **options}  # by these engines a newer vLLM is judged
     num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
     if drafter is None:

@@ -27,9 +27,7 @@ def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
 
 def model_drafter(text: str, most: int) -> dict[str, Any]:
     """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
-
-    Args:
-        most: draft tokens of a row.
+    `most`: the largest NUMBER.
 
     Raises UserError: it is no such text, or MODEL is no model.
     """

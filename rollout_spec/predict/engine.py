@@ -73,11 +73,7 @@ class Engine:
 
     A step prefills as many tokens of prompts as `max_num_batched_tokens` leaves beside the rows that decode;
     siblings find a prompt in the prefix cache. When the KV cache is full, the newest request goes back to the
-    queue and is prefilled again later, as in vLLM.
-
-    Args:
-        config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        model: a model that drafts too.
+    queue and is prefilled again later, as in vLLM. With method=off all that the model drafts is verified.
     """
 
     def __init__(

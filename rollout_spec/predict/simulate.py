@@ -86,7 +86,6 @@ def simulate(
     Args:
         lines: at least one response must have a token.
         on_tokens: called with the number of tokens of each step.
-        model: that drafts too.
         template: gives what is served in the place of a request.
 
     Returns:
