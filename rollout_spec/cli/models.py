@@ -40,12 +40,15 @@ def model_drafter(text: str, most: int) -> dict[str, Any]:
             f"MODEL: a folder (may be empty for mtp). NUMBER: the tokens that it drafts, 1 to {most}."
         )
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
-    return found | ({"model": _checked(f"--model-drafter {text}", Path(model))} if model else {})
+    return found | ({"model": model_folder(Path(model), f"--model-drafter {text}")} if model else {})
 
 
-def model_folder(model: Path) -> str:
-    """`--model`, a Hugging Face folder."""
-    return _checked(f"--model {model}", model)
+def model_folder(model: Path, option: str = "") -> str:
+    """A Hugging Face folder, of `--model` or of another option."""
+    if not (model / "config.json").is_file():
+        option = option or f"--model {model}"
+        raise UserError(f"{option}: no Hugging Face folder (config.json is missing)")
+    return str(model)
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -57,12 +60,6 @@ def config_of(model: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"{model}/config.json: must be a JSON object")
     return fields
-
-
-def _checked(option: str, model: Path) -> str:
-    if not (model / "config.json").is_file():
-        raise UserError(f"{option}: no Hugging Face folder (config.json is missing)")
-    return str(model)
 
 
 def device_arguments() -> dict[str, Any]:
