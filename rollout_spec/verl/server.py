@@ -14,11 +14,10 @@ from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
-from rollout_spec.verl.drafters import Drafters
+from rollout_spec.verl.drafters import Drafters, ServerHistory
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import RankRouter
 from rollout_spec.verl.samples import kind_of
-from rollout_spec.verl.server_history import ServerHistory
 from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
