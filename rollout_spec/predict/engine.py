@@ -21,8 +21,7 @@ from rollout_spec.predict.load import Request
 from rollout_spec.predict.proposers import drafts_at
 from rollout_spec.predict.step_times import Times
 
-TAIL_ROWS = 8
-"""A rollout is in its tail while an engine runs at most this many requests."""
+TAIL_ROWS = 8  # a rollout is in its tail while an engine runs at most this many requests
 
 
 @dataclasses.dataclass(frozen=True)
