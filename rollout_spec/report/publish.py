@@ -6,9 +6,8 @@ from typing import Any
 
 from rollout_spec.report import RunError
 from rollout_spec.report.comparison import table_columns, table_rows
-from rollout_spec.report.logs import ONLINE
+from rollout_spec.report.logs import ONLINE, wandb_files, wandb_records
 from rollout_spec.report.measures import Comparison
-from rollout_spec.report.wandb_file import wandb_files, wandb_records
 
 
 def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> str:
