@@ -34,12 +34,11 @@ def _option(
     default: Any,
     help_: str,
     when: str,
-    low: float | None = None,
-    high: float | None = None,
+    limits: tuple[float | None, float | None] = (None, None),
     or_auto: type | None = None,
 ) -> Any:
     """A field; one of type `or_auto` takes AUTO as well. `when` completes "Change it when ..."."""
-    metadata = {"help": help_, "when": when, "low": low, "high": high, "or_auto": or_auto}
+    metadata = {"help": help_, "when": when, "low": limits[0], "high": limits[1], "or_auto": or_auto}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -61,8 +60,7 @@ class SpecConfig:
         DEFAULT_SPECULATIVE_TOKENS,
         "at most this many draft tokens per request and step",
         "text repeats in long runs (more)",
-        1,
-        MAX_SPECULATIVE_TOKENS,
+        (1, MAX_SPECULATIVE_TOKENS),
     )
     max_draft_tokens: int = _option(
         1024,
@@ -70,8 +68,7 @@ class SpecConfig:
         "at most this many draft tokens in a step, the likeliest of all requests. Memory is kept for their "
         "logits: 0.9 GiB for 1,024 of Qwen3",
         "memory is short (fewer), or many requests of a large mixture of experts run (more)",
-        1,
-        1 << 20,
+        (1, 1 << 20),
     )
     model_tokens: int = _option(
         3,
@@ -79,8 +76,7 @@ class SpecConfig:
         "`num_speculative_tokens` limits model and text together. With verl, set `num_speculative_tokens` of "
         "`mtp` or of `model_drafter` instead",
         "more than 3 of the model's tokens are often right (more)",
-        1,
-        MAX_SPECULATIVE_TOKENS,
+        (1, MAX_SPECULATIVE_TOKENS),
     )
     min_survival: float = _option(
         # lab/record/gate.md compares it with others, with step times of two CPU cores and an assumed table
@@ -89,15 +85,13 @@ class SpecConfig:
         "a draft ends before the token at which the probability that the policy accepts all of it so far "
         "(its survival) falls below this value. Used only with a fixed `batch_threshold`, and by `replay`",
         "you set `batch_threshold` to a number, and a verified token costs much (higher) or little (lower)",
-        0.0,
-        1.0,
+        (0.0, 1.0),
     )
     history: int = _option(
         8,
         "how many responses of earlier steps to keep per prompt; 0: none",
         "no prompt returns in a later step (0 saves memory), or prompts return often (more)",
-        0,
-        1 << 16,
+        (0, 1 << 16),
     )
     corpus: str = _option(
         "",
@@ -108,8 +102,7 @@ class SpecConfig:
         AUTO,
         "auto: draft where it saves time; a number: draft while at most this many requests decode",
         "you want the published rule (8), or `achieved_gain` stays below 1 because step times vary",
-        0,
-        1 << 20,
+        (0, 1 << 20),
         int,
     )
     routing: str = _option(
@@ -124,15 +117,13 @@ class SpecConfig:
         "with `routing=group`: by so many requests may an engine, or a data-parallel rank, exceed the "
         "emptiest one for the sake of siblings; 0: by none",
         "`load_imbalance` is high (fewer), or groups are larger and should stay whole (their size)",
-        0,
-        1 << 20,
+        (0, 1 << 20),
     )
     max_index_mb: int = _option(
         1024,
         "most MiB for the index, and as many again for the history, in each engine or data-parallel rank",
         "`num_untracked_rows` is above 0 (more), or memory is short (less)",
-        1,
-        1 << 20,
+        (1, 1 << 20),
     )
     untested_vllm: bool = _option(
         False,
@@ -169,10 +160,7 @@ class SpecConfig:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], verls: str = "") -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default.
-
-        Args:
-            verls: the option that stands in the place of `model_tokens` with verl.
-        """
+        `verls`: the option that stands in the place of `model_tokens` with verl."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:

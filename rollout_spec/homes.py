@@ -19,9 +19,6 @@ class Homes:
     prompt that returns in a later epoch goes where it was, because its history is there. Within the same
     bound, a turn goes where the turn before it was, because its text is there.
 
-    Args:
-        max_imbalance: in requests, at least 0.
-
     Raises ValueError: `max_imbalance` is not a whole number of at least 0.
     """
 

@@ -113,25 +113,11 @@ class RolloutReport:
         self.num_interrupted += other.num_interrupted
 
 
-@dataclasses.dataclass
-class Counted:
-    """What the metrics are made of; a part is None where nobody counts it, and then it has no metrics."""
-
-    servers: Sequence[RolloutReport] | None
-    requests: RequestCounters | None  # the sums over all servers
-    engine: EngineCounters | None
-
-    @property
-    def model(self) -> EngineCounters | None:
-        """The engine's counts, where a model drafts beside the text."""
-        return self.engine if self.engine is not None and self.engine.num_model_passes else None
-
-
 class Metric(NamedTuple):
     """One metric: how it comes about, and what the documentation says of it."""
 
     name: str  # without the PREFIX
-    part: str  # of Counted
+    part: str  # of `_values`
     value: Callable[[Any], float | None]  # of that part; None: a ratio to nothing
     meaning: str
     advice: str  # what a user does about it
@@ -154,167 +140,112 @@ def _achieved_gain(counts: EngineCounters) -> float | None:
 
 
 METRICS = (
-    Metric(
-        "rollout_seconds", "servers",
+    Metric("rollout_seconds", "servers",
         lambda servers: max((server.rollout_seconds for server in servers), default=0.0),
         "Seconds in which the busiest server worked on training requests; weight syncs do not count.",
-        "Compare two runs with `rollout-spec compare`.",
-    ),
-    Metric(
-        "generated_tokens", "servers", lambda servers: sum(server.num_generated_tokens for server in servers),
+        "Compare two runs with `rollout-spec compare`."),
+    Metric("generated_tokens", "servers",
+        lambda servers: sum(server.num_generated_tokens for server in servers),
         "Tokens generated in this time, those of interrupted responses included.",
-        "`rollout-spec compare` divides it by `rollout_seconds`.",
-    ),
-    Metric(
-        "num_interrupted", "servers", lambda servers: sum(server.num_interrupted for server in servers),
+        "`rollout-spec compare` divides it by `rollout_seconds`."),
+    Metric("num_interrupted", "servers", lambda servers: sum(server.num_interrupted for server in servers),
         "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
-        "Nothing to do: verl sends them again after the sync.",
-    ),
-    Metric(
-        "tokens_per_step", "requests",
+        "Nothing to do: verl sends them again after the sync."),
+    Metric("tokens_per_step", "requests",
         lambda counts: _ratio(counts.num_decoded_tokens, counts.num_decode_steps),
         "Generated tokens per decode step of a request. Steps without a draft count too.",
-        "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows.",
-    ),
-    Metric(
-        "num_drafts", "requests", lambda counts: counts.num_drafts,
+        "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows."),
+    Metric("num_drafts", "requests", lambda counts: counts.num_drafts,
         "Drafts verified in the step.",
-        "If 0, check `share_off_*`.",
-    ),
-    Metric(
-        "num_draft_tokens", "requests", lambda counts: counts.num_draft_tokens,
+        "If 0, check `share_off_*`."),
+    Metric("num_draft_tokens", "requests", lambda counts: counts.num_draft_tokens,
         "Draft tokens verified in the step.",
-        "`acceptance_rate` divides by it.",
-    ),
-    Metric(
-        "num_accepted_tokens", "requests", lambda counts: counts.num_accepted_tokens,
+        "`acceptance_rate` divides by it."),
+    Metric("num_accepted_tokens", "requests", lambda counts: counts.num_accepted_tokens,
         "Draft tokens accepted in the step.",
-        "`acceptance_rate` counts them.",
-    ),
-    Metric(
-        "acceptance_rate", "requests",
+        "`acceptance_rate` counts them."),
+    Metric("acceptance_rate", "requests",
         lambda counts: _ratio(counts.num_accepted_tokens, counts.num_draft_tokens),
         "Accepted tokens per draft token.",
-        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`.",
-    ),
-    Metric(
-        "num_failed_steps", "engine", lambda counts: counts.num_failed_steps,
+        "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`."),
+    Metric("num_failed_steps", "engine", lambda counts: counts.num_failed_steps,
         "Engine steps in which drafting failed. The rollout went on without drafts.",
-        "Above 0: the engine's log gives the reason once. Report it.",
-    ),
-    Metric(
-        "num_resumed", "engine", lambda counts: counts.num_resumed,
+        "Above 0: the engine's log gives the reason once. Report it."),
+    Metric("num_resumed", "engine", lambda counts: counts.num_resumed,
         "Turns, and requests after an interruption, that went on where their sample's text ended.",
-        "0 with an agent of several turns: its chat template changes what was said before.",
-    ),
-    Metric(
-        "num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
+        "0 with an agent of several turns: its chat template changes what was said before."),
+    Metric("num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
         "Decoding requests that had no place in the index, summed over steps.",
-        "Above 0: the index is full (raise `max_index_mb`), or a request held no text.",
-    ),
-    Metric(
-        "share_behind", "engine", lambda counts: _ratio(counts.num_behind_rows, counts.num_row_steps),
+        "Above 0: the index is full (raise `max_index_mb`), or a request held no text."),
+    Metric("share_behind", "engine", lambda counts: _ratio(counts.num_behind_rows, counts.num_row_steps),
         "Share of the decoding requests' steps without drafts because their text was not indexed yet.",
-        "High: prompts are long and answers short, or name samples, so that turns go on where they were.",
-    ),
-    Metric(
-        "num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
+        "High: prompts are long and answers short, or name samples, so that turns go on where they were."),
+    Metric("num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
         "Prompts, requests and earlier responses for which the index had no memory.",
-        "Above 0: not all that runs at a time fits. Raise `max_index_mb`, or lower `history`.",
-    ),
-    Metric(
-        "num_samples_dropped", "engine", lambda counts: counts.num_samples_dropped,
+        "Above 0: not all that runs at a time fits. Raise `max_index_mb`, or lower `history`."),
+    Metric("num_samples_dropped", "engine", lambda counts: counts.num_samples_dropped,
         "Samples that the history gave up for newer ones, for want of memory.",
-        "Above 0: not every prompt keeps `history` samples. Raise `max_index_mb`, or lower `history`.",
-    ),
-    Metric(
-        "share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
+        "Above 0: not every prompt keeps `history` samples. Raise `max_index_mb`, or lower `history`."),
+    Metric("share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
         "Share of the engine's steps in which drafting was on.",
-        "If low at the end of a rollout, check `share_off_*`.",
-    ),
-    Metric(
-        "draft_ms", "engine", lambda counts: _ratio(counts.draft_seconds * 1e3, counts.num_steps),
+        "If low at the end of a rollout, check `share_off_*`."),
+    Metric("draft_ms", "engine", lambda counts: _ratio(counts.draft_seconds * 1e3, counts.num_steps),
         "Milliseconds in the drafter per engine step, indexing included.",
-        "Above 1: other work runs on the host's cores, or very many requests decode.",
-    ),
-    Metric(
-        "achieved_gain", "engine", _achieved_gain,
+        "Above 1: other work runs on the host's cores, or very many requests decode."),
+    Metric("achieved_gain", "engine", _achieved_gain,
         "Speed of steps with drafts over plain ones, with `batch_threshold=auto`. What plain steps would "
         "have taken is the gate's belief, corrected by those that it measured. A whole rollout gains less.",
         "Below 1 for long: step times vary too much to predict. Look for other work on the machine, or set "
-        "`batch_threshold` to a number.",
-    ),
-    Metric(
-        "plain_step_ms", "engine",
+        "`batch_threshold` to a number."),
+    Metric("plain_step_ms", "engine",
         lambda counts: _ratio(counts.believed_plain_seconds * 1e3, counts.num_timed_steps),
         "Milliseconds that the gate believes a step takes without drafts and prompts, in the mean.",
-        "Compare with `drafted_step_ms`: drafts pay while tokens per step grow by more than the time does.",
-    ),
-    Metric(
-        "drafted_step_ms", "engine",
+        "Compare with `drafted_step_ms`: drafts pay while tokens per step grow by more than the time does."),
+    Metric("drafted_step_ms", "engine",
         lambda counts: _ratio(counts.drafted_seconds * 1e3, counts.num_drafted_steps),
         "Milliseconds that steps with drafts took, without prompts.",
-        "Far above `plain_step_ms`: drafts are dear here, so the gate takes few.",
-    ),
-    Metric(
-        "gate_error", "engine", lambda counts: _ratio(counts.error_seconds, counts.timed_seconds),
+        "Far above `plain_step_ms`: drafts are dear here, so the gate takes few."),
+    Metric("gate_error", "engine", lambda counts: _ratio(counts.error_seconds, counts.timed_seconds),
         "How far the gate was off: what steps took less what it believed, over what they took.",
-        "Above 0.3 for long: step times vary; look for other work on the machine.",
-    ),
-    Metric(
-        "share_off_threshold", "engine",
+        "Above 0.3 for long: step times vary; look for other work on the machine."),
+    Metric("share_off_threshold", "engine",
         lambda counts: _ratio(counts.num_steps_off_threshold, counts.num_steps),
         "Share of steps without drafts because more requests decode than `batch_threshold`.",
-        "High throughout: raise `batch_threshold`, or take `auto`.",
-    ),
-    Metric(
-        "share_off_cost", "engine", lambda counts: _ratio(counts.num_steps_off_cost, counts.num_steps),
+        "High throughout: raise `batch_threshold`, or take `auto`."),
+    Metric("share_off_cost", "engine", lambda counts: _ratio(counts.num_steps_off_cost, counts.num_steps),
         "Share of steps without drafts because drafts would gain less than 1 % over a plain step.",
-        "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`.",
-    ),
-    Metric(
-        "share_off_probe", "engine", lambda counts: _ratio(counts.num_steps_off_probe, counts.num_steps),
+        "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`."),
+    Metric("share_off_probe", "engine", lambda counts: _ratio(counts.num_steps_off_probe, counts.num_steps),
         "Share of steps without drafts because the gate measured what plain steps take.",
-        "Nothing to do: with `batch_threshold=auto` they are few.",
-    ),
-    Metric(
-        "num_model_passes", "model", lambda counts: counts.num_model_passes,
+        "Nothing to do: with `batch_threshold=auto` they are few."),
+    Metric("num_model_passes", "model", lambda counts: counts.num_model_passes,
         "Passes of a model that drafts beside the text.",
-        "Compare it with `num_model_passes_left_out`.",
-    ),
-    Metric(
-        "num_model_passes_left_out", "model", lambda counts: counts.num_model_passes_left_out,
+        "Compare it with `num_model_passes_left_out`."),
+    Metric("num_model_passes_left_out", "model", lambda counts: counts.num_model_passes_left_out,
         "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
-        "High at the end of a rollout: the model is rarely right.",
-    ),
-    Metric(
-        "model_share", "model", lambda counts: _ratio(counts.num_model_draft_tokens, counts.num_draft_tokens),
+        "High at the end of a rollout: the model is rarely right."),
+    Metric("model_share", "model",
+        lambda counts: _ratio(counts.num_model_draft_tokens, counts.num_draft_tokens),
         "Share of the draft tokens that the model proposed too.",
-        "Low: most drafts come from the text; the model may not be worth its passes.",
-    ),
-    Metric(
-        "model_acceptance_rate", "model",
+        "Low: most drafts come from the text; the model may not be worth its passes."),
+    Metric("model_acceptance_rate", "model",
         lambda counts: _ratio(counts.num_model_accepted_tokens, counts.num_model_draft_tokens),
         "Accepted tokens per draft token of the model.",
-        "Falling: the head is stale. Train it too, or go without it.",
-    ),
-    Metric(
-        "load_imbalance", "servers", _load_imbalance,
+        "Falling: the head is stale. Train it too, or go without it."),
+    Metric("load_imbalance", "servers", _load_imbalance,
         "Tokens of the busiest rollout engine over the mean of all that served, where there are several.",
-        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`.",
-    ),
+        "High with `routing=group`: take more prompts, a smaller `max_imbalance`, or `routing=verl`."),
 )  # fmt: skip
 
 
-def _values(counted: Counted) -> dict[str, float]:
-    """The metrics that have a value, by name."""
-    values = {}
-    for metric in METRICS:
-        part = getattr(counted, metric.part)
-        value = None if part is None else metric.value(part)
-        if value is not None:
-            values[metric.name] = float(value)
-    return values
+def _values(
+    servers: Sequence[RolloutReport] | None, requests: RequestCounters | None, engine: EngineCounters | None
+) -> dict[str, float]:
+    """The metrics that have a value, by name. What is None nobody counts, and it has none."""
+    model = engine if engine is not None and engine.num_model_passes else None
+    parts = {"servers": servers, "requests": requests, "engine": engine, "model": model}
+    found = {each.name: each.value(part) for each in METRICS if (part := parts[each.part]) is not None}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
@@ -327,8 +258,8 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     engine = EngineCounters.sum(engines) if engines else None
     requests = RequestCounters.sum(each for server in servers for each in (*server.requests, server.aborted))
     has_drafts = engine is not None or requests.num_decode_steps
-    counted = Counted(servers, requests if has_drafts else None, engine)
-    return {PREFIX + name: value for name, value in _values(counted).items()}
+    values = _values(servers, requests if has_drafts else None, engine)
+    return {PREFIX + name: value for name, value in values.items()}
 
 
 def engine_summary(engine: EngineCounters) -> str:
@@ -337,5 +268,5 @@ def engine_summary(engine: EngineCounters) -> str:
         num_draft_tokens=engine.num_draft_tokens, num_accepted_tokens=engine.num_accepted_tokens
     )
     names = [each.name for each in METRICS if each.part == "model" or not each.name.startswith("num_")]
-    values = _values(Counted(None, drafts, engine))
+    values = _values(None, drafts, engine)
     return ", ".join(f"{name} {values[name]:.3g}" for name in names if name in values)

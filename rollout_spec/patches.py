@@ -43,14 +43,8 @@ def record(patch: Patch) -> None:
 
 
 def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Patch) -> Callable:
-    """Replace `owner.name` (a module's function or a class's method) unless `patch` already did.
-
-    Args:
-        replacement: a plain function.
-        patch: the entry for the register; its name makes the call idempotent.
-
-    Returns:
-        The original function.
+    """Replace `owner.name` (a module's function or a class's method), unless a patch of this name did so;
+    returns the original function.
 
     Raises PatchError: there is no such attribute.
     """
@@ -73,14 +67,9 @@ def wrap(owner: Any, name: str, patch: Patch, *bodies: str) -> Callable[[Callabl
     """Decorates what `owner.name` is to do: it gets the original function, then the arguments of the call.
 
     Its parameters after the first say what the patch counts on: the original's begin with these, and there
-    are no others unless it has *args or **kwargs.
-
-    Args:
-        owner: a module or a class.
-        name: of its function.
-        patch: the entry for the register.
-        bodies: where the patch counts on the function's body too, `body_digest` of each that was read, of the
-            vLLM that a comment names. One line in the log names any other.
+    are no others unless it has *args or **kwargs. Where the patch counts on the function's body too, `bodies`
+    are the `body_digest` of each that was read, of the vLLM that a comment names. One line in the log names
+    any other.
 
     Raises PatchError: there is no such function, or it takes others. Nothing is replaced then.
     """
@@ -164,10 +153,8 @@ def guard_all(patch: Patch, functions: Iterable[tuple[Any, ...]]) -> None:
 
 
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
-    """Check that the parameters of a function begin with these; further ones may follow.
-
-    Args:
-        accepted: the parameters' names, of each version that the patch was written for.
+    """Check that the parameters of a function begin with one of `accepted`, those of each version that the
+    patch was written for; further ones may follow.
 
     Raises PatchError: they begin with none of these, or there is no such function.
     """

@@ -44,12 +44,8 @@ _REFUSED = {
 
 
 def refusal(architecture: str, minor: int | None) -> str | None:
-    """Why a policy with recurrent layers has no drafts; None where it can have them.
-
-    Args:
-        architecture: as config.json names it.
-        minor: N of vLLM 0.N; None: newer than all releases.
-    """
+    """Why a policy with recurrent layers has no drafts; None where it can have them. `architecture`: as
+    config.json names it; `minor`: N of vLLM 0.N, None: newer than all releases."""
     oldest = _SUPPORTED.get(architecture)
     if oldest is None:
         known = (reason for start, reason in _REFUSED.items() if architecture.startswith(start))
@@ -64,15 +60,8 @@ def refusal(architecture: str, minor: int | None) -> str | None:
 
 
 def check_settings(config: SpecConfig, cache_mode: str | None, states: States | None = None) -> None:
-    """Raise for settings that a policy with recurrent layers cannot have beside drafts.
-
-    Args:
-        config: of the drafter.
-        cache_mode: vLLM's mamba_cache_mode; None: vLLM decides.
-        states: the policy's, if they are known.
-
-    Raises ConfigError: naming the setting.
-    """
+    """Raise a ConfigError that names a setting which a policy with recurrent layers cannot have with drafts.
+    `cache_mode`: vLLM's mamba_cache_mode; None: vLLM decides."""
     k, most = config.num_speculative_tokens, MAX_RECURRENT_TOKENS
     if k > most:
         cost = ""
@@ -110,12 +99,8 @@ class States:
     width: int  # of the convolution
 
     def num_bytes(self, num_speculative_tokens: int, cached: bool = False) -> int:
-        """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window.
-
-        Args:
-            num_speculative_tokens: K; 0 without drafts.
-            cached: there is prefix caching (vLLM's mode `align`), which takes one state more.
-        """
+        """Of one request with K draft tokens at most: 1 + K states in each layer, each with its window; one
+        more where there is prefix caching (`cached`: vLLM's mode `align`)."""
         k = num_speculative_tokens
         size = self.recurrent_bytes + self.channel_bytes * (self.width - 1 + k)
         return self.num_layers * (1 + k + cached) * size

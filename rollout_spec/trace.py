@@ -15,14 +15,11 @@ import numpy.typing as npt
 
 from rollout_spec.config import UserError
 
-DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"
-"""The environment variable that names the folder where a run records its rollouts."""
-FOLDER = "rollouts"
-"""The folder's name inside a run's own."""
+DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"  # names the folder where a run records its rollouts
+FOLDER = "rollouts"  # the folder's name inside a run's own
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK = 1 << 16
-MAX_LINE_BYTES = 1 << 28
-"""A longer line is refused: it may be a whole file, which takes several times its size in memory."""
+MAX_LINE_BYTES = 1 << 28  # a longer one may be a whole file, which takes several times its size in memory
 
 _ARRAY = ". This is an array: `jq -c '.[]' FILE` writes each of its objects into a line"
 _HINTS = {  # by a line that is not JSON by itself
@@ -40,10 +37,8 @@ class TraceError(UserError):
 class Proposals(NamedTuple):
     """A model's drafts in a response of n tokens. Row i follows the prompt and i tokens of the response."""
 
-    tokens: npt.NDArray[np.int32]
-    """[n, m]; negative: nothing from there on."""
-    log_odds: npt.NDArray[np.float32]
-    """[n, m], of each token by the model itself."""
+    tokens: npt.NDArray[np.int32]  # [n, m]; negative: nothing from there on
+    log_odds: npt.NDArray[np.float32]  # [n, m], of each token by the model itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +46,14 @@ class Rollout:
     """One line of a trace: the responses to one prompt, token ids as int32 vectors."""
 
     group: str
-    step: int | None
-    """The training step; None where there is none."""
+    step: int | None  # the training step; None where there is none
     prompt_token_ids: npt.NDArray[np.int32]
     responses: list[npt.NDArray[np.int32]]
-    names: Sequence[Any] = ()
-    """The sample's name for each response, or None; empty if the trace has no names."""
-    proposals: Sequence[Proposals] = ()
-    """One for each response, simulated; empty if no model drafts."""
+    names: Sequence[Any] = ()  # the sample's for each response, or None; empty if the trace has no names
+    proposals: Sequence[Proposals] = ()  # one for each response, simulated; empty if no model drafts
+    # Of an agent's samples: in each response, which then has what its tools said too, where the policy's
+    # turns begin and end, [num_turns, 2]. Empty: each response is one turn.
     turns: Sequence[npt.NDArray[np.int32]] = ()
-    """Of an agent's samples: in each response, which then has what its tools said too, where the policy's
-    turns begin and end, [num_turns, 2]. Empty: each response is one turn."""
 
     def turns_of(self, number: int) -> list[list[int]]:
         """Where the turns of a response begin and end."""

@@ -16,10 +16,9 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.report import RunError
 from rollout_spec.report.comparison import sentences
-from rollout_spec.report.logs import read_log
+from rollout_spec.report.logs import read_log, wandb_records
 from rollout_spec.report.measures import compare
 from rollout_spec.report.runs import read_run
-from rollout_spec.report.wandb_file import wandb_records
 
 SPEC = "rollout/spec_"
 NUM_STEPS = 3

@@ -32,7 +32,7 @@ from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import drafters as verl_drafters
-from rollout_spec.verl import replica, samples, server_windows, trainer_hooks
+from rollout_spec.verl import samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.client import Samples
 from rollout_spec.verl.recorder import Recorder
@@ -439,13 +439,13 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
     def init(self, replica_rank, config):
         self.is_reward_model = self.is_teacher_model = False
 
-    monkeypatch.setattr(replica.vLLMReplica, "__init__", init)
+    monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
     with pytest.raises(
         ConfigError, match=r"^this is verl's legacy trainer: .*use_v1=True\. .*V1 trainer only"
     ):
-        replica.SpecReplica(0, config)
+        verl_server.SpecReplica(0, config)
     monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of the V1 trainer")
-    serves: Any = replica.SpecReplica(0, config).server_class
+    serves: Any = verl_server.SpecReplica(0, config).server_class
     assert serves.__ray_actor_class__ is verl_server.SpecHttpServer
 
 

@@ -14,11 +14,11 @@ from vllm.platforms import current_platform
 
 from rollout_spec.certify import counts
 from rollout_spec.certify.counts import Configuration, Pair, Response, Sample
-from rollout_spec.certify.engine_arguments import drafting_arguments
 from rollout_spec.certify.numerics import explain, rounding
+from rollout_spec.config import SpecConfig
 from rollout_spec.environment import environment
 from rollout_spec.verification import coupled
-from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER
+from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
 from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
 from rollout_spec.vllm.versions import is_before
@@ -67,10 +67,7 @@ class Plan:
 
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
-    """Run the plan.
-
-    Args:
-        advance: called with the number of engines that have ended since.
+    """Run the plan, and tell `advance` of each engine that has ended.
 
     Returns:
         What `rollout-spec certify --json` prints, but for the names of model and prompts.
@@ -131,6 +128,20 @@ def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def drafting_arguments(
+    options: Mapping[str, Any], drafter: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """vLLM's arguments for fields of `rollout.spec`; `drafter`: the `speculative_config` of a model too."""
+    options = {"untested_vllm": True, **options}  # by these engines a newer vLLM is judged
+    num_speculative_tokens = SpecConfig(**options).num_speculative_tokens
+    if drafter is None:
+        speculative = speculative_config(num_speculative_tokens)
+    else:
+        speculative = {**drafter, "num_speculative_tokens": num_speculative_tokens}
+        options = {**options, "model_tokens": drafter["num_speculative_tokens"]}
+    return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:

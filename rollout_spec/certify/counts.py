@@ -73,10 +73,8 @@ class Pair:
 def of_runs(
     runs: Mapping[Configuration, Sequence[Pair]], differences: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The counts of each configuration, and of those together that say something.
-
-    Args:
-        differences: the first one of each response, `explained` or not.
+    """The counts of each configuration, and of those together that say something. `differences`: the first
+    one of each response, `explained` or not.
 
     Raises CertifyError: as `untested`.
     """

@@ -42,7 +42,12 @@ def folder_for(*names: str) -> Callable[[str], Path]:
     """An argparse type: a folder that can be written, or made. Of these files it holds ours only."""
 
     def parse(text: str) -> Path:
-        found = folder(text)
+        found = path(text)
+        there = next(each for each in (found, *found.absolute().parents) if os.path.lexists(each))
+        if not there.is_dir():
+            raise argparse.ArgumentTypeError(f"{there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise argparse.ArgumentTypeError(f"{there} cannot be written")
         try:
             refuse_others(found, names)
         except (UserError, OSError) as error:
@@ -50,17 +55,6 @@ def folder_for(*names: str) -> Callable[[str], Path]:
         return found
 
     return parse
-
-
-def folder(text: str) -> Path:
-    """An argparse type: a folder that can be written, or made."""
-    found = path(text)
-    there = next(each for each in (found, *found.absolute().parents) if os.path.lexists(each))
-    if not there.is_dir():
-        raise argparse.ArgumentTypeError(f"{there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{there} cannot be written")
-    return found
 
 
 def add_options(group: argparse._ActionsContainer, *options: tuple[str, Any, str, Any, str]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, models, prompts
+from rollout_spec.cli import add_example, models
 from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
@@ -108,7 +108,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
     from rollout_spec.certify.certify import Plan
 
     same = ("max_tokens", "top_k", "top_p", "seed", "tolerance")
-    fields, tokens = models.config_of(model), prompts.tokenized(model, rows)
+    fields, tokens = models.config_of(model), models.tokenized(model, rows)
     longest, for_cpu = max(map(len, tokens)), models.device_arguments()
     length = longest + args.max_tokens
     own = str(fields.get("dtype") or fields.get("torch_dtype"))
@@ -134,7 +134,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
 def _rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Chats from `--train-file`, or our own."""
     if args.train_file is not None:
-        return prompts.prompt_rows("--train-file", args.train_file, args.num_prompts)
+        return models.prompt_rows("--train-file", args.train_file, args.num_prompts)
     if args.num_prompts > len(PROMPTS):
         raise UserError(f"--num-prompts {args.num_prompts}: at most {len(PROMPTS)} without --train-file")
     return [{"prompt": [{"role": "user", "content": text}]} for text in PROMPTS[: args.num_prompts]]

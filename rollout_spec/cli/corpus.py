@@ -16,9 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.")
     add_rollouts_arguments(build.add_argument_group("what is read"))
     output = build.add_argument_group("output")
-    output.add_argument(
-        "-o", "--output", type=path, required=True, metavar="FILE", help="for example corpus.jsonl"
-    )
+    help_ = "for example corpus.jsonl"
+    output.add_argument("-o", "--output", type=path, required=True, metavar="FILE", help=help_)
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
     example = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl -o outputs/corpus.jsonl"
     add_example(parser, example)
@@ -26,33 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import Values, show
-
-    counts = _build(args)
-    output = str(args.output)
-    show({"output": output, **counts}, args.json, Values(output, counts))
-    return 0
-
-
-def _build(args: argparse.Namespace) -> dict[str, int]:
-    """Write the file; what it holds."""
-    from rollout_spec.cli.console import counted
+    from rollout_spec.cli.console import Values, counted, show
     from rollout_spec.files import plain_file, replacing
     from rollout_spec.trace import append_lines, to_line
 
     file = plain_file(args.output)
     if file.exists() and file.stat().st_size:
         raise UserError(f"{args.output}: is there already: name another file")
-    lines, num_texts, num_tokens = [], 0, 0
+    lines, counts = [], {"num_texts": 0, "num_tokens": 0}
     with counted(args.traces[0].name) as advance:
         for rollout in read(args, args.traces):
             texts = [response.tolist() for response in rollout.responses]
             lines.append(to_line(rollout.group, rollout.step, [], texts))
-            num_texts += len(texts)
-            num_tokens += sum(map(len, texts))
+            counts["num_texts"] += len(texts)
+            counts["num_tokens"] += sum(map(len, texts))
             advance(1)
-    if num_tokens == 0:
+    if not counts["num_tokens"]:
         raise UserError(f"{args.traces[0]}: no token in any response")
     with replacing(args.output) as partial:
         append_lines(partial, lines)
-    return {"num_texts": num_texts, "num_tokens": num_tokens}
+    output = str(args.output)
+    show({"output": output, **counts}, args.json, Values(output, counts))
+    return 0

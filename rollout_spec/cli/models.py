@@ -1,4 +1,4 @@
-"""What an engine is started with: a model, one that drafts beside it, arguments for this machine."""
+"""What an engine gets: a model, one that drafts beside it, prompts, arguments for this machine."""
 
 import argparse
 import json
@@ -27,9 +27,7 @@ def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
 
 def model_drafter(text: str, most: int) -> dict[str, Any]:
     """vLLM's `speculative_config` of METHOD:MODEL:NUMBER; without MODEL, of the policy's own head.
-
-    Args:
-        most: draft tokens of a row.
+    `most`: the largest NUMBER.
 
     Raises UserError: it is no such text, or MODEL is no model.
     """
@@ -42,12 +40,15 @@ def model_drafter(text: str, most: int) -> dict[str, Any]:
             f"MODEL: a folder (may be empty for mtp). NUMBER: the tokens that it drafts, 1 to {most}."
         )
     found: dict[str, Any] = {"method": method, "num_speculative_tokens": int(given)}
-    return found | ({"model": _checked(f"--model-drafter {text}", Path(model))} if model else {})
+    return found | ({"model": model_folder(Path(model), f"--model-drafter {text}")} if model else {})
 
 
-def model_folder(model: Path) -> str:
-    """`--model`, a Hugging Face folder."""
-    return _checked(f"--model {model}", model)
+def model_folder(model: Path, option: str = "") -> str:
+    """A Hugging Face folder, of `--model` or of another option."""
+    if not (model / "config.json").is_file():
+        option = option or f"--model {model}"
+        raise UserError(f"{option}: no Hugging Face folder (config.json is missing)")
+    return str(model)
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -61,14 +62,46 @@ def config_of(model: str) -> dict[str, Any]:
     return fields
 
 
-def _checked(option: str, model: Path) -> str:
-    if not (model / "config.json").is_file():
-        raise UserError(f"{option}: no Hugging Face folder (config.json is missing)")
-    return str(model)
-
-
 def device_arguments() -> dict[str, Any]:
     """vLLM's arguments for this machine: its own defaults where there is an accelerator."""
     import torch
 
     return {} if torch.accelerator.is_available() else dict(_CPU)
+
+
+def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
+    """The first rows of the verl parquet file that `option` names."""
+    import pyarrow.parquet
+
+    from rollout_spec.predict.dumps import is_chat
+
+    if not file.is_file():
+        raise UserError(f"{option} {file}: no such file")
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{option} {file}: cannot be read as parquet: {error}") from error
+    if not rows or "prompt" not in rows[0]:
+        raise UserError(f"{option} {file}: no column `prompt`, or no row")
+    for number, row in enumerate(rows[:num_rows], start=1):
+        if not is_chat(row["prompt"]) or not all("role" in message for message in row["prompt"]):
+            raise UserError(f"{option} {file}: row {number}: prompt: must be a list of messages")
+    return rows[:num_rows]
+
+
+def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """The token ids of the rows' chats, each ready for the answer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {model}: its tokenizer cannot be read: {error}") from error
+    if not tokenizer.chat_template:
+        raise UserError(f"--model {model}: its tokenizer has no chat template")
+    return [
+        tokenizer.apply_chat_template(
+            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for row in rows
+    ]

@@ -123,12 +123,7 @@ def predict(
     num_ranks: int = 1,
 ) -> int:
     """Simulate every cluster with every configuration, and show the figures; returns the exit code.
-
-    Args:
-        lines: of `served_lines`.
-        model: whose drafts they have, if any.
-        num_ranks: data-parallel ranks of an engine.
-    """
+    `lines` are of `served_lines`, and have the drafts of the model, if there is one."""
     from rollout_spec.cli.console import counted, show
     from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.load import requests_of

@@ -21,8 +21,7 @@ from rollout_spec.predict.load import Request
 from rollout_spec.predict.proposers import drafts_at
 from rollout_spec.predict.step_times import Times
 
-TAIL_ROWS = 8
-"""A rollout is in its tail while an engine runs at most this many requests."""
+TAIL_ROWS = 8  # a rollout is in its tail while an engine runs at most this many requests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +72,11 @@ class Engine:
 
     A step prefills as many tokens of prompts as `max_num_batched_tokens` leaves beside the rows that decode;
     siblings find a prompt in the prefix cache. When the KV cache is full, the newest request goes back to the
-    queue and is prefilled again later, as in vLLM.
-
-    Args:
-        config: of the drafter. method=off: there is none, and all that the model drafts is verified.
-        model: a model that drafts too.
+    queue and is prefilled again later, as in vLLM. With method=off all that the model drafts is verified.
     """
 
     def __init__(
-        self,
-        config: SpecConfig,
-        times: Times,
-        cluster: Cluster,
-        model: SimulatedModel | None = None,
+        self, config: SpecConfig, times: Times, cluster: Cluster, model: SimulatedModel | None = None
     ) -> None:
         self.total = EngineRun()
         self.times, self._cluster, self._model = times, cluster, model

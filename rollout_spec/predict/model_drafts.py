@@ -26,11 +26,8 @@ learn that one token is always wrong."""
 def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
     """The lines with a model's drafts in place of any that they had.
 
-    A draft depends on its place in the text only, so every drafter meets the same model.
-
-    Args:
-        acceptance: how often the first, second, ... token of a draft is right where those before it are.
-            There are as many tokens in a draft.
+    A draft depends on its place in the text only, so every drafter meets the same model. It has a token for
+    each of `acceptance`: how often that is right where those before it are.
     """
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
     with contextlib.closing(IndexProposer(config)) as index:

@@ -86,7 +86,6 @@ def simulate(
     Args:
         lines: at least one response must have a token.
         on_tokens: called with the number of tokens of each step.
-        model: that drafts too.
         template: gives what is served in the place of a request.
 
     Returns:
@@ -95,12 +94,9 @@ def simulate(
         acceptance_rate (0 without drafts); num_preemptions.
     """
     times = times if config.enabled else times.without_drafter
-
-    def engine() -> Engine:
-        return Engine(config, times, cluster, model=model)
-
-    replicas = [[engine() for _ in range(cluster.num_ranks)] for _ in range(cluster.num_replicas)]
-    engines = list(itertools.chain.from_iterable(replicas))
+    num_ranks = cluster.num_ranks
+    engines = [Engine(config, times, cluster, model) for _ in range(cluster.num_replicas * num_ranks)]
+    replicas = [engines[i : i + num_ranks] for i in range(0, len(engines), num_ranks)]
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
         requests = requests_of(lines_of_step, cluster.group_size)

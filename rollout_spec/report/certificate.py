@@ -32,11 +32,6 @@ _DIFFERENCES = {
     "explained": ("explained", "{}"),
 }
 
-_RUNNERS = {
-    "MRV1": "All engines here had MRV1, the older of vLLM's model runners, as vLLM takes it here.",
-    "MRV2": "All engines here had MRV2, the newer of vLLM's model runners, as vLLM takes it here.",
-}
-
 
 def write_certificate(record: Mapping[str, Any], folder: Path) -> None:
     """certificate.json and certificate.html."""
@@ -81,7 +76,8 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
             "VLLM_BATCH_INVARIANT=1 promises the same bits in any batch. So one token or log-probability "
             "that differs fails."
         )
-    text.append(_RUNNERS[record["model_runner"]])
+    runner, age = record["model_runner"], {"MRV1": "older", "MRV2": "newer"}[record["model_runner"]]
+    text.append(f"All engines here had {runner}, the {age} of vLLM's model runners, as vLLM takes it here.")
     if record["untested"]:
         text.append(f"Not tested, and not in these counts: {'; '.join(record['untested'])}.")
     return text

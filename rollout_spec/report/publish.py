@@ -6,18 +6,15 @@ from typing import Any
 
 from rollout_spec.report import RunError
 from rollout_spec.report.comparison import table_columns, table_rows
-from rollout_spec.report.logs import ONLINE
+from rollout_spec.report.logs import ONLINE, wandb_files, wandb_records
 from rollout_spec.report.measures import Comparison
-from rollout_spec.report.wandb_file import wandb_files, wandb_records
 
 
 def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> str:
     """Add the comparison to the summary of its second run, of `run_of`; the run's history stays as it is.
 
-    A run that was read offline goes on offline: wandb writes one more folder of the same run id.
-
-    Returns:
-        Where it went: the run's address, or the folder for `wandb sync`.
+    A run that was read offline goes on offline: wandb writes one more folder of the same run id. Returns
+    where it went: the run's address, or the folder for `wandb sync`.
 
     Raises RunError: wandb does not take it.
     """

@@ -45,7 +45,9 @@ def check_config(config: DictConfig) -> SpecConfig:
     model_drafter.check_model_drafter(options, mtp)
     spec = SpecConfig.from_mapping(model_drafter.spec_options(options, mtp))
     refuse_old_version()
-    _refuse_old_verl()
+    # verl's main branch before 0.9.1: its requests do not wait for a weight sync.
+    if importlib.util.find_spec("verl.workers.rollout.router") is None:
+        raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")
     _check_trainer(config)
     _check_routing(config, spec)
     _check_arguments(config, spec)
@@ -68,12 +70,6 @@ def refuse_plain_options(config: DictConfig) -> None:
             "into the file's defaults list, or +rollout.spec=sam on the command line; its options go below "
             "`rollout: {spec: ...}`"
         )
-
-
-def _refuse_old_verl() -> None:
-    """Raise a ConfigError for verl's main branch before 0.9.1: its requests do not wait for a weight sync."""
-    if importlib.util.find_spec("verl.workers.rollout.router") is None:
-        raise ConfigError("this verl has no verl.workers.rollout.router: take verl 0.9.1 or later")
 
 
 def _check_trainer(config: DictConfig) -> None:

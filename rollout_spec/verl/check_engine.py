@@ -43,8 +43,7 @@ class _Drafter(NamedTuple):
 
     method: str
     num_speculative_tokens: int
-    model: str | None = None
-    """The folder of the user's own; None: it is the policy's MTP head."""
+    model: str | None = None  # the folder of the user's own; None: it is the policy's MTP head
 
     @property
     def option(self) -> str:

@@ -33,15 +33,7 @@ from verl.utils import normalize_token_ids
 from rollout_spec.patches import wrap
 from rollout_spec.verl.changes import NAMED_CALLS
 from rollout_spec.verl.settings import ROLLOUT, value
-from rollout_spec.vllm.keys import (
-    GROUP_KEY,
-    GROUP_TOKENS_KEY,
-    NAME_KEY,
-    SAMPLE_KEY,
-    TURN_KEY,
-    TURN_TOKENS_KEY,
-    names_of,
-)
+from rollout_spec.vllm import keys
 
 MAX_SAMPLES = 20_000  # that are remembered in a process: more than are under way there
 MAX_PROMPTS = 100_000  # of which a run knows how many samples have begun with each
@@ -97,17 +89,17 @@ class Samples:
             self._names[call.request_id] = name
             turn, number = sample.num_calls.total(), sample.num_calls[call.digest]
             sample.num_calls[call.digest] += 1
-        group = call.extra_args.get(GROUP_KEY)
+        group = call.extra_args.get(keys.GROUP_KEY)
         own = {
-            SAMPLE_KEY: str(name),
-            GROUP_KEY: sample.group if group is None else group,
-            GROUP_TOKENS_KEY: sample.num_group_tokens,
-            TURN_KEY: turn,
-            TURN_TOKENS_KEY: call.num_tokens,
+            keys.SAMPLE_KEY: str(name),
+            keys.GROUP_KEY: sample.group if group is None else group,
+            keys.GROUP_TOKENS_KEY: sample.num_group_tokens,
+            keys.TURN_KEY: turn,
+            keys.TURN_TOKENS_KEY: call.num_tokens,
         }
         if not call.is_seeded:
             plain = name if isinstance(name, (list, tuple)) else [name]
-            own[NAME_KEY] = [*plain, *sample.apart, call.digest, number]
+            own[keys.NAME_KEY] = [*plain, *sample.apart, call.digest, number]
         return {**call.extra_args, **own}
 
     def note_server(self, name: str, server: Any) -> None:
@@ -170,16 +162,16 @@ async def _generate(
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}
-    is_named = TURN_KEY in given  # by a class that stands before this one
+    is_named = keys.TURN_KEY in given  # by a class that stands before this one
     if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
         return await generate(
             self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
         )
     prompt_ids = normalize_token_ids(prompt_ids)
-    is_seeded = given.get(NAME_KEY) is None and sampling_params.get("seed") is not None
+    is_seeded = given.get(keys.NAME_KEY) is None and sampling_params.get("seed") is not None
     call = Call(str(request_id), _digest(prompt_ids), len(prompt_ids), dict(given), is_seeded)
     extra_args, home = await _named(self, call)
-    token = _sample.set((extra_args[SAMPLE_KEY], home)) if SAMPLE_KEY in extra_args else None
+    token = _sample.set((extra_args[keys.SAMPLE_KEY], home)) if keys.SAMPLE_KEY in extra_args else None
     try:
         params = {**sampling_params, "extra_args": extra_args}
         return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
@@ -212,10 +204,10 @@ def _state(self: Any) -> dict[str, Any]:
 
 async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
     """The call's `extra_args`, and the actor that counts its sample's calls; None: this process does."""
-    name = call.extra_args.get(NAME_KEY)
+    name = call.extra_args.get(keys.NAME_KEY)
     if name is None:
         name = here.name_of(call.request_id) or await _name_by_prompt(client, call)
-    elif names_of(call.extra_args).key is None:
+    elif keys.names_of(call.extra_args).key is None:
         return dict(call.extra_args), None  # what cannot be read is handed on
     process, home = vars(client).get(_HOME, (_process, None))
     if process != _process and name not in here:

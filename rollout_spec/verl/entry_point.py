@@ -62,7 +62,7 @@ def _change(by: str, module: Any) -> None:
 def _load_replica() -> Any:
     """Called where replicas are made: in the trainer's process."""
     from rollout_spec.verl import trainer_hooks
-    from rollout_spec.verl.replica import SpecReplica
+    from rollout_spec.verl.server import SpecReplica
 
     trainer_hooks.install()
     return SpecReplica

@@ -21,12 +21,8 @@ _Options = Mapping[str, Any]  # plain, or OmegaConf's
 
 
 def asked_model(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
-    """vLLM's method and model, and the model's tokens per step; None where no model drafts.
-
-    Args:
-        spec: what is under `rollout.spec`.
-        mtp: what is under `actor_rollout_ref.model.mtp`.
-    """
+    """vLLM's method and model, and the model's tokens per step; None where no model drafts. `spec` is what is
+    under `rollout.spec`, `mtp` what is under `actor_rollout_ref.model.mtp`."""
     if spec.get(OPTION):
         return {"num_speculative_tokens": SpecConfig.model_tokens, **spec[OPTION]}
     if mtp is not None and _mtp_drafts(mtp):
@@ -58,10 +54,7 @@ def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:
 
 
 def check_model_drafter(options: _Options, mtp: _Options | None) -> None:
-    """Check how a model is asked for; the arguments are those of `asked_model`.
-
-    Raises ConfigError: naming the option.
-    """
+    """Raise a ConfigError for a model that is asked for in a wrong way; the arguments are `asked_model`'s."""
     if "model_tokens" in options:
         raise ConfigError(f"rollout.spec.model_tokens={options['model_tokens']}: {MODEL_TOKENS}")
     own = options.get(OPTION)

@@ -2,8 +2,5 @@
 
 from rollout_spec.config import SpecConfig
 
-failure: str | None = None
-"""Why this process has no plugin."""
-
-spec = SpecConfig()
-"""The options of the configuration that this process has checked last."""
+failure: str | None = None  # why this process has no plugin
+spec = SpecConfig()  # the options of the configuration that this process has checked last

@@ -28,10 +28,7 @@ _running: ContextVar[Any] = ContextVar("_running", default=None)  # the name of 
 
 class RowNames:
     """Names the rows of a trainer's batches, and numbers prompts that are drawn again in a step.
-
-    Args:
-        seed: `actor_rollout_ref.rollout.seed`.
-    """
+    `seed` is `actor_rollout_ref.rollout.seed`."""
 
     def __init__(self, seed: int) -> None:
         self._seed = int(seed)
@@ -61,12 +58,8 @@ class RowNames:
 
 
 def named(row: str, number: Any, sampling_params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The name of a sample, and its sampling parameters with the name and the group.
-
-    Args:
-        row: the row's name, from the column `ROW`.
-        number: which of the row's samples it is.
-    """
+    """The name of a sample, of which row (its name, from the column `ROW`) and which of its samples; and its
+    sampling parameters with the name and the group."""
     name = [*json.loads(row), int(number)]
     extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: ":".join(name[3:5])}
     return name, {**sampling_params, "extra_args": extra_args}

@@ -1,23 +1,25 @@
-"""verl's vLLM rollout server, measuring and recording its rollouts."""
+"""verl's vLLM rollout server, measuring and recording its rollouts, and the replica that makes it."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+import transfer_queue
 from verl.workers.rollout.replica import TokenOutput
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.logger import init_logger
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
-from rollout_spec.verl.drafters import Drafters
+from rollout_spec.verl.drafters import Drafters, ServerHistory
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import RankRouter
 from rollout_spec.verl.samples import kind_of
-from rollout_spec.verl.server_history import ServerHistory
 from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
+from rollout_spec.verl.settings import V1_TRAINER_ONLY
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import NAME_KEY, names_of
@@ -227,3 +229,28 @@ def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
     output.extra_fields["spec_num_accepted_tokens"] = counters.num_accepted_tokens
     output.extra_fields["spec_num_verify_steps"] = counters.num_drafts
     return counters, core
+
+
+class SpecReplica(vLLMReplica):
+    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s (`is_watched`)."""
+
+    is_watched = False
+
+    def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, *args, **kwargs)
+        if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
+            _require_v1_trainer()  # before the engines start, which takes minutes
+            self.server_class = ray.remote(SpecHttpServer)
+            self.is_watched = True
+
+
+def _require_v1_trainer() -> None:
+    """Raise a ConfigError in any trainer but verl's V1 trainer, whatever its configuration says.
+
+    The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
+    """
+    try:
+        transfer_queue.get_client()
+    except AssertionError:
+        way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
+        raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None

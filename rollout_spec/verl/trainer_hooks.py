@@ -2,15 +2,28 @@
 
 import functools
 import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
+
+import ray
 
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import PatchError, when_imported, wrap
 from rollout_spec.verl.changes import DEATHS, TRAINER
 from rollout_spec.verl.samples import RowNames
 from rollout_spec.verl.settings import ROLLOUT, value
-from rollout_spec.verl.trainer import Watch, call_and_watch, servers, take_reports, validation
-from rollout_spec.verl.trainer_history import load_history, remove_orphans, save_history, share_history
+from rollout_spec.verl.trainer_history import (
+    load_history,
+    remove_orphans,
+    save_history,
+    servers,
+    share_history,
+)
+
+POLL_S = 5.0  # between two looks at the servers
+_ANSWER_S = 1.0  # for which a look waits
 
 logger = logging.getLogger(f"verl.{__name__}")  # which verl shows in its trainer
 
@@ -59,7 +72,7 @@ def _wrap_trainer() -> None:
         compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         result = compute(self, batch, metrics, *args, **kwargs)
-        if reports := take_reports(self):
+        if reports := ray.get([handle.take_rollout_report.remote() for handle in servers(self)]):
             metrics.update(rollout_metrics(reports))
             _say_uncounted(self, metrics)
         share_history(self)
@@ -68,8 +81,12 @@ def _wrap_trainer() -> None:
     @wrap(PPOTrainer, "_validate", TRAINER)
     def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         """Servers do not count its requests towards a step."""
-        with validation(self):
+        handles = servers(self)
+        ray.get([handle.begin_validation.remote() for handle in handles])
+        try:
             return validate(self, *args, **kwargs)
+        finally:
+            ray.get([handle.end_validation.remote() for handle in handles])
 
     @wrap(PPOTrainer, "_save_checkpoint", TRAINER)
     def save_checkpoint(save: Any, self: Any) -> None:
@@ -102,3 +119,41 @@ def _say_uncounted(trainer: Any, metrics: dict[str, Any]) -> None:
             "rollout_spec: verl's rollout servers have seen no request of the first step, so rollout/spec_* "
             "stay empty: the agent loop manager sends its requests past them, as through a proxy"
         )
+
+
+class Watch:
+    """Asks rollout servers whether they and their engines live."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._servers, self._asked = handles, list[Any]()
+
+    def check(self) -> None:
+        """Ask, or see who has answered. A server may be too busy to answer at once.
+
+        Raises:
+            ActorDiedError, EngineDeadError: a server, or the engine of one, has died.
+            Exception: that of a server's worker which could not take what it was sent.
+        """
+        self._asked = self._asked or [server.require_engine.remote() for server in self._servers]
+        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=_ANSWER_S)
+        ray.get(answered)
+
+
+def call_and_watch(handles: Sequence[Any], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which may wait for these servers: they are watched meanwhile.
+
+    Raises what `Watch.check` does, while `call` goes on in a thread; or what `call` raises.
+    """
+    result: Future[Any] = Future()
+    threading.Thread(target=_keep_result, args=(call, result), daemon=True).start()
+    watch = Watch(handles)
+    while not wait([result], timeout=POLL_S).done:
+        watch.check()
+    return result.result()
+
+
+def _keep_result(call: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:
+        result.set_exception(error)

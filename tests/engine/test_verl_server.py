@@ -220,7 +220,7 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monk
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from rollout_spec.verl import trainer, trainer_hooks
+    from rollout_spec.verl import trainer_hooks
     from rollout_spec.verl.server import SpecHttpServer
 
     class Server(SpecHttpServer):
@@ -239,7 +239,7 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monk
     try:
         server, sender = ray.remote(Server).remote(), ray.remote(Sender).remote()
         trainer_hooks.install()
-        monkeypatch.setattr(trainer, "POLL_S", 0.2)
+        monkeypatch.setattr(trainer_hooks, "POLL_S", 0.2)
         manager = object.__new__(CheckpointEngineManager)
         manager.backend, manager.replicas = "naive", [SimpleNamespace(is_watched=True, servers=[server])]
         manager.actor_wg = SimpleNamespace(update_weights=lambda **_: sender.update_weights.remote())

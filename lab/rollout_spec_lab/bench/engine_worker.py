@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_spec.certify.engine_arguments import drafting_arguments
+from rollout_spec.certify.certify import drafting_arguments
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY

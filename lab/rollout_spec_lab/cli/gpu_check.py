@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, folder_for, number, path
-from rollout_spec.cli.models import add_model_drafter, device_arguments
-from rollout_spec.cli.prompts import tokenized
+from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS

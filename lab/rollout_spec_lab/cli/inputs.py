@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import models, prompts
+from rollout_spec.cli import models
 from rollout_spec.cli.arguments import add_options, add_spec_argument, folder_for, number, path, spec_options
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
@@ -184,7 +184,7 @@ def default_dtype() -> str:
 
 def prompt_rows(option: str, file: Path | None, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names; generated, as the demo's are, for None."""
-    return make_rows(num_rows, seed, split) if file is None else prompts.prompt_rows(option, file, num_rows)
+    return make_rows(num_rows, seed, split) if file is None else models.prompt_rows(option, file, num_rows)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
-from rollout_spec.report.comparison import FILES, interval, sentences, table_columns, table_rows
-from rollout_spec.report.comparison_picture import draw
+from rollout_spec.report.comparison import FILES, draw, interval, sentences, table_columns, table_rows
 from rollout_spec.report.measures import Comparison
 from rollout_spec.report.page import Table, render
 from rollout_spec_lab.demo.turns import Turns

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.cli.prompts import prompt_rows, tokenized
+from rollout_spec.cli.models import prompt_rows, tokenized
 from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
