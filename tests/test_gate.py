@@ -142,17 +142,6 @@ def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_sl
     assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 19  # every seventh is plain
 
 
-def test_a_pause_is_hardly_learned():
-    """A minute would outweigh hundreds of steps."""
-    idle = {"seconds": 0.0}
-    machine = Machine([0.95, 0.8, 0.5, 0.1], lambda drafted: 0.1 + 0.01 * drafted + idle.pop("seconds", 0))
-    machine.steps(200)
-    before = set(budgets(machine.steps(50)))
-    idle["seconds"] = 60.0
-    machine.step()
-    assert set(budgets(machine.steps(50))) == before != {0}
-
-
 @pytest.mark.parametrize("times_as_long", [2.5, 20])
 def test_bursts_of_prompts_and_slow_first_steps_do_not_make_drafts_look_free(times_as_long):
     """Plain steps seem to take as long as those, if they are learned as plain ones; here no draft pays."""

@@ -179,12 +179,8 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_speculative_tokens", 0),
-        ("num_speculative_tokens", 65),
-        ("num_speculative_tokens", 2.0),
-        ("num_speculative_tokens", 2**40),
-        ("max_bytes", -1),
-        ("max_bytes", 2**64),
+        *(("num_speculative_tokens", value) for value in (0, 65, 2.0, 2**40)),
+        *(("max_bytes", value) for value in (-1, 2**64)),
     ],
 )
 def test_options_out_of_range(name, value):
