@@ -63,9 +63,8 @@ def test_a_models_second_token_is_trusted_apart_from_its_first(index):
     sequences, text = int32(index.open_sequence(index.open_group(int32()))), np.arange(202, dtype=np.int32)
     for level in range(0, 201, 2):
         model = ModelDrafts(int32(level, 999)[None], np.full((1, 2), 1, np.float32))
-        step = index.index_and_draft(
-            sequences, text[None], int32(0), int32(level), int32(2), model_drafts=model
-        )
+        row = sequences, text[None], int32(0), int32(level), int32(2)
+        step = index.index_and_draft(*row, model_drafts=model)
     first, both = step.survivals[0, :2]
     assert first > 0.9 and both < 0.3 * first
 

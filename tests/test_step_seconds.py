@@ -24,15 +24,11 @@ def learned(steps, seconds, noise=0.0, fills=False):
 
 def sizes(num, seed=1):
     """Steps, half of them without drafts, a third of them with a prompt."""
-    rng = np.random.default_rng(seed)
-    return [
-        step(
-            4 if i % 2 else int(rng.integers(4, 64)),
-            int(rng.integers(1, 4000)) * (i % 3 == 0),
-            context=int(context),
-        )
-        for i, context in enumerate(rng.integers(0, 100_000, num))
-    ]
+    rng, steps = np.random.default_rng(seed), list[Step]()
+    for i, context in enumerate(rng.integers(0, 100_000, num).tolist()):
+        num_verified = 4 if i % 2 else int(rng.integers(4, 64))
+        steps.append(step(num_verified, int(rng.integers(1, 4000)) * (i % 3 == 0), context=context))
+    return steps
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])

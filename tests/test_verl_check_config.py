@@ -73,9 +73,8 @@ SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout
 
 
 def launched(*overrides):
-    config = composed(
-        "+rollout.spec=sam", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
-    )
+    one_device = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+    config = composed("+rollout.spec=sam", one_device, *overrides)
     check_config(config)
     return config
 
@@ -106,10 +105,8 @@ def test_another_router_is_taken_and_one_line_says_what_that_costs(capsys):
     for lines, overrides in enumerate(([f"{DEVICES}=1"], [f"{DEVICES}=2"])):
         config = launched(*overrides, f"{ROUTER}=mine.yaml")
         assert config.actor_rollout_ref.rollout.router_config_path == "mine.yaml"
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == lines and all(
-            "router_config_path=mine.yaml: not the router" in line for line in said
-        )
+        said = capsys.readouterr().err
+        assert said.count("\n") == said.count("router_config_path=mine.yaml: not the router") == lines
 
 
 CONFLICTS = {
@@ -163,9 +160,8 @@ def test_an_agent_loop_manager_of_any_class_stays(method, mode):
 
 def test_a_verl_before_0_9_1_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"^this verl has no verl\.workers\.rollout\.router: take verl 0\.9\.1"
-    ):
+    refusal = r"^this verl has no verl\.workers\.rollout\.router: take verl 0\.9\.1"
+    with pytest.raises(ConfigError, match=refusal):
         check_config(composed("+rollout.spec=off"))
 
 
