@@ -456,7 +456,6 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
     survivals = np.array([[0.9, 0.5, 0.5], [0.8, 0.7, 0.1], [0.5, 0.5, 0.9]], np.float32)
     numbers = np.array([3, 3, 2], np.int32)  # the last token is none
-
     likeliest = sorted([0.9, 0.5, 0.5, 0.8, 0.7, 0.1, 0.5, 0.5], reverse=True)
     for most in range(1, 9):
         kept = np.arange(3) < drafter_module._likeliest(survivals, numbers, most)[:, None]
