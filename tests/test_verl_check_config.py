@@ -304,7 +304,7 @@ def test_each_job_of_a_sweep_is_fitted(started, tmp_path):
 def test_unknown_options_are_refused_among_other_overrides():
     fine = ["+rollout.spec=sam", "rollout.spec.history=3", "rollout.spec.routing=group", "trainer.nnodes=1"]
     check_overrides([*fine, "++rollout.spec.corpus=a.b=c", "--config-name", "x"])
-    unknown = r"\.colour: unknown field \(known fields: method, num_speculative_tokens, "
+    unknown = r"\.colour: unknown field \(known fields: method, num_speculative_tokens, max_draft_tokens, "
     for prefix in ("", "+", "++"):
         with pytest.raises(ConfigError, match=unknown):
             check_overrides([*fine, f"{prefix}rollout.spec.colour=red"])

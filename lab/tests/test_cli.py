@@ -28,9 +28,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 
 # Arguments as a user types them; what stands in braces is one of FILES.
-RECIPES = DATA.parents[1] / "recipes/models"
 FILES = {"TRACE": str(DATA / "demo_trace.jsonl.gz"), "HERE": __file__}
-FILES |= {name: str(RECIPES / f"qwen3_{size}.json") for name, size in (("QWEN", "32b"), ("EXPERTS", "235b"))}
 MISTAKES = [
     ("demo --output {HERE}", "--output: {HERE} is no folder"),
     ("demo --output {HERE}/demo", "--output: {HERE} is no folder"),
@@ -64,27 +62,6 @@ MISTAKES = [
         )
     ),
     ("bench native --depth", "unrecognized arguments: --depth"),
-    *(
-        (f"simulate {{TRACE}} {options}", message)
-        for options, message in (
-            ("--gpu h100", "--model-config: a prediction needs the policy's config.json"),
-            ("--model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
-            ("--model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
-            ("--model-config /nowhere.json --gpu h100", "/nowhere.json"),
-            ("--model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
-            ("--replicas 32 --dp 16", "--replicas 32 --dp 16: at most 128 ranks"),
-        )
-    ),
-    *(
-        (f"simulate {{TRACE}} --gpu h100 {options}", message)
-        for options, message in (
-            ("--model-config {QWEN} --tp 2 --expert-parallel", "--expert-parallel: a dense"),
-            ("--model-config {QWEN} --longest-response 131072", "an engine holds 24,708 tokens, the"),
-            ("--model-config {QWEN} --tp 8 --longest-response 1000000000", "engine holds 1,947,316 tokens"),
-            ("--model-config {EXPERTS} --tp 4 --dp 8 --model-acceptance 0.7", "--dp 8: engines refuse a dra"),
-            ("--model-config {QWEN} --tp 8 --spec model_tokens=1", "model_tokens=1: --model-acceptance sets"),
-        )
-    ),
     *(
         (f"bench drafters {{TRACE}} {options}", message)
         for options, message in (

@@ -20,5 +20,6 @@ def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path):
     assert packaged(wheel) == expected
     assert entry_points(wheel) == {
         ("verl.plugins", "rollout_spec_lab", "rollout_spec_lab.verl_plugin"),
+        ("rollout_spec.devices", "roofline", "rollout_spec_lab.cli.simulate"),
         ("console_scripts", "rollout-spec-lab", "rollout_spec_lab.cli:main"),
     }

@@ -79,3 +79,35 @@ def test_it_predicts_for_a_device_that_is_not_there(printed):
     assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
+
+
+EXPERTS = QWEN.replace("32b", "235b")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--gpu h100", "--model-config: a prediction needs the policy's config.json"),
+        (f"--model-config {QWEN}", "--gpu: must be one of h100, h200, a100, 910b"),
+        (f"--model-config {QWEN} --gpu b200", "--gpu b200: must be one of h100, h200, a100"),
+        ("--model-config /nowhere.json --gpu h100", "/nowhere.json"),
+        (f"--model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
+        ("--replicas 32 --dp 16", "--replicas 32 --dp 16: at most 128 ranks"),
+        (
+            f"--step-times 1:0.1 --gpu h100 --model-config {QWEN}",
+            "--step-times: with --model-config and --gpu",
+        ),
+        (f"--gpu h100 --model-config {QWEN} --tp 2 --expert-parallel", "--expert-parallel: a dense"),
+        (f"--gpu h100 --model-config {QWEN} --longest-response 131072", "an engine holds 24,708 tokens, the"),
+        (f"--gpu h100 --model-config {QWEN} --tp 8 --longest-response 1000000000", "holds 1,947,316 tokens"),
+        (
+            f"--gpu h100 --model-config {EXPERTS} --tp 4 --dp 8 --model-acceptance 0.7",
+            "--dp 8: engines refuse",
+        ),
+        (f"--gpu h100 --model-config {QWEN} --tp 8 --spec model_tokens=1", "but with --model-acceptance"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(options, message, capsys):
+    assert main(["simulate", TRACE, *options.split()]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("rollout-spec simulate: ") and message in error

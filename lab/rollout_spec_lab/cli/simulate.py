@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int | None:
-    if args.model_config is None and args.gpu is None and args.model_acceptance is None:
+    named = (args.model_config, args.gpu, args.model_acceptance, args.longest_response, args.expert_parallel)
+    if not any(named) and args.tp == args.dp == 1:
         return None
     if args.step_times is not None:
         raise UserError("--step-times: with --model-config and --gpu step times are predicted")
