@@ -30,11 +30,8 @@ class Gateway:
 
     async def chat(self, session, prompt, params):
         output = await self._client.generate(session, prompt_ids=prompt, sampling_params=params)
-        return (
-            list(output.token_ids),
-            output.extra_fields["min_global_steps"],
-            output.extra_fields["max_global_steps"],
-        )
+        versions = (output.extra_fields[f"{end}_global_steps"] for end in ("min", "max"))
+        return list(output.token_ids), *versions
 
 
 class Framework:
@@ -49,21 +46,15 @@ class Framework:
         self._tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
 
     async def generate_sequences(self, prompts):
-        kind = "val" if tu.get(prompts, "validate", False) else "train"
+        kind, step = "val" if tu.get(prompts, "validate", False) else "train", tu.get(prompts, "global_steps")
         names = ("uid", "raw_prompt", "data_source", "reward_model", "extra_info")
         rows = zip(*(tu.get(prompts, name) for name in names), strict=True)
-        tasks = [
-            self._prompt(dict(zip(names, row, strict=True)), kind, tu.get(prompts, "global_steps"))
-            for row in rows
-        ]
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*(self._prompt(dict(zip(names, row, strict=True)), kind, step) for row in rows))
 
     async def _prompt(self, row, kind, step):
         num = self._config.n if kind == "train" else self._config.val_kwargs.n
         sessions = [self._session(row, kind, step, number) for number in range(num)]
-        failed = [
-            each for each in await asyncio.gather(*sessions, return_exceptions=True) if each is not None
-        ]
+        failed = [each for each in await asyncio.gather(*sessions, return_exceptions=True) if each]
         assert all("on purpose" in str(each) for each in failed), failed
         await tq.async_kv_put(key=row["uid"], partition_id=kind, tag={"status": "finished"})
 
@@ -84,41 +75,29 @@ class Framework:
                 await ask([*self._tokenizer.encode("A title for this:"), *first[:8]])
                 if number == 0 and kind == "train" and row["extra_info"]["index"] == 0:
                     raise RuntimeError("a session dies on purpose")
-            tool = (
-                self._tokenizer.encode("That was not checked. Copy it again:") if turn + 1 < NUM_TURNS else []
-            )
+            tool = self._tokenizer.encode("That was not checked. Copy it again:") * (turn + 1 < NUM_TURNS)
             text, mask = [*text, *said, *tool], [*mask, *len(said) * [1], *len(tool) * [0]]
             versions += [oldest, newest]
         fields, tag = self._sample(row, first, text, mask, step, number)
         tag |= {"min_global_steps": min(versions), "max_global_steps": max(versions)}
-        key = f"{row['uid']}_{number}_0"
-        await tq.async_kv_batch_put(
-            keys=[key], fields=tu.list_of_dict_to_tensordict([fields]), tags=[tag], partition_id=kind
-        )
+        keys, fields = [f"{row['uid']}_{number}_0"], tu.list_of_dict_to_tensordict([fields])
+        await tq.async_kv_batch_put(keys=keys, fields=fields, tags=[tag], partition_id=kind)
 
     def _ids(self, messages, **options):
-        return self._tokenizer.encode(
-            self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        )
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return self._tokenizer.encode(text)
 
     def _sample(self, row, prompt, text, mask, step, number):
         text, response, mask = (torch.tensor(each) for each in (text, text[len(prompt) :], mask))
         scores = torch.zeros(len(response))
         scores[-1] = float(response.sum() % 7)
         fields = row | {
-            "prompts": text[: len(prompt)],
-            "responses": response,
-            "input_ids": text,
-            "attention_mask": torch.ones_like(text),
+            "prompts": text[: len(prompt)], "responses": response, "input_ids": text,
+            "attention_mask": torch.ones_like(text), "response_mask": mask, "loss_mask": mask,
             "position_ids": compute_position_id_with_mask(torch.ones(1, len(text))).squeeze(0),
-            "response_mask": mask,
-            "loss_mask": mask,
-            "rm_scores": scores,
-            "multi_modal_inputs": {},
-            "session_id": number,
-            "global_steps": step,
+            "rm_scores": scores, "multi_modal_inputs": {}, "session_id": number, "global_steps": step,
             "num_turns": torch.tensor(2 * NUM_TURNS),
-        }
+        }  # fmt: skip
         lengths = {"prompt_len": len(prompt), "response_len": len(response), "seq_len": len(text)}
         return fields, {"status": "success", "global_steps": step, "uid": row["uid"], **lengths}
 

@@ -16,7 +16,7 @@ from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED
 from tests.gateways import NUM_TOKENS, NUM_TURNS
 from tests.text import merged
-from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, make_policy
+from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, hook, make_policy
 
 NUM_SAMPLES = 4
 NUM_STEPS = 2  # with the same prompts
@@ -28,11 +28,6 @@ MANAGERS = {
     "unknown": "tests.gateways.Gateways",
     "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
 }
-# For each process of a training.
-ENDS = """
-from rollout_spec.patches import when_imported
-when_imported("rollout_spec.verl.server", lambda it: __import__("tests.agents").agents.note_ends(it))
-"""
 LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
 GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
@@ -59,11 +54,8 @@ class Run(NamedTuple):
     @property
     def ended(self):
         file = self.folder / ENDED
-        return (
-            {name for name in file.read_text().splitlines() if "'val'" not in name}
-            if file.exists()
-            else set()
-        )
+        names = file.read_text().splitlines() if file.exists() else []
+        return {name for name in names if "'val'" not in name}
 
     def total(self, metric):
         return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
@@ -97,7 +89,8 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
             "agent_runners.task.runner_fqn=tests.sessions.run",
             f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
         )]  # fmt: skip
-    (folder / "sitecustomize.py").write_text(ENDS)
+    note_ends = '__import__("tests.agents").agents.note_ends(it)'
+    hook(folder, note_ends, after="rollout_spec.verl.server")
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.trainings import NUM_PROMPTS, Response, command, execute, responses_of, saved, smollm2
+from tests.trainings import NUM_PROMPTS, Response, command, execute, hook, responses_of, saved, smollm2
 
 NUM_STEPS = 3
 NUM_SAMPLES = 8
@@ -74,13 +74,6 @@ def separate(tmp_path_factory):
     return train(tmp_path_factory.mktemp("separate"), "separate_async", *options, until=(2, NUM_STEPS))
 
 
-# For each process of a training.
-AT_WORK = """
-from rollout_spec.patches import when_imported
-when_imported("rollout_spec.verl.server", lambda it: __import__("tests.agents").agents.wait_for_work(it))
-"""
-
-
 @pytest.fixture(scope="module", params=["colocated", "separate", "colocate_async", "separate_async"])
 def run(request, tmp_path_factory):
     """With two engines; and with one, where the trainer's own serves until the first step only."""
@@ -88,7 +81,8 @@ def run(request, tmp_path_factory):
         return request.getfixturevalue(request.param)
     folder, work = tmp_path_factory.mktemp("alone"), []
     if request.param == "separate_async":
-        (folder / "sitecustomize.py").write_text(AT_WORK)
+        wait_for_work = '__import__("tests.agents").agents.wait_for_work(it)'
+        hook(folder, wait_for_work, after="rollout_spec.verl.server")
         (folder / "agents.yaml").write_text("[{name: talking, _target_: tests.agents.UntilInterrupted}]")
         work = [
             "trainer.v1.separate_async.num_warmup_batches=6",

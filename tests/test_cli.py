@@ -243,9 +243,8 @@ def test_a_disk_that_is_full_leaves_the_old_files_and_the_figures(tmp_path, more
 def test_a_reader_that_has_gone_is_exit_code_141_and_files_are_written(more, tmp_path):
     read, write = os.pipe()
     os.close(read)
-    done = run_python(
-        RUN, "replay", TRACE, "--limit-groups", 2, "--output", tmp_path / "out", *more, stdout=write
-    )
+    arguments = ("replay", TRACE, "--limit-groups", 2, "--output", tmp_path / "out", *more)
+    done = run_python(RUN, *arguments, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
     assert (tmp_path / "out" / "replay.html").exists()
@@ -281,10 +280,8 @@ def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
     for name in (b"\xff.jsonl", "\u00d7.jsonl".encode()):
         trace = os.fsdecode(bytes(tmp_path) + b"/" + name)
         Path(trace).write_text(to_line("a", 1, [1], [[5, 6, 5, 6, 5, 6]]))
-        arguments = ("replay", trace, "--output", tmp_path / "out")
-        done = run_python(
-            RUN, *arguments, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"}
-        )
+        arguments, env = ("replay", trace, "--output", tmp_path / "out"), {"PYTHONIOENCODING": "ascii"}
+        done = run_python(RUN, *arguments, stdout=subprocess.PIPE, env={**os.environ, **env})
         assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
 
 

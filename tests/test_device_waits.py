@@ -31,7 +31,6 @@ import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.drafting.index import Drafts
 from rollout_spec.verification import blocks, coupled, noise
-from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
 from rollout_spec.vllm.mrv1.sampler import RowSampling
@@ -424,31 +423,6 @@ def test_the_accelerator_computes_the_known_answer_itself():
     with Accelerator() as accelerator:
         noise.check(DEVICE)
     assert accelerator.waits == [f"{noise.__name__}.check"] * 3  # two tensors to it, and a word back
-
-
-# How often the host waits in it.
-USES: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
-    "item": (1, lambda x: x[0].item()),
-    "copy": (1, lambda x: torch.empty(4).copy_(x)),
-    "mask": (1, lambda x: x[x > 0]),
-    "repeat_interleave": (1, lambda x: x.repeat_interleave(x.long())),
-    "repeat_interleave to a size": (0, lambda x: x.repeat_interleave(x.long(), output_size=4)),
-    "from the host": (1, lambda x: torch.ones(3).to(x.device)),
-    "not pinned": (1, lambda x: torch.ones(3).to(x.device, non_blocking=True)),
-    "pinned": (0, lambda x: sent(np.arange(3), x.device)),
-    "index on the host": (1, lambda x: x[torch.tensor([0, 1])]),
-    "compute": (0, lambda x: (x.to(torch.float64) * 2).exp_().masked_fill_(x > 0, 2.0).sum()),
-    "on the host": (0, lambda x: torch.ones(3).nonzero()),
-}
-
-
-@pytest.mark.parametrize(("num_waits", "use"), USES.values(), ids=USES)
-def test_the_accelerator_finds_what_waits(num_waits, use):
-    accelerator = Accelerator()
-    x = accelerator.put(torch.ones(4))
-    with accelerator:
-        use(x)
-    assert len(accelerator.waits) == num_waits
 
 
 def has_cuda_kernel(name):

@@ -36,11 +36,7 @@ class Batch:
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        more = {
-            "work": work,
-            "in_time": in_time,
-            "rooms": None if rooms is None else np.array(rooms, np.int32),
-        }
+        more = {"work": work, "in_time": in_time, "rooms": rooms and np.array(rooms, np.int32)}
         if model is not None:
             log_odds = np.full(np.shape(model), 9, np.float32)
             more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
@@ -176,9 +172,8 @@ def test_a_step_is_taken_for_one_with_the_drafts_that_it_was_given():
         batch.add(name)
     given = batch.step([[10, 11, 12], [10]])
     batch.step([[13], [11]])
-    assert sum(map(len, given)) == 2 and [(each.num_tokens, each.has_drafts) for each in steps] == [
-        (2, False), (4, True),
-    ]  # fmt: skip
+    assert sum(map(len, given)) == 2
+    assert [(each.num_tokens, each.has_drafts) for each in steps] == [(2, False), (4, True)]
 
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
@@ -453,9 +448,7 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
         batch.add(name)
     assert batch.step([[10, 11, 12], [], []]) == [[FILLER] * 4, [], []]
     drafts = batch.step([[13], [10, 11], []])
-    assert drafts[0] == [FILLER] * 4
-    assert drafts[1] == [12, 13, FILLER, FILLER]
-    assert drafts[2] == []
+    assert drafts == [[FILLER] * 4, [12, 13, FILLER, FILLER], []]
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
 
@@ -463,7 +456,6 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
     survivals = np.array([[0.9, 0.5, 0.5], [0.8, 0.7, 0.1], [0.5, 0.5, 0.9]], np.float32)
     numbers = np.array([3, 3, 2], np.int32)  # the last token is none
-
     likeliest = sorted([0.9, 0.5, 0.5, 0.8, 0.7, 0.1, 0.5, 0.5], reverse=True)
     for most in range(1, 9):
         kept = np.arange(3) < drafter_module._likeliest(survivals, numbers, most)[:, None]

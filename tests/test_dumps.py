@@ -181,15 +181,8 @@ def test_columns_are_named(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("step", "wanted"),
     [
-        (3, 3),
-        (3.0, 3),
-        (-1, -1),
-        ("3", 3),
-        ("3.0", 3),
-        ("step_3", 3),
-        ("global_step_3", 3),
-        ("", None),
-        (None, None),
+        *((step, 3) for step in (3, 3.0, "3", "3.0", "step_3", "global_step_3")),
+        *((-1, -1), ("", None), (None, None)),
     ],
 )
 def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted):

@@ -101,12 +101,12 @@ def test_drafts_end_where_most_tokens_a_second_are_given(survivals, cost):
     assert np.mean([rates[num] for num in numbers]) > 0.96 * max(rates.values())
 
 
-@pytest.mark.parametrize(("survivals", "cost"), [([0.5, 0.3], 0.05), ([0.9, 0.8], 0.1)])
+@pytest.mark.parametrize(("survivals", "cost"), [([0.5, 0.3], 0.05), ([0.9, 0.8], 0.1), ([0.05], 1.0)])
 def test_drafts_that_do_not_pay_are_tried_and_seldom_asked_for(survivals, cost):
     machine = Machine(survivals, lambda drafted: 0.1 + cost * drafted)
     machine.steps(200)
     found = budgets(machine.steps(400))
-    assert sum(found) <= 6 * NUM_ROWS and len(found) <= 1.1 * 400 / PATIENCE
+    assert sum(found) <= 6 * NUM_ROWS and 0.9 * 400 / PATIENCE <= len(found) <= 1.1 * 400 / PATIENCE
     assert machine.gate.counters.num_steps_off_cost > 300
 
 
@@ -140,17 +140,6 @@ def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_sl
     machine = Machine([0.9, 0.8, 0.7, 0.6], seconds)
     machine.steps(20)
     assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 19  # every seventh is plain
-
-
-def test_a_pause_is_hardly_learned():
-    """A minute would outweigh hundreds of steps."""
-    idle = {"seconds": 0.0}
-    machine = Machine([0.95, 0.8, 0.5, 0.1], lambda drafted: 0.1 + 0.01 * drafted + idle.pop("seconds", 0))
-    machine.steps(200)
-    before = set(budgets(machine.steps(50)))
-    idle["seconds"] = 60.0
-    machine.step()
-    assert set(budgets(machine.steps(50))) == before != {0}
 
 
 @pytest.mark.parametrize("times_as_long", [2.5, 20])
@@ -302,15 +291,6 @@ def test_filled_steps_are_taken_where_they_pay(survivals, seconds, share_propose
     machine = Machine(survivals, lambda drafted: seconds[not drafted], share_proposed, fill_to)
     machine.steps(300)
     assert least < np.mean([chosen is not None for chosen in machine.steps(1000)]) <= most
-
-
-def test_a_closed_gate_weighs_drafts_now_and_then():
-    """Steps that measure apart."""
-    machine = Machine([0.05], lambda drafted: 0.1 + drafted)
-    machine.steps(70)
-    asked = [chosen is not None for chosen in machine.steps(40)]
-    assert asked == [False, False, False, True] * 10 or sum(asked) == 10
-    assert machine.gate.counters.num_steps_off_cost > 80
 
 
 def test_a_closed_gate_tries_drafts_before_it_measures_a_plain_step():

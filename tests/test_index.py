@@ -63,9 +63,8 @@ def test_a_models_second_token_is_trusted_apart_from_its_first(index):
     sequences, text = int32(index.open_sequence(index.open_group(int32()))), np.arange(202, dtype=np.int32)
     for level in range(0, 201, 2):
         model = ModelDrafts(int32(level, 999)[None], np.full((1, 2), 1, np.float32))
-        step = index.index_and_draft(
-            sequences, text[None], int32(0), int32(level), int32(2), model_drafts=model
-        )
+        row = sequences, text[None], int32(0), int32(level), int32(2)
+        step = index.index_and_draft(*row, model_drafts=model)
     first, both = step.survivals[0, :2]
     assert first > 0.9 and both < 0.3 * first
 
@@ -146,8 +145,7 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
         ("levels", int32(4, 5, 6), InvalidArgument),
         (r"max_draft_tokens\[1\]=-1: must not be negative", int32(4, -1), InvalidArgument),
         ("max_draft_tokens", np.array([4.0, 4.0]), InvalidArgument),
-        ("min_survival", -0.1, InvalidArgument),
-        ("min_survival", float("nan"), InvalidArgument),
+        *(("min_survival", wrong, InvalidArgument) for wrong in (-0.1, float("nan"))),
         ("token_ids", np.zeros((3, 6), np.int64), InvalidArgument),
         ("token_ids", np.zeros(18, np.int32), InvalidArgument),
         ("token_ids", np.zeros((6, 3), np.int32).T, InvalidArgument),
@@ -179,12 +177,8 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_speculative_tokens", 0),
-        ("num_speculative_tokens", 65),
-        ("num_speculative_tokens", 2.0),
-        ("num_speculative_tokens", 2**40),
-        ("max_bytes", -1),
-        ("max_bytes", 2**64),
+        *(("num_speculative_tokens", value) for value in (0, 65, 2.0, 2**40)),
+        *(("max_bytes", value) for value in (-1, 2**64)),
     ],
 )
 def test_options_out_of_range(name, value):

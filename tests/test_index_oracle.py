@@ -503,9 +503,8 @@ def test_a_failed_step_learns_nothing():
             drafts.append([])
             for level, draft, _ in decode(index, sequence, lambda level, _: int(text[level]), 200):
                 drafts[-1].append(draft)
+                step = int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
                 if broken:
                     with pytest.raises(ValueError, match="must not be negative"):
-                        index.index_and_draft(
-                            int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
-                        )
+                        index.index_and_draft(*step)
     assert drafts[0] == drafts[1] and any(drafts[0])

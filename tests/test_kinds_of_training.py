@@ -8,7 +8,7 @@ import pytest
 from rollout_spec.report.responses import first_step_agreement
 from tests.engine.tiny_heads import make_mtp
 from tests.tiny_vl import make_tiny_vl
-from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, make_image_data, make_policy, train
+from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, hook, make_image_data, make_policy, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 SAME_TOKENS = {"off": ["rollout.spec.method=keyed"], "sam": []}  # what a run's group needs for that
@@ -115,19 +115,13 @@ def test_a_model_drafts_beside_the_text(kind, policy, tmp_path):
     assert "this drafter is not trained" in first_line
 
 
-# For each process of a training: before it uses vLLM, Triton interprets its kernels.
-INTERPRETED = """
-from rollout_spec.patches import when_imported
-when_imported("vllm", lambda _: __import__("tests.engine.interpreted_triton"))
-"""
-
-
 def test_model_runner_v2(policy, tmp_path, monkeypatch):
     """verl's weight syncs and log-probabilities; an engine with MRV1 would draw with other noise than MRV2.
 
     The gate is closed for five samples at once, and open for the three after them.
     """
-    (tmp_path / "sitecustomize.py").write_text(INTERPRETED)
+    # Before a process uses vLLM, Triton interprets its kernels.
+    hook(tmp_path, '__import__("tests.engine.interpreted_triton")', after="vllm")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     options = [

@@ -20,15 +20,9 @@ PROGRAMS = (
     *("ray", "uv", "python", "python3", "pip", "pip3", "curl", "wget", "hf", "huggingface-cli", "nvidia-smi"),
     *("npu-smi", "sleep", "sudo", "kill", "pkill", "mkdir", "tee", "docker", "git", "apt-get", "nohup", "rm"),
 )
-FOLDERS = [
-    Path(each) for each in (os.environ.get("UNI_AGENT"), *os.environ.get("EXAMPLES", "").split()) if each
-]
-SCRIPTS = sorted(
-    script
-    for folder in FOLDERS
-    for script in folder.rglob("*.sh")
-    if "verl.trainer.main_ppo" in script.read_text()
-)
+FOLDERS = filter(None, (os.environ.get("UNI_AGENT"), *os.environ.get("EXAMPLES", "").split()))
+FOUND = (script for folder in FOLDERS for script in Path(folder).rglob("*.sh"))
+SCRIPTS = sorted(script for script in FOUND if "verl.trainer.main_ppo" in script.read_text())
 # Reasons, and where they are told.
 PAGES = {
     "rollout.spec needs vLLM": "compatibility.md",
@@ -46,16 +40,10 @@ def launched(script, folder):
     programs, called = folder / "bin", folder / "called"
     programs.mkdir()
     for name in PROGRAMS:
-        (programs / name).write_text(
-            f'#!/bin/sh\nprintf "%s\\n" "$@" >> {called}\nprintf "\\n" >> {called}\n'
-        )
+        (programs / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >> {called}\n')
         (programs / name).chmod(0o755)
-    env = {
-        "PATH": f"{programs}:/usr/bin:/bin",
-        "HOME": str(folder),
-        "DATA_DIR": "/data",
-        "RUNTIME_DIR": str(folder),
-    }
+    env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder)}
+    env |= {"DATA_DIR": "/data", "RUNTIME_DIR": str(folder)}
     subprocess.run(["bash", script], env=env, cwd=script.parent, timeout=60, check=False, capture_output=True)
     text = called.read_text() if called.exists() else ""
     calls = [call.splitlines() for call in text.split("\n\n") if "\nverl.trainer.main_ppo\n" in call]
@@ -69,10 +57,8 @@ def composed(arguments, *more):
     name = given.get("--config-name", "ppo_trainer").removesuffix(".yaml")
     path = os.path.abspath(given["--config-path"]) if "--config-path" in given else None
     overrides = [each for each in arguments if "=" in each and not each.startswith("-")]
-    start, where = (
-        (initialize_config_dir, path) if path else (initialize_config_module, "verl.trainer.config")
-    )
-    with start(where, "main_ppo", version_base=None):
+    start = initialize_config_dir if path else initialize_config_module
+    with start(path or "verl.trainer.config", "main_ppo", version_base=None):
         return compose(name, [*overrides, *more])
 
 

@@ -44,19 +44,12 @@ def rows(speed):
     for step in range(1, NUM_STEPS + 1):
         written.append((step, {"val-core/demo/reward/mean@1": 0.5}))
         training = {
-            SPEC + "rollout_seconds": 10.0 * step / speed,
-            SPEC + "generated_tokens": 1000.0 + step,
-            SPEC + "tokens_per_step": 1.5,
-            SPEC + "num_draft_tokens": 40.0,
-            SPEC + "num_accepted_tokens": 20.0,
-            "timing_s/gen": 40.0,
-            "timing_s/update_actor": 12.0,
-            "perf/total_num_tokens": 2000.0,
-            "timing_s/step": 30.0,
-            "critic/rewards/mean": 0.25 * step,
-            "response_length/mean": 64.0,
-            "actor/entropy": math.nan if step == 2 else 0.5,
-        }
+            SPEC + "rollout_seconds": 10.0 * step / speed, SPEC + "generated_tokens": 1000.0 + step,
+            SPEC + "tokens_per_step": 1.5, SPEC + "num_draft_tokens": 40.0,
+            SPEC + "num_accepted_tokens": 20.0, "timing_s/gen": 40.0, "timing_s/update_actor": 12.0,
+            "perf/total_num_tokens": 2000.0, "timing_s/step": 30.0, "critic/rewards/mean": 0.25 * step,
+            "response_length/mean": 64.0, "actor/entropy": math.nan if step == 2 else 0.5,
+        }  # fmt: skip
         written.append((step, training | {f"filler/{i}": float(i) for i in range(800)}))
     return written
 
@@ -68,13 +61,10 @@ def logged(tmp_path_factory):
     for path in paths.values():
         path.mkdir()
     env = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(paths["wandb"]),
-        "WANDB_SILENT": "true",
+        **os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(paths["wandb"]), "WANDB_SILENT": "true",
         "TENSORBOARD_DIR": str(paths["tensorboard"]),
         "VERL_FILE_LOGGER_PATH": str(paths["json"] / "metrics.jsonl"),
-    }
+    }  # fmt: skip
     command = [sys.executable, "-c", WRITE, PROJECT, NAME, json.dumps(rows(speed=2.0))]
     subprocess.run(command, check=True, env=env, cwd=folder, timeout=300)
     return paths
@@ -245,9 +235,8 @@ def test_a_run_at_wandb_is_read_and_its_summary_added_to(tmp_path, monkeypatch, 
     init = MagicMock(side_effect=[opened, wandb.Error("Run (gone) does not exist")])
     monkeypatch.setattr(wandb, "Api", Api)
     monkeypatch.setattr(wandb, "init", init)
-    with pytest.raises(
-        RunError, match="e/p/none: no such file or folder, and as a run of wandb: no such run"
-    ):
+    missing = "e/p/none: no such file or folder, and as a run of wandb: no such run"
+    with pytest.raises(RunError, match=missing):
         read_run("wandb:e/p/none", "on")
     off = write_run_off(tmp_path / "off.jsonl", "other")
     compared = ["compare", off, "e/p/abc123", "--wandb", "--output", str(tmp_path / "out")]

@@ -125,16 +125,11 @@ def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path):
 def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path):
     """Up to our own check of the configuration, which ends the run before Ray."""
     (tmp_path / "train.parquet").touch()
+    given = "qwen3_235b", "npu", "actor_rollout_ref.rollout.name=sglang", f"hydra.run.dir={tmp_path}"
     done = run_script(
-        ROOT / "recipes/dapo/run.sh",
-        "qwen3_235b",
-        "npu",
-        "actor_rollout_ref.rollout.name=sglang",
-        f"hydra.run.dir={tmp_path}",
-        ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
-        MODEL_PATH="/models/one, two",
-        VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
-    )
+        ROOT / "recipes/dapo/run.sh", *given, ROLLOUT_SPEC_DATA_DIR=str(tmp_path),
+        MODEL_PATH="/models/one, two", VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("rollout_spec: actor_rollout_ref.rollout.name=sglang")
     assert "Started a local Ray instance" not in done.stdout + done.stderr
@@ -144,10 +139,8 @@ def test_launch_reaches_verl_with_the_size_and_the_device(tmp_path):
     assert config.data.train_files == f"{tmp_path}/train.parquet"
     assert config.data.val_files == f"{tmp_path}/val.parquet"
     assert config.actor_rollout_ref.model.path == "/models/one, two"
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
-        "VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl",
-        "ROLLOUT_SPEC_ASKED": "1",
-    }
+    env_vars = {"VERL_FILE_LOGGER_PATH": f"{tmp_path}/metrics.jsonl", "ROLLOUT_SPEC_ASKED": "1"}
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == env_vars
 
 
 COPIES = {

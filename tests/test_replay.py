@@ -168,11 +168,8 @@ def test_a_sentence_says_losses_too(record, tokens_per_step, said):
 
 
 def test_no_figure_is_given_for_a_tail_without_steps(record):
-    assert (
-        "; 1.00 near the end of a prompt, when a quarter"
-        in sentences(record | {"tail_tokens_per_step": 1.0})[0]
-    )
-    assert "quarter" not in sentences(record | {"tail_tokens_per_step": 0.0})[0]
+    with_tail, without = (sentences(record | {"tail_tokens_per_step": value})[0] for value in (1.0, 0.0))
+    assert "; 1.00 near the end of a prompt, when a quarter" in with_tail and "quarter" not in without
 
 
 def test_the_page_says_what_is_printed(tmp_path, capsys):

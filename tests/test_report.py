@@ -26,27 +26,21 @@ def write_run(
     lines, trained = [], training if isinstance(training, list) else [training] * len(seconds)
     for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
         data = {
-            SPEC + "rollout_seconds": took,
-            SPEC + "generated_tokens": generated,
+            SPEC + "rollout_seconds": took, SPEC + "generated_tokens": generated,
             SPEC + "num_interrupted": interrupted,
-            "critic/rewards/mean": 0.1 * step,
-            "response_length/mean": generated / 16,
-            "actor/entropy": 1.0 - 0.1 * step,
+            "critic/rewards/mean": 0.1 * step, "response_length/mean": generated / 16,
+            "actor/entropy": 1.0 - 0.1 * step, "perf/total_num_tokens": 2000,
             "timing_s/gen": took + 1.0 if waited is None else waited,
             "timing_s/old_log_prob": 0.25 * trained[step - 1],
             "timing_s/update_actor": 0.75 * trained[step - 1],
             "timing_s/step": took + trained[step - 1],
-            "perf/total_num_tokens": 2000,
-        }
+        }  # fmt: skip
         if drafting:
             data |= {
-                SPEC + "tokens_per_step": 2.0 if step == 1 else 4.0,
-                SPEC + "num_failed_steps": 0,
-                SPEC + "num_drafts": 10,
-                SPEC + "num_draft_tokens": 40 * step,
-                SPEC + "num_accepted_tokens": 20,
-                SPEC + "draft_ms": 0.1 * step,
-            }
+                SPEC + "tokens_per_step": 2.0 if step == 1 else 4.0, SPEC + "num_failed_steps": 0,
+                SPEC + "num_drafts": 10, SPEC + "num_draft_tokens": 40 * step,
+                SPEC + "num_accepted_tokens": 20, SPEC + "draft_ms": 0.1 * step,
+            }  # fmt: skip
         lines.append(json.dumps({"step": step, "data": data}))
     # Validation logs under the same step, without rollout times.
     lines.insert(0, json.dumps({"step": 0, "data": {"val-core/demo/reward/mean@1": 0.5}}))

@@ -236,9 +236,8 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin, end, own = Engine.begin_step, Engine.end_step, {}
-    monkeypatch.setattr(
-        Engine, "begin_step", lambda self: own.setdefault(self, []).append(begin(self)) or own[self][-1]
-    )
+    begin_alone = lambda self: own.setdefault(self, []).append(begin(self)) or own[self][-1]  # noqa: E731
+    monkeypatch.setattr(Engine, "begin_step", begin_alone)
     monkeypatch.setattr(Engine, "end_step", lambda self, seconds, _: end(self, seconds, own[self][-1]))
     assert seconds(lines, cluster, on, STEPPED) > 1.01 * drafted
 

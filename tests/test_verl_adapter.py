@@ -75,9 +75,7 @@ def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monke
     assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
 
-def test_a_sample_whose_end_nobody_tells_ends_after_three_weight_syncs_without_a_request(
-    server_of, monkeypatch
-):
+def test_a_sample_without_a_told_end_ends_after_three_weight_syncs_without_it(server_of, monkeypatch):
     async def generate(self, *_):
         return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
 
@@ -224,12 +222,8 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
     # A sample of three turns, then one whose context was compressed; they end in any order.
     agent = {"rollout_spec_group": "agents", "rollout_spec_sample": "a"}
-    for turn, prompt, said in (
-        (1, [8, 8, 1, 0, 0], [2]),
-        (0, [8, 8], [1]),
-        (2, [8, 8, 1, 0, 0, 2], [3, 4]),
-        (3, [8, 1], [5]),
-    ):
+    first_turns = (1, [8, 8, 1, 0, 0], [2]), (0, [8, 8], [1])
+    for turn, prompt, said in (*first_turns, (2, [8, 8, 1, 0, 0, 2], [3, 4]), (3, [8, 1], [5])):
         writer.add(prompt, said, agent | {"rollout_spec_turn": turn})
         writer.flush(step=2)  # a weight sync does not cut a sample that goes on
     writer.end("a")
@@ -241,9 +235,8 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
         *(([8, 8], [[1, 0, 0, 2, 3, 4]]), ([8, 1], [[5]])),
     ]
     assert lines[3].turns_of(0) == [[0, 1], [3, 4], [4, 6]] and lines[4].turns == []
-    assert [(line.step, *tokens(line)) for line in lines] == [
-        (2 + (line[0][0] == 8), *line) for line in expected
-    ]
+    steps = [(2 + (prompt[0] == 8), prompt, said) for prompt, said in expected]
+    assert [(line.step, *tokens(line)) for line in lines] == steps
     assert [line.group for line in lines][:2] == ["first", "second"]
     assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
     monkeypatch.delenv(DIR_VARIABLE)
@@ -327,9 +320,7 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
     ],
 )
 @pytest.mark.parametrize("method", ["sam", "keyed"])
-def test_the_noise_follows_from_the_name_else_the_callers_seed(
-    sent, expected, method, server_of, monkeypatch
-):
+def test_the_noise_follows_from_the_name_else_the_seed(sent, expected, method, server_of, monkeypatch):
     keys: list[int] = []
 
     async def generate(self, _, sampling_params, request_id):
@@ -440,9 +431,8 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
         self.is_reward_model = self.is_teacher_model = False
 
     monkeypatch.setattr(verl_server.vLLMReplica, "__init__", init)
-    with pytest.raises(
-        ConfigError, match=r"^this is verl's legacy trainer: .*use_v1=True\. .*V1 trainer only"
-    ):
+    legacy = r"^this is verl's legacy trainer: .*use_v1=True\. .*V1 trainer only"
+    with pytest.raises(ConfigError, match=legacy):
         verl_server.SpecReplica(0, config)
     monkeypatch.setattr(transfer_queue, "get_client", lambda: "that of the V1 trainer")
     serves: Any = verl_server.SpecReplica(0, config).server_class
@@ -461,9 +451,8 @@ class LookingLoop:
         self.seen.append((sampling_params, kwargs))
         if session_id > 1:
             raise asyncio.CancelledError if session_id == 2 else ValueError("it failed")
-        return AgentLoopOutput(
-            prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics()
-        )
+        said = {"prompt_ids": [1], "response_ids": [2], "response_mask": [1]}
+        return AgentLoopOutput(**said, metrics=AgentLoopMetrics())
 
 
 def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_from_them(monkeypatch):
@@ -502,11 +491,8 @@ def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_fr
     for session in (0, 1):
         sampling, kwargs = asyncio.run(start(session, **named))
         assert kwargs == {"uid": "u", "global_steps": 3}
-        assert sampling["temperature"] == 1.0 and sampling["extra_args"] == {
-            "mine": 1,
-            "rollout_spec_key": [*row, session],
-            "rollout_spec_group": "4:ab",
-        }
+        extra_args = {"mine": 1, "rollout_spec_key": [*row, session], "rollout_spec_group": "4:ab"}
+        assert sampling == {"temperature": 1.0, "extra_args": extra_args}
     assert asyncio.run(start(0))[0] == given, "a row without a name"
     assert scored == [(0, 0), (1, 0), (0, 0)], "no sample is under way any more"
     for session, error in ((2, asyncio.CancelledError), (3, ValueError)):
@@ -573,7 +559,6 @@ def test_what_verl_itself_dumps_is_read(tmp_path):
         PPOTrainer._write_generations(inputs, outputs, [None] * 4, scores, extra, str(tmp_path), step)
     read = list(read_rollouts([tmp_path]))
     of_step = [([7], [[1], [2, 3]]), ([7], [[4]]), ([8], [[5]])]
-    assert [(one.step, *tokens(one)) for one in read] == [
-        (step, *line) for step in (2, 10) for line in of_step
-    ]
+    expected = [(step, *line) for step in (2, 10) for line in of_step]
+    assert [(one.step, *tokens(one)) for one in read] == expected
     assert len({one.group for one in read}) == 2, "the prompts come back"

@@ -37,9 +37,8 @@ ALONE = {**MTP, **KEYED, **SYNCHRONOUS}  # the policy's head, verified with our 
 NO_PROCESSORS = r"vllm\.logits_processors: vLLM does not run custom logits processors"
 NO_MIN_P = r"vllm\.override_generation_config\.min_p: vLLM refuses min_p"
 NOT_AHEAD = r"async_scheduling: must be False with vLLM's MRV1, which vLLM 0\.\S+ has"
-SHORT_PIECES = (
-    r"vllm\.long_prefill_token_threshold=8: must be 0, or at least 1 \+ num_speculative_tokens, \d+,"
-)
+NEWER = r"^vllm 0\.33\.0: is newer than .*0\.32\.0.*: set rollout\.spec\.untested_vllm=true to"
+TOO_SHORT = r"vllm\.long_prefill_token_threshold=8: must be 0, or at least 1 \+ num_speculative_tokens, \d"
 WHOLE = "the MTP head of this model as a whole"
 NO_ADAPTER = "LoRA: vLLM cannot apply a LoRA adapter"
 NO_EXPERTS = "the data-parallel ranks of experts would not run the same passes"
@@ -68,16 +67,12 @@ CASES = [
     case(NO_MIN_P, OFF, MIN_P, LOADED, own=("eagle3", {})),
     case(None, SAM, PATH),
     case(None, OFF, MIN_P, PROCESSORS),
-    case(
-        r"^vllm 0\.33\.0: is newer than .*0\.32\.0.*: set rollout\.spec\.untested_vllm=true to",
-        SAM,
-        vllm="0.33.0",
-    ),
+    case(NEWER, SAM, vllm="0.33.0"),
     case(None, SAM, {"rollout.spec.untested_vllm": True}, vllm="0.33.0"),
     case(None, SAM, vllm="0.32.1"),
     case(None, OFF, vllm="0.33.0"),
     # Of SAM's 15 draft tokens; before 0.29 vLLM has no padded rows that it cuts.
-    case(SHORT_PIECES, SAM, PIECES, vllm="0.29.0"),
+    case(TOO_SHORT, SAM, PIECES, vllm="0.29.0"),
     case(None, SAM, PIECES),
     case(None, SAM, {f"{ENGINE}.long_prefill_token_threshold": 16}, vllm="0.32.0"),
     case(None, OFF, PIECES, vllm="0.32.0"),

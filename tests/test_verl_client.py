@@ -243,9 +243,8 @@ def test_a_client_that_derives_from_verls_is_named():
     client._lb_require_release_fields = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLMServerClient, "_acquire_server", acquire)
-        verl_client.wrap(LLMServerClient, "_acquire_server", verl_client.NAMED_CALLS)(
-            verl_client._acquire_server
-        )
+        wrap = verl_client.wrap(LLMServerClient, "_acquire_server", verl_client.NAMED_CALLS)
+        wrap(verl_client._acquire_server)
         asyncio.run(call(client, [1], {}))
     assert json.loads(server.names[0])[0] == "prompt"
     verl_client.here.end_request("r")
@@ -254,9 +253,8 @@ def test_a_client_that_derives_from_verls_is_named():
 
 def test_a_long_prompt_is_told_by_its_length_and_its_ends():
     prompt = list(range(20_000))
-    digests = [
-        verl_client._digest(each) for each in (prompt, [*prompt, 1], [1, *prompt[1:]], [*prompt[:-1], 1])
-    ]
+    others = [*prompt, 1], [1, *prompt[1:]], [*prompt[:-1], 1]
+    digests = [*map(verl_client._digest, (prompt, *others))]
     assert len(set(digests)) == 4
     middle = prompt.copy()
     middle[10_000] = 0
@@ -286,19 +284,8 @@ def test_the_balancer_forgets_what_began_longest_ago(monkeypatch):
     monkeypatch.setattr(verl_client, "MAX_SAMPLES", 2)
     monkeypatch.setattr(verl_client, "MAX_PROMPTS", 2)
     balancer = SimpleNamespace()
-    begun = [
-        verl_client._begin(balancer, request_id, digest)
-        for request_id, digest in (
-            ("a", "x"),
-            ("b", "x"),
-            ("a", "x"),
-            ("c", "y"),
-            ("d", "x"),
-            ("e", "z"),
-            ("f", "y"),
-            ("a", "x"),
-        )
-    ]
+    asked = zip("abacdefa", "xxxyxzyx", strict=True)
+    begun = [verl_client._begin(balancer, request_id, digest) for request_id, digest in asked]
     assert begun == [("x", 0), ("x", 1), ("x", 0), ("y", 0), ("x", 2), ("z", 0), ("y", 0), ("x", 0)]
 
 

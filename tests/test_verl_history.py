@@ -187,10 +187,8 @@ def test_a_full_disk_costs_the_history_and_leaves_the_rest_of_it_to_the_checkpoi
     text = np.random.default_rng(0).integers(0, 1 << 30, 50_000).tolist()
     ray.get(trainer.handles[0].serve.remote(text))
     save_history(trainer)
-    assert (
-        f"the checkpoint has no history: {small_disk}/global_step_5/{FILE}: No space left on device"
-        in caplog.text
-    )
+    why = f"{small_disk}/global_step_5/{FILE}: No space left on device"
+    assert f"the checkpoint has no history: {why}" in caplog.text
     assert [file.name for file in (small_disk / "global_step_5").iterdir()] == [FILE]
     assert (small_disk / "global_step_5" / FILE).read_bytes() == before
     assert shutil.disk_usage(small_disk).free == free
@@ -262,13 +260,9 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     while not ray.get(server.seen.remote())[1]:
         pass
     sent, ended = ray.get(server.seen.remote())
-    of_sample = sorted(
-        (each["rollout_spec_turn"], each["rollout_spec_key"][2:])
-        for each in sent
-        if each["rollout_spec_sample"] == "sample"
-    )
-    assert of_sample == [(1, [0]), (2, [1])]
-    assert [each["rollout_spec_group_tokens"] for each in sent if each["rollout_spec_turn"]] == [100, 100]
-    [nobodys] = [each["rollout_spec_key"] for each in sent if each["rollout_spec_sample"] != "sample"]
-    assert nobodys[0] == "prompt" and nobodys[3] == 0
+    names = ("rollout_spec_turn", "rollout_spec_key", "rollout_spec_group_tokens")
+    nobodys, first, second = sorted([each[name] for name in names] for each in sent)
+    assert [first[0], first[1][0], first[1][2:], first[2]] == [1, "sample", [0], 100]
+    assert [second[0], second[1][0], second[1][2:], second[2]] == [2, "sample", [1], 100]
+    assert nobodys[0] == 0 and (nobodys[1][0], nobodys[1][3]) == ("prompt", 0)
     assert ended == ["sample"]

@@ -132,7 +132,6 @@ def test_branches_of_verl_know_it_by_its_name_and_siblings_by_their_prompt(tmp_p
     package.mkdir(parents=True)
     (package / "base.py").write_text(BASE)
     (package / "__init__.py").write_text(BALANCER)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", PROGRAM, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == f"None {[*'aaabbb']}", done.stderr[-2000:]

@@ -72,6 +72,12 @@ def environment_of(folder):
     return env
 
 
+def hook(folder, code, after):
+    """What each process of a training calls once it has imported a module, `it`; its path has the folder."""
+    when = f"from rollout_spec.patches import when_imported\nwhen_imported({after!r}, lambda it: {code})\n"
+    (folder / "sitecustomize.py").write_text(when)
+
+
 def execute(training, folder, log="train.log"):
     with started(training, folder / log, environment_of(folder)) as process:
         code = process.wait(880)

@@ -125,17 +125,10 @@ def chat_model(tiny_model, tmp_path_factory):
 def engine_settings(model, spec=None):
     """vLLM's arguments, with a drafter where `spec` holds options."""
     settings: dict[str, Any] = {
-        "model": model,
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,
-        "kv_cache_memory_bytes": 64 << 20,
-        "enforce_eager": True,
-        "disable_log_stats": True,
-        "seed": 0,
-        "skip_tokenizer_init": True,
-    }
+        "model": model, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16,
+        "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
+        "disable_log_stats": True, "seed": 0, "skip_tokenizer_init": True,
+    }  # fmt: skip
     if spec is not None:
         spec = {"batch_threshold": 64, "num_speculative_tokens": 8, "history": 0} | UNTESTED | spec
         settings["speculative_config"] = speculative_config(spec["num_speculative_tokens"])

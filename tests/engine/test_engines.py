@@ -91,15 +91,6 @@ def test_scheduling_does_not_matter(name, expected, make_engine):
         assert (counters.num_steps_on < counters.num_steps) == ("batch_threshold" in spec)
 
 
-def test_a_key_names_its_tokens(make_engine):
-    """Neither the place in the batch nor the engine's seed matters; siblings with one seed differ."""
-    asked = [Request(PROMPTS[0], sampling({"seed": 1}, key=[3, i])) for i in range(6)]
-    first = serve(make_engine({}), asked)
-    assert len({tuple(one["tokens"]) for one in first}) == 6
-    again = serve(make_engine({}, seed=5), [*asked[::-1], asked[0]])
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in [*first[::-1], first[0]]]
-
-
 def same_with_drafts(model, asked, num_times=2, **arguments):
     """What the requests get; the second time drafts come from what the first gave."""
     found, accepted = [], 0

@@ -32,12 +32,13 @@ AHEAD = ("ahead", "open", "preempted", "mixed")
 ENGINES = ("drafted", *AHEAD)
 
 
-def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch):
+def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeypatch):
     plugin.register()
     mrv2_misfit.cache_clear()
     assert mrv2_misfit() is None
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     config = VllmConfig()
     speculative = SimpleNamespace(
@@ -50,12 +51,7 @@ def test_a_runner_that_has_changed_is_left_alone_and_named(monkeypatch):
     [reason] = config._get_v2_model_runner_unsupported_features()
     assert reason.startswith("rollout_spec's drafter (") and "synchronously" in reason
     assert "Sampler.sample takes self, logits, pos" in reason
-    mrv2_misfit.cache_clear()
-
-
-def test_a_verifier_that_has_changed_is_left_alone_too(monkeypatch):
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
+    monkeypatch.undo()
     name = "_verify" if hasattr(RejectionSampler, "_verify") else "__call__"
     monkeypatch.setattr(RejectionSampler, name, lambda self, logits, pos: None)
     mrv2_misfit.cache_clear()

@@ -23,15 +23,9 @@ def decided(tiny_model):
     from rollout_spec.vllm.options import scheduler_of
 
     def decide(
-        asked,
-        is_cpu=False,
-        has_v2=True,
-        returns_experts=False,
-        overlaps=False,
-        policy=None,
-        old=None,
+        asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, policy=None, old=None,
         **arguments,
-    ):
+    ):  # fmt: skip
         config = configured(tiny_model, {}, **arguments)
         assert not config.scheduler_config.async_scheduling, "this is a CPU, without Triton"
         with pytest.MonkeyPatch.context() as patch:
