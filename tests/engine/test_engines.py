@@ -174,4 +174,4 @@ def test_the_profile_of_mrv1_has_as_many_rows_of_logits_as_the_longest_step(make
     )[1]  # fmt: skip
     with torch.inference_mode():
         runner._dummy_sampler_run(torch.zeros(16, 128))
-    assert nums == [116]
+    assert set(nums) == {116}  # vLLM 0.32 verifies twice
