@@ -48,7 +48,7 @@ def test_it_packs_unpacks_and_measures(tiny_model: str, tmp_path: Path) -> None:
     )
     record = json.loads((out / "gpu-check.json").read_text())
     assert [part for part in PARTS if record[part]] == ["start", "steps", "rollouts", "thresholds"]
-    plain, *engines = record["start"]["engines"].values()
+    _, plain, *engines = record["start"]["engines"].values()  # the first is another policy
     for engine in engines:  # without a head, and with one
         assert engine["same"] == engine["of"] == plain["of"] and engine["num_draft_tokens"] > 100
     steps = record["steps"]
