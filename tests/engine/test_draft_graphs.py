@@ -292,7 +292,7 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     assert len({planned(runner, graph) for runner, graph in zip(runners, found, strict=True)}) == 1
 
 
-@pytest.mark.skipif(graphs.HAS_QUERY_LENS, reason="of vLLM 0.24")
+@pytest.mark.skipif(graphs.HAS_QUERY_LENS, reason="vLLM 0.29 and later know such graphs themselves")
 def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
     runner = runner_with(monkeypatch)
     graph_of(runner, [3, 2])
