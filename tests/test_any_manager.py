@@ -16,21 +16,13 @@ from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED
 from tests.gateways import NUM_TOKENS, NUM_TURNS
 from tests.text import merged
-from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, hook, make_policy
+from tests.trainings import GIVEN, NUM_PROMPTS, TOOLS, command, execute, hook, make_policy, managed_by
 
 NUM_SAMPLES = 4
 NUM_STEPS = 2  # with the same prompts
 MODES = ("sync", "colocate_async", "separate_async")
-UNI_AGENT = os.environ.get("UNI_AGENT")  # a checkout, without its submodule of verl
-MANAGERS = {
-    "verls": None,
-    "derived": "tests.gateways.Derived",
-    "unknown": "tests.gateways.Gateways",
-    "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
-}
 LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 # `make test` has the manager of which nothing is known; `make test-long` has the others, and the other modes.
-GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
 CASES = [
     pytest.param(manager, mode, marks=[] if (manager, mode) == ("unknown", "sync") else LONG)
     for manager, mode in itertools.product(GIVEN, MODES)
@@ -57,8 +49,11 @@ class Run(NamedTuple):
         names = file.read_text().splitlines() if file.exists() else []
         return {name for name in names if "'val'" not in name}
 
+    def of_steps(self, metric):
+        return [step.get(f"rollout/spec_{metric}", 0) for step in self.metrics]
+
     def total(self, metric):
-        return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
+        return sum(self.of_steps(metric))
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +71,14 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         "actor_rollout_ref.rollout.calculate_log_probs=false",
         f"reward.custom_reward_function.path={TOOLS}",
+        *managed_by(manager, mode, folder),
         *overrides,
     ]
-    if MANAGERS[manager]:
-        options.append(f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGERS[manager]}")
-    if manager == "uni-agent":
-        framework = "++actor_rollout_ref.rollout.custom.agent_framework"
-        options += [f"{framework}.{option}" for option in (
-            "gateway_count=2",
-            f"log_dir={folder}/uni_agent",
-            "use_reward_loop_worker=false",
-            "agent_runners.task.runner_fqn=tests.sessions.run",
-            f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
-        )]  # fmt: skip
     note_ends = '__import__("tests.agents").agents.note_ends(it)'
     hook(folder, note_ends, after="rollout_spec.verl.server")
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        changed.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         metrics = execute(training, folder)
     return Run(folder, [metrics[step] for step in sorted(metrics)])
 
@@ -102,15 +87,19 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
 def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     run = train(tmp_path, policy, manager, mode)
     log = (tmp_path / "train.log").read_text()
-    history = merged(*read_file(tmp_path / f"global_step_{NUM_STEPS}" / FILE))
+    histories = [
+        merged(*read_file(tmp_path / f"global_step_{step}" / FILE)) for step in range(1, NUM_STEPS + 1)
+    ]
     num_said = sum(num for _, num in run.texts)
     totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
-    kept = f"{len(history)} prompts in the history, {len(run.ended)} ends told"
-    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}")
+    kept = f"{[len(history) for history in histories]} prompts in the history, {len(run.ended)} ends told"
+    rates = run.of_steps("tokens_per_step")
+    print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}; {rates} tokens per step")
     kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}
     assert kinds <= {"prompt" if manager == "unknown" else "train"}
     assert ("does not say of which rows" in log) == (manager == "unknown")
     assert "has neither a name" not in log and "have seen no request" not in log
+    assert all(histories), "the second epoch has what the first one said"
     assert run.total("num_failed_steps") == 0 < run.total("num_accepted_tokens")
     if manager not in ("verls", "derived"):
         assert totals["num_resumed"] > 0

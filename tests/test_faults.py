@@ -12,9 +12,10 @@ import pytest
 from rollout_spec_lab.processes import descendants, last_error, started
 from rollout_spec_lab.verl_cpu.checkpoint_engine import SYNC_TIMEOUT_S
 from tests import faults
-from tests.trainings import command, environment_of, make_policy
+from tests.trainings import GIVEN, command, environment_of, make_policy, managed_by
 
 MODES = ("sync", "colocate_async", "separate_async")
+DEATHS = ("engine", "server", "engine")  # in these modes, with another manager than verl's
 GRACE_SECONDS = 60  # for processes that have lost their parent
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,22 +85,20 @@ ERRORS = {
 @pytest.mark.parametrize(
     ("mode", "fault", "manager"),
     [
-        *((mode, fault, None) for mode in MODES for fault in ("server", "engine", "actor")),
-        *(
-            (mode, fault, "tests.gateways.Gateways")
-            for mode, fault in (("sync", "engine"), ("colocate_async", "server"))
-        ),
-        ("separate_async", "transfer", None),
-        *((mode, "disk", None) for mode in MODES),
+        *((mode, fault, "verls") for mode in MODES for fault in ("server", "engine", "actor")),
+        *((mode, fault, other) for other in GIVEN[1:] for mode, fault in zip(MODES, DEATHS, strict=True)),
+        ("separate_async", "transfer", "verls"),
+        *((mode, "disk", "verls") for mode in MODES),
     ],
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
 def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, model, small_disk, tmp_path):
     disk = ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"]
     options = {"transfer": TRANSFER, "disk": disk}
-    own = [f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}"] if manager else []
+    own = managed_by(manager, mode, tmp_path)
     end = train(tmp_path, model, mode, fault, *own, *options.get(fault, []))
-    print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
+    left = f"{end.running} {end.shared_memory}"
+    print(f"{manager}, {mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {left}")
     assert end.code == 1
     assert re.search(ERRORS[fault], end.error), end.log[-20000:]
     assert end.seconds < SYNC_TIMEOUT_S

@@ -25,6 +25,14 @@ NUM_SAMPLES = 4
 LENGTH = 64
 NUM_STEPS = 2
 TOOLS = pathlib.Path(__file__).with_name("tools.py")
+UNI_AGENT = os.environ.get("UNI_AGENT")  # a checkout, without its submodule of verl
+MANAGERS = {
+    "verls": None,
+    "derived": "tests.gateways.Derived",
+    "unknown": "tests.gateways.Gateways",
+    "uni-agent": "uni_agent.framework.entry.AgentFrameworkRolloutAdapter",
+}
+GIVEN = [manager for manager in MANAGERS if manager != "uni-agent" or UNI_AGENT]
 
 
 class Response(NamedTuple):
@@ -63,6 +71,23 @@ def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * 
         f"hydra.run.dir={folder}/hydra",
         *overrides,
     ]  # fmt: skip
+
+
+def managed_by(manager, mode, folder):
+    """The overrides for a training with one of MANAGERS."""
+    options = []
+    if MANAGERS[manager]:
+        options = [f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGERS[manager]}"]
+    if manager == "uni-agent":
+        framework = "++actor_rollout_ref.rollout.custom.agent_framework"
+        options += [f"{framework}.{option}" for option in (
+            "gateway_count=2",
+            f"log_dir={folder}/uni_agent",
+            "use_reward_loop_worker=false",
+            "agent_runners.task.runner_fqn=tests.sessions.run",
+            f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
+        )]  # fmt: skip
+    return options
 
 
 def environment_of(folder):
