@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rollout_spec.verification
 from rollout_spec import patches
-from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.drafts import Drafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
@@ -203,8 +203,8 @@ class Engine:
         """A model drafts beside the text; and what the proposer of both is given of it."""
         given: list[Any] = []
         proposer: Any = SimpleNamespace(
-            is_used=True, num_passes=2, most_model_tokens=2, work=None, note_passes=lambda *_: None,
-            draft=lambda *_, model_drafts, **__: given.append(model_drafts) or Drafts.none(3),
+            is_used=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
+            draft=lambda *given_, **__: given.append(given_[-1].model_drafts) or Drafts.none(3),
         )  # fmt: skip
         runner = self._model(proposer)
         runner.sampled = self.accelerator.put(SAMPLED_TOKENS)

@@ -65,7 +65,7 @@ def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     is_plain, was_said = [], []
     for _ in range(5 * PROBE_EVERY):
         is_plain.append(machine.step() is None)
-        was_said.append(machine.gate.probes_soon)
+        was_said.append(machine.gate.probe_in_two)
     assert is_plain[ENOUGH + 2 :] == was_said[ENOUGH:-2]
     assert sum(is_plain) >= ENOUGH + 4
 

@@ -9,7 +9,8 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import index as index_module
-from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
+from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
 from tests.text import int32

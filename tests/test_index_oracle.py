@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.drafting.index import ALL_TOKENS, ModelDrafts, SuffixIndex
+from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.index import ALL_TOKENS, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle
 from tests.text import int32, speak

@@ -339,7 +339,6 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
     engine.batch.req_ids.remove("stranger")
     assert engine.step() == {"a": []}
-    assert not engine.proposer.wants_room
     counters = engine.proposer.take_counters()
     assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
     [message] = said

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollout_spec.drafting.drafts import Drafts, ModelDrafts
 from rollout_spec.drafting.gate.step import Floats
-from rollout_spec.drafting.index import Drafts, ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.trace import num_alike

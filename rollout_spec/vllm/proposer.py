@@ -10,8 +10,8 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.index import Drafts
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -129,7 +129,7 @@ class SuffixProposer:
             The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
         """
         nums = np.array(list(map(len, sampled_token_ids)), np.int32)
-        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, work=self.work).lists()
+        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, self.work).lists()
 
     def note_work(self, scheduler_output: Any, has_waited: bool = False) -> None:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
@@ -142,20 +142,16 @@ class SuffixProposer:
         """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
         return self._other_ranks.seen(self._work)
 
-    @property
-    def wants_room(self) -> bool:
-        """Whether a step that is scheduled now, two ahead, is to have room for drafts."""
-        return self.drafter is not None and self.drafter.wants_room
-
-    @property
-    def num_passes(self) -> int:
-        """`Drafter.num_passes`."""
-        return 0 if self.drafter is None else self.drafter.num_passes
-
     def draft(
-        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, may_end: bool = True, **more: Any
+        self,
+        nums_new: Int32Array,
+        token_ids: Any,
+        levels: Int32Array,
+        work: Step | None,
+        next_step: NextStep = TAKES_ANY,
+        may_end: bool = True,
     ) -> Drafts:
-        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises.
+        """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
         may_end: False where no token of the step is in `ends`, which saves a look at all rows.
         """
@@ -165,7 +161,7 @@ class SuffixProposer:
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, **more)
+                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:

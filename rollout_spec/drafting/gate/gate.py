@@ -29,11 +29,11 @@ class Gate:
     Attributes:
         counters: the steps that it left without drafts, and what it believed of them.
         fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
-        probes_soon: whether the step after the next one goes without drafts, to be measured.
+        probe_in_two: whether the step after the next one goes without drafts, to be measured.
         num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
     """
 
-    fills = probes_soon = False
+    fills = probe_in_two = False
 
     def __init__(self, most_model_tokens: int) -> None:
         self.counters, self.num_passes = EngineCounters(), most_model_tokens
@@ -110,7 +110,7 @@ class AutoGate(Gate):
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
         self._is_probe = not self._seconds.is_known or _is_probe(number)
-        self.probes_soon = _is_probe(number + 2)
+        self.probe_in_two = _is_probe(number + 2)
         # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
         # also where a step gets room for drafts because the one before it asked for it.
         self._is_trial = _is_probe(number + 3) or _is_probe(number + 4)

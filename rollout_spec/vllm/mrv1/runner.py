@@ -26,6 +26,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.drafts import NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import before_wait, do_while_waiting
 from rollout_spec.vllm import refusals, top_k_top_p
@@ -168,13 +169,12 @@ class BesideTextRunner(SharedNoiseRunner):
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
             nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
+            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_now > 0)
             drafts = proposer.draft(
-                nums, batch.token_ids_cpu, batch.num_tokens_no_spec,
-                work=proposer.work, in_time=self.model_passes.num_now > 0,
-                model_drafts=self.model_passes.on_host(),
-            )  # fmt: skip
+                nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step
+            )
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(proposer.num_passes))
+            attach(output, Report(drafts.num_passes))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

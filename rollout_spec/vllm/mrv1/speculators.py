@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax

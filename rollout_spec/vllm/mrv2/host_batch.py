@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.vllm.proposer import last_level
 
 

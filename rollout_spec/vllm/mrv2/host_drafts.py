@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.drafts import TAKES_ANY, TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
@@ -51,8 +51,8 @@ class HostDrafts:
         launching: held while a step begins that waits for drafts.
         model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
             log-odds; empty: nothing.
-        takes_model_drafts: whether what a model drafts in the step that runs can be verified in the next one.
-        num_passes: how many passes a model is to take for it, at most. All workers are told these two.
+        num_passes: how many passes a model drafts in the step that runs; 0: its first pass drafts nothing,
+            as nothing can be verified in the next step. All workers are told the same.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -61,9 +61,7 @@ class HostDrafts:
         self.proposer.bind(self._batch, config, self._draft_after_arrivals)
         self.launching = threading.Lock()
         self.model_drafts: tuple[torch.Tensor, ...] = ()
-        self.takes_model_drafts = True
-        self.num_passes = self.proposer.most_model_tokens
-        self._has_model = self.proposer.most_model_tokens > 0
+        self._most_passes = self.num_passes = self.proposer.most_model_tokens
         self._device, self._num_tokens = runner.device, config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
         self._sent = torch.zeros(
@@ -71,19 +69,24 @@ class HostDrafts:
         )
         self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
+        self._latest = Drafts.none(0)  # what the drafter has answered last
         self.step: Any = None
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
         runner.drafter = self.proposer  # where MRV1 has it
         runner.draft_tokens_handler = self
 
+    def reset_after_warm_up(self) -> None:
+        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
+        self.proposer.start_afresh()
+        self._latest = Drafts.none(0)
+
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
-        self._draft_after_arrivals(plan.num_in_flight or 0)
-        self.takes_model_drafts = plan.room > 0 or not plan.is_ahead
-        if plan.num_passes is not None:
-            self.num_passes = plan.num_passes
+        self._draft_after_arrivals(num_in_flight=plan.num_in_flight or 0)
+        most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
+        self.num_passes = most if plan.drafts_wanted else 0
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
@@ -128,10 +131,10 @@ class HostDrafts:
             Their drafts.
         """
         given, counts = step.scheduled_spec_decode_tokens, self._runner.req_states.num_computed_tokens_np
-        rooms = np.array([len(given.get(name, ())) for name in names], np.int32)
-        nums = np.array([*step.num_scheduled_tokens.values()], np.int32) - rooms
+        room = np.array([len(given.get(name, ())) for name in names], np.int32)
+        nums = np.array([*step.num_scheduled_tokens.values()], np.int32) - room
         # For all tensor-parallel ranks the same.
-        drafts, levels = get_tp_group().broadcast_object(self._draft_in_time(names, rooms))
+        drafts, levels = get_tp_group().broadcast_object(self._draft_for(names, room))
         # The host now knows how far rows are: their scheduler counts all room of the step before. Attention
         # that decodes rows of one length only takes the others for prompts, and that count for exact.
         counts[rows] = np.minimum(counts[rows], levels - 1)
@@ -142,33 +145,31 @@ class HostDrafts:
         step.total_num_scheduled_tokens = int(nums.sum())
         return drafts
 
-    def _draft_in_time(self, names: list[str], rooms: Int32Array) -> tuple[Drafts, Int32Array]:
+    def _draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array]:
         """Wait for the tokens of the step before and draft.
 
         Args:
             names: of the step's requests.
-            rooms: [num_requests], how many draft tokens each can have.
+            room: int32 [num_requests], for how many draft tokens each has room.
 
         Returns:
             Their drafts, and how many tokens each has.
         """
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
-        of_rows[rows] = rooms
-        drafts = self._draft_after_arrivals(in_time=True, rooms=of_rows)
-        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], rooms)), self._batch.levels[rows]
+        of_rows[rows] = room
+        drafts = self._draft_after_arrivals(NextStep(room=of_rows))
+        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], room)), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _draft_after_arrivals(
-        self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Int32Array | None = None
-    ) -> Drafts:
+    def _draft_after_arrivals(self, next_step: NextStep = TAKES_NONE, num_in_flight: int = 0) -> Drafts:
         """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
 
-        in_time, rooms: as of `Drafter.draft`, after the last step.
+        next_step: what can be taken after the last step, but for the model's drafts.
         """
         drafts = Drafts.none(len(self._batch.input_batch.req_ids))
         while len(self._arrivals) > num_in_flight:
@@ -177,10 +178,14 @@ class HostDrafts:
             tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
             try:
                 nums_new = self._batch.extend(places, tokens, nums)
-                drafts = self.proposer.draft(
-                    nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
-                    in_time=in_time and is_last and bool(drafted) == self._has_model, rooms=rooms,
-                    model_drafts=self._batch.place(places, nums, *drafted) if drafted else None,
+                has_model_drafts = bool(drafted) or not self._most_passes
+                drafts = self._latest = self.proposer.draft(
+                    nums_new, self._batch.tokens, self._batch.levels,
+                    arrival.work and arrival.work._replace(ended=arrival.ended),
+                    NextStep(
+                        self._batch.place(places, nums, *drafted) if drafted else None,
+                        next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
+                    ),
                     may_end=any((tokens == end).any() for end in self.proposer.ends),
                 )  # fmt: skip
             except Exception as error:
@@ -198,12 +203,12 @@ class HostDrafts:
             output.arrival, output.launching = arrival, self.launching
             put_before(TimedOutput, output, SPECULATOR)
             if not self._plan.is_ahead:
-                drafts = self._draft_after_arrivals(in_time=True)
+                drafts = self._draft_after_arrivals(TAKES_ANY)
                 self._drafts = DraftTokenIds([*self._batch.input_batch.req_ids], drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             nums_drafts = self._nums_drafts if self._plan.is_ahead else None
-            attach(said, Report(self.proposer.num_passes, nums_drafts, self.proposer.wants_room))
+            attach(said, Report(self._latest.num_passes, nums_drafts, self._latest.drafts_wanted))
         return output
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:

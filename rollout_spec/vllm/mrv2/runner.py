@@ -168,7 +168,7 @@ class ForgettingWorker(WorkerBase):
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
             found = super().compile_or_warm_up_model()
             runner.scheduler_config = settings
-            proposer.start_afresh()
+            runner.host_drafts.reset_after_warm_up()
         runner.keys.forget()
         return found
 
