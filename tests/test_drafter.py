@@ -455,6 +455,15 @@ def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 
 
+def test_drafts_are_filled_up_only_where_all_of_them_may_be_verified():
+    drafter = Drafter(SpecConfig(batch_threshold=8, num_speculative_tokens=4, max_draft_tokens=8), fills=True)
+    batch = Batch(drafter)
+    for name in "abc":
+        batch.add(name)
+    assert batch.step([[10, 11], [10], []]) == [[FILLER] * 4, [FILLER] * 4, []]
+    assert batch.step([[12], [11], [10]]) == [[], [], []]
+
+
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
     survivals = np.array([[0.9, 0.5, 0.5], [0.8, 0.7, 0.1], [0.5, 0.5, 0.9]], np.float32)
     numbers = np.array([3, 3, 2], np.int32)  # the last token is none

@@ -210,6 +210,9 @@ class Drafter:
             self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
             return self._answer(drafts)
         least_survival = self._gate.begin(step)
+        if self._fill_to * num_decoding > self._max_draft_tokens:
+            self._gate.discard()
+            least_survival = None
         proposed = self._propose_after(rows, token_ids, levels, least_survival, next_step)
         self._count(step, rows, proposed)
         self._drafts_wanted = least_survival is not None

@@ -9,6 +9,7 @@ import torch
 
 from rollout_spec import patches
 from rollout_spec.vllm import top_k_top_p, upstream
+from rollout_spec.vllm.logits import most_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
@@ -165,13 +166,16 @@ def test_images(tmp_path):
     assert len({tuple(one["tokens"]) for one in found}) == len(found)
 
 
-def test_the_profile_of_mrv1_has_as_many_rows_of_logits_as_the_longest_step(make_engine):
-    """16 requests, and 100 draft tokens. Its warm-up is the same, beside a KV cache that has the rest."""
-    runner = runner_of(make_engine({"max_draft_tokens": 100}, fresh=True))
+@pytest.mark.parametrize(("others", "most"), [({}, 116), ({"enable_lora": True}, 32)])
+def test_the_profile_of_mrv1_has_as_many_rows_of_logits_as_the_longest_step(make_engine, others, most):
+    """16 requests, and 100 draft tokens; with adapters as many as requests. Its warm-up is the same, beside a
+    KV cache that has the rest."""
+    runner = runner_of(make_engine({"max_draft_tokens": 100}, fresh=True, **others))
+    assert most_rows(runner.vllm_config, runner.drafter.config) == most, "no step has more"
     nums, verify = list[int](), runner.rejection_sampler.forward
     runner.rejection_sampler.forward = lambda metadata, probs, logits, sampling: (
         nums.append(len(logits)), verify(metadata, probs, logits, sampling)
     )[1]  # fmt: skip
     with torch.inference_mode():
         runner._dummy_sampler_run(torch.zeros(16, 128))
-    assert set(nums) == {116}  # vLLM 0.32 verifies twice
+    assert set(nums) == {most}  # vLLM 0.32 verifies twice

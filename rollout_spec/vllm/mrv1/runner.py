@@ -14,6 +14,7 @@ With a model that drafts, `sample_tokens` calls:
 3. `_bookkeeping_sync`. Then `BesideTextRunner.sample_tokens` asks our drafter, if the engine has it too.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -117,10 +118,7 @@ class NotingRunner(GPUModelRunner):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
-        # vLLM profiles a draft token for each row. So as many rows as make the longest step. With LoRA it has
-        # adapters for its own rows only.
-        if self.lora_config:
-            return super()._dummy_sampler_run(hidden_states)
+        # vLLM profiles a draft token for each row. So as many rows as make the longest step.
         proposer = proposer_of(self)
         assert proposer is not None
         log_memory(self.vllm_config, proposer.config)
@@ -216,6 +214,9 @@ def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
         setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
     proposer = proposer_of(runner)
     if proposer is not None:
+        if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
+            most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
+            config = dataclasses.replace(config, max_draft_tokens=most)
         proposer.bind(runner, config)
         record(LAST_TOKENS)
         runner.effective_drafter_max_model_len = 1 << 31
