@@ -1,15 +1,16 @@
 """The register of changes made to other packages: each one named, reasoned and guarded."""
 
-import copy
 import dataclasses
 import functools
 import hashlib
-import importlib.abc
+import importlib
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import wrapt
 
 _MARK = "__rollout_spec_patch__"
 logger = logging.getLogger("vllm.rollout_spec.patches")  # vLLM shows what is below its own name
@@ -172,50 +173,12 @@ def misfit(patch: Patch, detail: str) -> PatchError:
     )
 
 
-_waiting: dict[str, list[Callable[[Any], None]]] = {}
-
-
 def when_imported(module: str, apply: Callable[[Any], None]) -> None:
-    """Call `apply(module)` whenever the module has been loaded, and at once if it is loaded already.
+    """Call `apply(module)` once the module has been loaded, and at once if it is loaded already.
 
     For patches of modules whose import here would be circular, or cost seconds. An error in `apply` fails
-    the import; the next import tries again.
+    the import.
     """
-    _waiting.setdefault(module, []).append(apply)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
     if module in sys.modules:
-        apply(importlib.import_module(module))  # waits for a thread that is importing it
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the finders after it find a module, then calls what waits for the module once it has run.
-
-    It stays for good: a search may be a mere question, an import may fail, and a module may be loaded again.
-    """
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in _waiting:
-            return None
-        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in after)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _followed(spec.loader)
-        return spec
-
-
-_finder = _Finder()
-
-
-def _followed(loader: Any) -> Any:
-    """A copy, of the same type: a loader may be that of other modules too."""
-
-    def exec_module(module: Any) -> None:
-        loader.exec_module(module)
-        for apply in _waiting[module.__name__]:
-            apply(module)
-
-    followed = copy.copy(loader)
-    followed.exec_module = exec_module
-    return followed
+        importlib.import_module(module)  # waits for a thread that is importing it
+    wrapt.register_post_import_hook(apply, module)

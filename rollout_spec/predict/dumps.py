@@ -82,7 +82,8 @@ def read_rollouts(
             and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
-    files = _files(paths)
+    named = itertools.chain.from_iterable(map(_files_of, paths))
+    files = list({os.path.realpath(file): file for file in named}.values())  # each once
     found, refused, repeats = _read_all(files, columns or {}, limit)
     _require_rollouts(found, refused, paths)
     left_out = [f"left out: {reason}" for reason in refused]  # a folder may hold other and damaged files too
@@ -143,14 +144,6 @@ def _doubts(found: Sequence[_Row], tokenizer: Path | None, columns: Columns | No
     yield from padding([response for one in found for response in one.responses])
     prompts = (one.prompt if isinstance(one, _Group) else one.prompt_token_ids for one in found)
     yield from prompts_within(zip(prompts, (one.responses for one in found), strict=True))
-
-
-def _files(paths: Sequence[Path]) -> list[Path]:
-    """Those that the paths name, each once."""
-    named: dict[str, Path] = {}
-    for file in itertools.chain.from_iterable(map(_files_of, paths)):
-        named.setdefault(os.path.realpath(file), file)
-    return list(named.values())
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -256,9 +249,8 @@ def _value(row: Mapping[str, Any], role: str, columns: Columns, where: str) -> A
 
 def _responses(value: Any, where: str) -> list[_Raw]:
     """What a value holds: one response, or a list of n for n samples. Of a chat with one message its text."""
-    is_one = not isinstance(value, list) or _is_ids(value) or is_chat(value)
     responses = []
-    for one in [value] if is_one else value:
+    for one in value if isinstance(value, list) and not (_is_ids(value) or is_chat(value)) else [value]:
         text = one[0].get("content") if is_chat(one) and len(one) == 1 else one
         if not isinstance(text, str) and not _is_ids(text) and text not in _EMPTY:
             what = f"a chat of {len(text)} messages" if is_chat(text) else f"{text!r:.40}"
