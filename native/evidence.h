@@ -1,6 +1,6 @@
 /* From what several experts propose to one draft token and the probability that it is accepted.
  *
- * An expert is a place where the next token may be found: the longest match and the next shorter
+ * An expert is one source of proposals: the longest match and the next shorter
  * one in the group's automaton, the longest in the corpus, the contexts of contexts.h, and a model. Each
  * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
  * kind of circumstance (match length, count, and share of the continuation; confidence; depth and confidence). The experts'

@@ -12,7 +12,7 @@ typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
     uint64_t kept_free;      /* of these, what is not for what is allocated now */
-    bool (*make_room)(void *owner); /* frees what its owner can spare; false: nothing. NULL: nobody is asked */
+    bool (*make_room)(void *owner); /* frees something; false: nothing. NULL: nobody is asked */
     void *owner;
 } rs_memory;
 

@@ -325,7 +325,7 @@ def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch):
 
 
 def test_text_is_indexed_while_a_device_is_waited_for():
-    """A row that is behind has no draft, the others do; what is left when the device is ready waits."""
+    """An unindexed row has no draft, the others do; what is left when the device is ready waits."""
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
     batch = Batch(drafter, num_rows=2, length=9_000)
@@ -336,7 +336,7 @@ def test_text_is_indexed_while_a_device_is_waited_for():
     for answers in ([True, True, False], [False], [True] * 9):
         times = iter(answers)
         drafter.catch_up(lambda: next(times))  # noqa: B023
-        nums_left.append(drafter.index.stats().num_tokens_behind)
+        nums_left.append(drafter.index.stats().num_tokens_unindexed)
     assert nums_left == [8_000 - 2 * 1024, 8_000 - 2 * 1024, 0]
     assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 

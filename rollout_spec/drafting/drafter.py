@@ -24,15 +24,15 @@ from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
 FILLER = 0  # a token id of any vocabulary
-STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
+STEP_SHARE = 0.02  # of a step's time that the next one spends on unindexed text
 MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
-PIECE_TOKENS = 1024  # that are indexed at a time of text that is behind, in 0.1 ms or less
+PIECE_TOKENS = 1024  # of unindexed text, that are indexed at a time: in 0.1 ms or less
 
 
 class _Rows:
-    """The rows of the engine's token matrix that have a place in the index.
+    """The rows of the engine's token matrix whose sequences are in the index.
 
-    As long as the batch does not change these are the same arrays, which the index then need not check again.
+    As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
     def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
@@ -58,7 +58,7 @@ class _Rows:
 
 @dataclasses.dataclass
 class _Request:
-    member: Member | None  # None: it has no place in the index
+    member: Member | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
 
 
@@ -105,7 +105,7 @@ class Drafter:
         self._model_share = ModelShare()
         self._row_ids: list[str] = []  # the rows of the last step
         self._num_given = 0  # draft tokens that it gave the next one
-        self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
+        self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -179,8 +179,8 @@ class Drafter:
             next_step: what the next one can take.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
-        raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
-        whose rows hold what no text can.
+        raises nothing: idle groups leave it, then idle text, then the requests that do not fit. So do those
+        whose rows have negative tokens.
         """
         started = time.perf_counter()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
@@ -207,7 +207,7 @@ class Drafter:
         drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows == 0:
             self._gate.discard()
-            self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
+            self._propose_after(rows, token_ids, levels, None)  # to index only
             return self._answer(drafts)
         least_survival = self._gate.begin(step)
         proposed = self._propose_after(rows, token_ids, levels, least_survival, next_step)
@@ -239,14 +239,14 @@ class Drafter:
         self.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
-        """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
-        while self._has_behind and has_time():
+        """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
+        while self._has_unindexed and has_time():
             if not self.index.catch_up(PIECE_TOKENS):
                 self._groups.index_next()
 
     @property
-    def _has_behind(self) -> bool:
-        return self.index.has_behind or self._groups.has_waiting
+    def _has_unindexed(self) -> bool:
+        return self.index.has_unindexed or self._groups.has_waiting
 
     def _end_step(self, now: float, goes_on: bool) -> float | None:
         """A step ends now; returns what it took. None: without a request that goes on, the engine may have
@@ -272,12 +272,12 @@ class Drafter:
         return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def _count(self, step: Step, rows: _Rows, proposed: StepResult) -> None:
-        """Count the step that ended: its decoding rows, and those of them that had a place in the index."""
+        """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
         self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
-        self.counters.num_behind_rows += proposed.num_behind
+        self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(
         self,
@@ -287,14 +287,14 @@ class Drafter:
         least_survival: float | None,
         next_step: NextStep = TAKES_ANY,
     ) -> StepResult:
-        """Index what these rows got, and what waits; propose tokens of this survival or more, None: none."""
+        """Index what these rows got and more; propose tokens of this survival or more, None: none."""
         rows.set_levels(levels, least_survival is not None, next_step.room)
         self._groups.index_next()
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
             least_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
         )  # fmt: skip
-        if self._has_behind:  # also where nobody waits for a device
+        if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
@@ -302,7 +302,7 @@ class Drafter:
         return result
 
     def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
+        """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
             request = self._requests[self._row_ids[row]]
             assert request.member is not None
@@ -340,7 +340,7 @@ class Drafter:
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
-        num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
+        num_left_out = self.index.stats().num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
         self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0

@@ -1,5 +1,6 @@
 """The groups of an index: after which text a request goes on, and which of a prompt's texts are indexed."""
 
+import contextlib
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable
@@ -68,7 +69,6 @@ class Groups:
         self._by_handle: dict[int, _Group] = {}
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
         self.num_resumed = 0  # requests that went on where their sample's text ended
-        self.num_texts_left_out = 0  # of the history, for which there was no memory
         # By the sample's name, None: those without; the one parked last is the last.
         self._parked: defaultdict[Hashable | None, list[Member]] = defaultdict(list)
 
@@ -79,7 +79,7 @@ class Groups:
         num_group_tokens: int | None,
         sample: Hashable | None,
     ) -> Member | None:
-        """The sequence of a request; None where no memory is left, or the prompt holds what no text can.
+        """The sequence of a request; None where no memory is left, or the prompt has negative tokens.
 
         The arguments are those of `Drafter.add`.
         """
@@ -170,13 +170,11 @@ class Groups:
                 continue
             # Of equally frequent continuations the one that came first is drafted: so the latest first.
             text = texts.pop()
-            try:
-                if text.is_kept and text not in group.texts:
+            self._waiting.append((group, texts))
+            if text.is_kept and text not in group.texts:
+                with contextlib.suppress(BudgetExceeded, OutOfMemory):  # the index counts it
                     self._index.add_text(group.handle, text.tokens)
                     group.texts.add(text)
-                self._waiting.append((group, texts))
-            except (BudgetExceeded, OutOfMemory):  # which the index counts
-                self.num_texts_left_out += len(texts)
             return
 
     def park(self, member: Member, *, is_aborted: bool) -> None:

@@ -38,8 +38,8 @@ class StepResult(NamedTuple):
     """[n]; -1: the row is dropped, and its sequence closed."""
     num_dropped: int = 0
     """Rows."""
-    num_behind: int = 0
-    """Rows that draft nothing, as something of their text is not indexed."""
+    num_unindexed: int = 0
+    """Rows that draft nothing, as something of their text, or of their prompt, is not indexed yet."""
 
 
 class IndexStats(NamedTuple):
@@ -49,9 +49,9 @@ class IndexStats(NamedTuple):
     num_sequences: int
     num_states: int
     num_tokens: int
-    num_tokens_behind: int
+    num_tokens_unindexed: int
     num_texts_left_out: int
-    """Ever: for which there was no memory."""
+    """Ever: prompts, sequences and others for which there was no memory."""
     num_bytes: int
 
 
@@ -87,7 +87,7 @@ class SuffixIndex:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
 
-    native/rollout_spec_native.h says exactly what is drafted.
+    native/draft.h says exactly what is drafted.
 
     Raises InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
     """
@@ -120,14 +120,14 @@ class SuffixIndex:
         self._check(lib.rs_corpus_add(self._handle(), tokens, len(token_ids), self._error))
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
-        """A new group with this prompt (int32 vector, may be empty), which is behind; returns its id."""
+        """A new group with this prompt (int32 vector, may be empty), unindexed; returns its id."""
         check_vector("prompt_token_ids", prompt_token_ids, None)
         index, num_tokens = self._handle(), len(prompt_token_ids)
         self._check(lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, self._id, self._error))
         return int(self._id[0])
 
     def set_prompt(self, group: int, prompt_token_ids: Int32Array) -> None:
-        """What is opened in the group from now on, or added to it, begins after this prompt, which is behind.
+        """What is opened in the group from now on, or added to it, begins after this prompt, unindexed.
 
         Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
         """
@@ -137,7 +137,7 @@ class SuffixIndex:
         self._check(lib.rs_group_set_prompt(index, int32("group", group), tokens, num_tokens, self._error))
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
-        """A text (int32 vector) that follows the group's prompt, and is behind.
+        """A text (int32 vector) that follows the group's prompt; unindexed.
 
         Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
         """
@@ -146,11 +146,11 @@ class SuffixIndex:
         self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
 
     def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
-        """Index up to so many tokens of what is behind; whether there is more to index."""
+        """Index up to so many tokens; whether there is more to index."""
         return bool(lib.rs_catch_up(self._handle(), max_tokens))
 
     @property
-    def has_behind(self) -> bool:
+    def has_unindexed(self) -> bool:
         """Whether there is more to index."""
         return self.catch_up(0)
 
@@ -221,15 +221,17 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_survival: end a draft where its estimated survival falls below.
-            max_tokens: to index of what is behind; a row that still is has no draft.
+            max_tokens: to index of unindexed text; a row that still has some has no draft.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
 
-        A row that does not fit, or holds what no text can, is dropped; the result says which.
+        A row that does not fit, or has a negative token, is dropped; the result says which.
+
+        An array is checked in the first step that it comes with: a caller whose batch stays writes the new
+        values into the same arrays.
 
         Raises InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
         """
         index, batch = self._handle(), self._batch
-        # What is the same array as in the step before needs no look: engines' batches change seldom.
         vectors = sequences, rows, levels, max_draft_tokens
         if self._vectors is None or any(map(operator.is_not, vectors, self._vectors)):
             self._set_vectors(*vectors)
@@ -240,7 +242,7 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_tokens = max_tokens
         self._check(lib.rs_step(index, batch, self._error))
-        return self._result._replace(num_dropped=batch.num_dropped, num_behind=batch.num_behind)
+        return self._result._replace(num_dropped=batch.num_dropped, num_unindexed=batch.num_unindexed)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")

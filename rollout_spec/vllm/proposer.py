@@ -199,7 +199,7 @@ class SuffixProposer:
             self.drafter.note_passes(num, num_left_out)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
-        """Index text that is behind, while the device works and there is time."""
+        """Index unindexed text, while the device works and there is time."""
         try:
             if self.drafter is not None:
                 self.drafter.catch_up(has_time)
@@ -213,7 +213,7 @@ class SuffixProposer:
 
     def _add_and_remove(self, drafter: Drafter) -> None:
         """Add the requests that are new in the engine and remove those that have left it."""
-        live = self._runner.requests  # preempted requests included: they keep their place in the index
+        live = self._runner.requests  # preempted requests included: they stay in the index
         before = self._requests.values()
         if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
             return

@@ -64,7 +64,7 @@ WORK = Patch(
 )
 IDLE_HOST = Patch(
     name="vllm-idle-host",
-    reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text that is behind",
+    reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._bookkeeping_sync",
     until="vLLM tells a proposer that a step was launched",
 )
