@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
-from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
 from rollout_spec.drafting.gate.step import Step
@@ -443,14 +443,15 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
     assert promised[-1] == 0.0
 
 
-def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4), fills=True)
+def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
+    config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4)
+    drafter = Drafter(config, pads_drafts=True)
     batch = Batch(drafter)
     for name in "abc":
         batch.add(name)
-    assert batch.step([[10, 11, 12], [], []]) == [[FILLER] * 4, [], []]
+    assert batch.step([[10, 11, 12], [], []]) == [[PAD] * 4, [], []]
     drafts = batch.step([[13], [10, 11], []])
-    assert drafts == [[FILLER] * 4, [12, 13, FILLER, FILLER], []]
+    assert drafts == [[PAD] * 4, [12, 13, PAD, PAD], []]
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 

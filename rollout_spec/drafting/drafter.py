@@ -23,7 +23,7 @@ from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
-FILLER = 0  # a token id of any vocabulary
+PAD = 0  # a token id of any vocabulary, where there is no better one
 STEP_SHARE = 0.02  # of a step's time that the next one spends on unindexed text
 MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
 PIECE_TOKENS = 1024  # of unindexed text, that are indexed at a time: in 0.1 ms or less
@@ -71,8 +71,8 @@ class Drafter:
     Args:
         config: the options; `config.num_speculative_tokens` bounds every draft.
         clock: seconds, of which the gate learns what a step takes.
-        fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
-            engines whose other steps have no graph. What fills them is verified, and seldom right.
+        pads_drafts: pad the drafts of a step to `config.num_speculative_tokens` in every decoding row, for
+            engines whose other steps have no graph. Padding is verified, and seldom right.
         most_model_tokens: the most that a model drafts for a row; 0: there is no model.
     """
 
@@ -80,16 +80,16 @@ class Drafter:
         self,
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
-        fills: bool = False,
+        pads_drafts: bool = False,
         most_model_tokens: int = 0,
     ) -> None:
         self.counters = EngineCounters()  # without those of the gate and the model
         self._num_speculative_tokens = config.num_speculative_tokens
-        self._fill_to = config.num_speculative_tokens if fills else 0
+        self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self._gate: Gate = (
-            AutoGate(self._fill_to, most_model_tokens)
+            AutoGate(self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
             else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
         )
@@ -216,9 +216,9 @@ class Drafter:
         if least_survival is not None and next_step.takes_drafts:
             self._give(drafts, rows, proposed)
             self._model_share.count_drafted(request_ids, drafts, model)
-            if self._fill_to and self._gate.fills:  # steps with drafts are of one shape only
-                drafts.tokens[np.arange(self._fill_to) >= drafts.numbers[:, None]] = FILLER
-                drafts.numbers[decodes] = self._fill_to
+            if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
+                drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
+                drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
         elif least_survival is not None:  # too late for that step: what the gate says of them is for others
             self._drafts_wanted = self._would_give(rows, proposed)

@@ -1,7 +1,8 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,13 +10,13 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
-from rollout_spec.vllm.cuda_graphs import fills_drafts
+from rollout_spec.vllm.cuda_graphs import pads_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
@@ -93,8 +94,16 @@ class SuffixProposer:
                 "unset, and run `rollout-spec doctor`."
             )
 
-    def start_afresh(self) -> None:
-        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
+    @contextlib.contextmanager
+    def without_drafter(self) -> Iterator[None]:
+        """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
+        drafter, self.drafter = self.drafter, None
+        yield
+        self.take_counters()
+        self.drafter = drafter
+
+    def reset(self) -> None:
+        """Forget all that was seen and learned, as benchmarks ask between two runs."""
         self.take_counters()
         self.drafter = None  # its memory first
         self.drafter, self._requests = self._new_drafter(), {}
@@ -102,8 +111,8 @@ class SuffixProposer:
     def _new_drafter(self) -> Drafter | None:
         if not self.is_used:
             return None
-        fills = fills_drafts(self._vllm_config)
-        drafter = Drafter(self.config, fills=fills, most_model_tokens=self.most_model_tokens)
+        pads = pads_drafts(self._vllm_config)
+        drafter = Drafter(self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens)
         drafter.history.vocab_size = self._vllm_config.model_config.get_vocab_size()
         return drafter
 
@@ -229,7 +238,7 @@ class SuffixProposer:
     def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
         # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
         max_level = last_level(request, self._runner.max_model_len)
-        prompt = np.full(_num_prompt(request), FILLER, np.int32)  # nobody knows the tokens of embeddings
+        prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
         names = names_of(getattr(request.sampling_params, "extra_args", None))

@@ -76,11 +76,6 @@ class HostDrafts:
         runner.drafter = self.proposer  # where MRV1 has it
         runner.draft_tokens_handler = self
 
-    def reset_after_warm_up(self) -> None:
-        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
-        self.proposer.start_afresh()
-        self._latest = Drafts.none(0)
-
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)

@@ -154,7 +154,7 @@ class GraphsRunner(GPUModelRunner):
 
 
 class ForgettingWorker(WorkerBase):
-    """It warms up with few requests, and forgets what it has learned from them."""
+    """It warms up with few requests, and nothing is learned from them."""
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner
@@ -166,9 +166,9 @@ class ForgettingWorker(WorkerBase):
             runner.scheduler_config = few = copy.copy(settings)
             most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            found = super().compile_or_warm_up_model()
+            with proposer.without_drafter():
+                found = super().compile_or_warm_up_model()
             runner.scheduler_config = settings
-            runner.host_drafts.reset_after_warm_up()
         runner.keys.forget()
         return found
 
