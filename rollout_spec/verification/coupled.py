@@ -10,6 +10,7 @@ drafts, `race` draws a token, `shortfall` says by how much another token missed 
 sure a model is of its draft.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from rollout_spec.verification.blocks import (
     split_blocks,
 )
 from rollout_spec.verification.prefixes import matching_prefixes
-from rollout_spec.verification.transfers import before_wait, sent
+from rollout_spec.verification.transfers import just_wait, sent
 
 # Values that are added at a time: `_sums`.
 SUM_SIZE = 16
@@ -42,11 +43,18 @@ class CoupledStep:
         keys: int64 [batch_size], each request's (`noise.make_key`).
         positions: int64 [batch_size], of each request's first token in this step.
         num_draft_tokens: per request, 0 included.
+        before_wait: called before the host waits for the device.
     """
 
-    def __init__(self, keys: npt.ArrayLike, positions: npt.ArrayLike, num_draft_tokens: list[int]) -> None:
+    def __init__(
+        self,
+        keys: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        num_draft_tokens: list[int],
+        before_wait: Callable[[], None] = just_wait,
+    ) -> None:
         counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens, self.before_wait = num_draft_tokens, before_wait
         self.draft_requests = requests.repeat(counts)  # the request of each draft token, int64 [num_tokens]
         num_tokens = len(self.draft_requests)
         offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
@@ -56,11 +64,11 @@ class CoupledStep:
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
-        return race(logits, self._noise(logits)[: len(self.draft_requests)])
+        return race(logits, self._noise(logits)[: len(self.draft_requests)], self.before_wait)
 
     def sample_after(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn after the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
-        return race(logits, self._noise(logits)[len(self.draft_requests) :])
+        return race(logits, self._noise(logits)[len(self.draft_requests) :], self.before_wait)
 
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
         """All rows' noise; drawn together, when the first logits come."""
@@ -99,7 +107,9 @@ def coupled_sample(
             requests = sent(step.draft_requests, own.device)
             is_sampled = sampling_metadata.temperature[requests] > 0
             own = torch.where(is_sampled, own, argmax(target_logits))
-    return matching_prefixes(own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len)
+    return matching_prefixes(
+        own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len, step.before_wait
+    )
 
 
 def shortfall(
@@ -154,7 +164,9 @@ def _draw(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return noise.exponential(seeds, num_drawn(logits.shape[-1]), logits.device)
 
 
-def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def race(
+    logits: torch.Tensor, drawn: torch.Tensor, before_wait: Callable[[], None] = just_wait
+) -> torch.Tensor:
     """Draw one token a row.
 
     Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
@@ -169,6 +181,7 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
+        before_wait: called before the host waits for the device.
 
     Returns:
         int64 [n]. A row's token does not depend on the other rows.
@@ -182,7 +195,8 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     least = (peaks - top).exp_().div_(of_blocks)
     # In a row of NaN no block can win; its token is fixed all the same, whatever the other rows hold.
     can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
-    block = _block_masses(logits, can_win, top).div_(of_blocks).argmax(dim=-1, keepdim=True)
+    masses = _block_masses(logits, can_win, top, before_wait)
+    block = masses.div_(of_blocks).argmax(dim=-1, keepdim=True)
     return best_token(block, _token_scores(logits, block, top, drawn))
 
 
@@ -198,7 +212,12 @@ def log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def _block_masses(logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+def _block_masses(
+    logits: torch.Tensor,
+    wanted: torch.Tensor,
+    top: torch.Tensor,
+    before_wait: Callable[[], None] = just_wait,
+) -> torch.Tensor:
     """The sums of exp(logit - the row's largest) of the blocks that are wanted, of others 0.
 
     Args:

@@ -28,13 +28,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
-from rollout_spec.verification.transfers import before_wait, do_while_waiting
+from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
-from rollout_spec.vllm.mrv1 import sampler, speculators
+from rollout_spec.vllm.mrv1 import proposers, sampler
+from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.prompt_rows import in_prompt
 from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
@@ -129,16 +129,16 @@ class NotingRunner(GPUModelRunner):
 
 
 class CatchingUpRunner(GPUModelRunner):
-    """Its host works while the device does."""
+    """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
+
+    idle_host: IdleHost
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        proposer = proposer_of(self)
-        assert proposer is not None
-        do_while_waiting(proposer.catch_up)  # coupled verification may wait
+        self.idle_host.begin_step()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        before_wait()
+        self.idle_host.before_wait()
         return super()._bookkeeping_sync(*args, **kwargs)
 
 
@@ -193,7 +193,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, speculators.BesideText, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, proposers.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -203,14 +203,14 @@ def bind(worker: Any, config: SpecConfig) -> None:
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
-    proposer = _bind_proposer(runner, config)
+    proposer = _bind_proposer(runner, config, sampling)
     if has_model_drafter(runner.vllm_config):
         bind_model_drafter(runner, sampling, proposer)
     if proposer is not None and not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)
 
 
-def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
+def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
     """Give our drafter its runner; None: the engine has none."""
     if drafts_with_model(runner.vllm_config):
         setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
@@ -221,6 +221,8 @@ def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
         runner.effective_drafter_max_model_len = 1 << 31
         put_before(NotingRunner, runner, WORK)
         if current_platform.is_cuda_alike() and proposer.is_used:
+            runner.idle_host = IdleHost(proposer.catch_up)
+            sampling.before_wait = runner.idle_host.before_wait
             put_before(CatchingUpRunner, runner, IDLE_HOST)
     return proposer
 
@@ -230,7 +232,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     check_model_drafter()
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(speculators.BesideText if proposer else speculators.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(proposers.BesideText if proposer else proposers.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:

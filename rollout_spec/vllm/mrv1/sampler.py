@@ -24,7 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec.patches import guard_class, guard_parameters, put_before, record
 from rollout_spec.verification import coupled, noise
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import just_wait, sent
 from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
@@ -51,6 +51,7 @@ class RowSampling:
         self._runner = runner
         self._keys = keys_of(runner)
         self._row_keys: list[int] = []
+        self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
         """Stand before the runner's samplers; once in a runner's life.
@@ -101,7 +102,7 @@ class RowSampling:
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
+        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens, self.before_wait)
         return dataclasses.replace(metadata, generators=RowGenerators(step))
 
 

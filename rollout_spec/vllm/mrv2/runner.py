@@ -31,7 +31,7 @@ from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
-from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
+from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
 from rollout_spec.vllm.other_ranks import V2_NAME
 from rollout_spec.vllm.step_notes import plan_of
 
@@ -206,7 +206,7 @@ def teach_speculator() -> None:
 
     @wrap(model_runner, "init_speculator", SPECULATOR)
     def init_speculator_or_ours(init: Any, vllm_config: VllmConfig, device: Any, *others: Any) -> Any:
-        if names_our_drafter(vllm_config):
+        if names_our_proposer(vllm_config):
             return speculators.SuffixSpeculator()
         if drafts_with_model(vllm_config):
             vllm_config = speculators.for_the_model(vllm_config)

@@ -1,6 +1,6 @@
 """A model that drafts with vLLM's own proposer of MRV1 (MTP, EAGLE, a draft model). An adapter.
 
-As `mrv2.speculators`: its tokens are drawn with the noise that the target draws with at their positions,
+As in `mrv2.speculators`: its tokens are drawn with the noise that the target draws with at their positions,
 and are handed to the proposer of the suffix drafts, if the engine has one.
 """
 
