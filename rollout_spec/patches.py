@@ -102,7 +102,8 @@ def body_digest(function: Any) -> str:
 def put_before(ours: type, instance: Any, patch: Patch) -> None:
     """Let a class of ours stand before an object's own class: its methods override and call `super()`.
 
-    The class put last is outermost; what a platform has made of the object's class stays below. Idempotent.
+    A line above the class says before which class and methods, and as which: of two, the one put later runs
+    first. What a platform has made of the object's class stays below. Idempotent.
 
     Raises PatchError: as `guard_class`, and the object stays as it was.
     """

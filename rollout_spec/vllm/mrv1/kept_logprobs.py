@@ -20,6 +20,7 @@ KEPT_LOGPROBS = Patch(
 )
 
 
+# Before RejectionSampler, 2: _get_logprobs_tensors
 class KeptVerifier(RejectionSampler):
     """It takes the logarithms of the tokens that are kept."""
 

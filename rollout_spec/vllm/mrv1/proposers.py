@@ -82,6 +82,7 @@ class ModelPasses:
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
+# Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
 class SharedNoise(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
@@ -94,6 +95,7 @@ class SharedNoise(SpecDecodeBaseProposer):
         return self.passes.draw(logits, sampling_metadata), None
 
 
+# Before SpecDecodeBaseProposer, 1: propose
 class BesideText(SharedNoise):
     """A model that drafts beside a `SuffixProposer`.
 

@@ -90,6 +90,7 @@ ENGINE_PATCHES = (
 )  # fmt: skip
 
 
+# Before GPUModelRunner, 1: _sample
 class PlainStepsRunner(GPUModelRunner):
     """A step in which no row has a draft is a plain step."""
 
@@ -98,6 +99,7 @@ class PlainStepsRunner(GPUModelRunner):
         return super()._sample(logits, spec_decode_metadata if has_drafts else None)
 
 
+# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
 class PromptsRunner(GPUModelRunner):
     """It runs prompts of a recurrent policy without full graphs."""
 
@@ -107,6 +109,7 @@ class PromptsRunner(GPUModelRunner):
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
+# Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
 class NotingRunner(GPUModelRunner):
     """It tells the proposer what a step processes."""
 
@@ -128,6 +131,7 @@ class NotingRunner(GPUModelRunner):
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
+# Before GPUModelRunner, 3: _sample, _bookkeeping_sync
 class CatchingUpRunner(GPUModelRunner):
     """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
 
@@ -142,6 +146,7 @@ class CatchingUpRunner(GPUModelRunner):
         return super()._bookkeeping_sync(*args, **kwargs)
 
 
+# Before GPUModelRunner, 4: propose_draft_token_ids
 class SharedNoiseRunner(GPUModelRunner):
     """Its model drafts with the noise of the target."""
 
@@ -152,6 +157,7 @@ class SharedNoiseRunner(GPUModelRunner):
         return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
 
 
+# Before GPUModelRunner, 4: propose_draft_token_ids, sample_tokens, take_draft_token_ids
 class BesideTextRunner(SharedNoiseRunner):
     """Its model drafts beside a `SuffixProposer`, which has the last word."""
 

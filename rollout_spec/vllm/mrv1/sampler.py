@@ -106,6 +106,7 @@ class RowSampling:
         return dataclasses.replace(metadata, generators=RowGenerators(step))
 
 
+# Before Sampler, 1: forward
 class RowSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
@@ -127,6 +128,7 @@ class RowSampler(Sampler):
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
+# Before RejectionSampler, 1: forward
 class RowVerifier(RejectionSampler):
     """It gives a step with drafts its `RowGenerators`."""
 

@@ -56,6 +56,7 @@ _CALLED = (
 )
 
 
+# Before GPUModelRunner, 1: load_model, finish_requests
 class KeyedRunner(GPUModelRunner):
     """It draws every token with noise of the request's key and the position, drafts or not."""
 
@@ -71,6 +72,8 @@ class KeyedRunner(GPUModelRunner):
         super().finish_requests(scheduler_output)
 
 
+# Before GPUModelRunner, 2: _dummy_sampler_run, initialize_kv_cache, _dummy_run, execute_model, add_requests,
+# update_requests, sample_tokens
 class DraftingRunner(GPUModelRunner):
     """Its drafts come from the host."""
 
@@ -115,6 +118,7 @@ class DraftingRunner(GPUModelRunner):
         return self.host_drafts.report(super().sample_tokens(grammar_output))
 
 
+# Before BlockTables, 1: apply_staged_writes
 class WaitingTables(BlockTables):
     """They are on their way while the runner waits for drafts. Next it reads how long its rows are."""
 
@@ -125,6 +129,7 @@ class WaitingTables(BlockTables):
         self.host_drafts.give_drafts()
 
 
+# Before GPUModelRunner, 3: gather_batch_req_state, prepare_inputs
 class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
 
@@ -153,6 +158,7 @@ class GraphsRunner(GPUModelRunner):
         return batch
 
 
+# Before WorkerBase, 1: compile_or_warm_up_model
 class ForgettingWorker(WorkerBase):
     """It warms up with few requests, and nothing is learned from them."""
 

@@ -44,6 +44,7 @@ def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKey
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
 
+# Before Sampler, 1: add_request
 class KeyedSampler(Sampler):
     """It draws a request's tokens with the request's key for a seed; one that was preempted keeps it."""
 
@@ -58,6 +59,7 @@ class KeyedSampler(Sampler):
         super().add_request(req_idx, *prompt_len, params)
 
 
+# Before RejectionSampler, 1: _verify, __call__
 class CoupledVerifier(RejectionSampler):
     """It verifies with the tokens that plain steps would draw."""
 
