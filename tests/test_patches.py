@@ -123,10 +123,11 @@ def test_a_line_above_each_class_says_before_which_methods_it_stands():
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in said]
         assert {node.name: _methods(node) for node in classes} == methods
         orders = defaultdict[str, list[int]](list)
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "put_before":
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda call: call.lineno):
+            if getattr(call.func, "id", "") == "put_before":
                 num_put += 1
-                names = {getattr(each, "id", getattr(each, "attr", "")) for each in ast.walk(call.args[0])}
+                names = {each.id for each in ast.walk(call.args[0]) if isinstance(each, ast.Name)}
                 for base, number in {said[name] for name in names if name in said}:
                     orders[base].append(number)
         assert all(numbers == sorted(numbers) for numbers in orders.values()), (file, orders)
