@@ -120,15 +120,15 @@ def test_a_line_above_each_class_says_before_which_methods_it_stands():
         tree = ast.parse(file.read_text())
         said = {name: (base, int(number)) for base, number, _, name in lines.findall(file.read_text())}
         methods = {name: re.findall(r"\w+", named) for _, _, named, name in lines.findall(file.read_text())}
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in said]
-        assert {node.name: _methods(node) for node in classes} == methods
+        classes = {node.name: _methods(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert {name: classes[name] for name in methods} == methods
         orders = defaultdict[str, list[int]](list)
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in sorted(calls, key=lambda call: call.lineno):
             if getattr(call.func, "id", "") == "put_before":
                 num_put += 1
                 names = {each.id for each in ast.walk(call.args[0]) if isinstance(each, ast.Name)}
-                for base, number in {said[name] for name in names if name in said}:
+                for base, number in {said[name] for name in names & classes.keys()}:
                     orders[base].append(number)
         assert all(numbers == sorted(numbers) for numbers in orders.values()), (file, orders)
     assert num_put > 20

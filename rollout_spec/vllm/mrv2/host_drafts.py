@@ -169,16 +169,16 @@ class HostDrafts:
         drafts = Drafts.none(len(self._batch.input_batch.req_ids))
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            places, is_last = self._batch.places(arrival.request_ids), not self._arrivals
+            ends, is_last = self._batch.ends(arrival.request_ids), not self._arrivals
             tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
             try:
-                nums_new = self._batch.extend(places, tokens, nums)
+                nums_new = self._batch.extend(ends, tokens, nums)
                 has_model_drafts = bool(drafted) or not self._most_passes
                 drafts = self._latest = self.proposer.draft(
                     nums_new, self._batch.tokens, self._batch.levels,
                     arrival.work and arrival.work._replace(ended=arrival.ended),
                     NextStep(
-                        self._batch.place(places, nums, *drafted) if drafted else None,
+                        self._batch.by_row(ends, nums, *drafted) if drafted else None,
                         next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
                     ),
                     may_end=any((tokens == end).any() for end in self.proposer.ends),
