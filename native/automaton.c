@@ -24,7 +24,7 @@
 
 static rs_status reserve_states(rs_automaton *a, uint32_t num) {
     uint64_t needed = (uint64_t)a->num_states + num;
-    return rs_reserve(a->memory, (void **)&a->states, &a->capacity, needed, sizeof *a->states);
+    return RS_RESERVE(a->memory, a->states, a->capacity, needed);
 }
 
 static void make_root(rs_automaton *a) {
@@ -43,15 +43,15 @@ rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
 }
 
 void rs_automaton_reset(rs_automaton *a) {
-    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
     memset(&a->pool, 0, sizeof a->pool);
-    rs_resize(a->memory, (void **)&a->states, &a->capacity, 1, sizeof *a->states);
+    RS_RESIZE(a->memory, a->states, a->capacity, 1);
     make_root(a);
 }
 
 void rs_automaton_free(rs_automaton *a) {
-    rs_resize(a->memory, (void **)&a->states, &a->capacity, 0, sizeof *a->states);
-    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    RS_RESIZE(a->memory, a->states, a->capacity, 0);
+    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
     memset(a, 0, sizeof *a);
 }
 

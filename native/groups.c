@@ -90,8 +90,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         return status;
     }
     if (index->free_group < 0) {
-        status = rs_reserve(&index->memory, (void **)&index->groups, &index->groups_capacity,
-                            (uint64_t)index->num_groups + 1, sizeof *index->groups);
+        status = RS_RESERVE(&index->memory, index->groups, index->groups_capacity, (uint64_t)index->num_groups + 1);
     }
     rs_group opened = {.open = true, .num_running = 1}; /* so that it does not make room itself */
     if (status == RS_OK) {

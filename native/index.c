@@ -15,7 +15,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     rs_memory memory = {.max_bytes = options->max_bytes};
     rs_index *made = NULL;
     uint32_t capacity = 0;
-    rs_status status = rs_resize(&memory, (void **)&made, &capacity, 1, sizeof *made);
+    rs_status status = RS_RESIZE(&memory, made, capacity, 1);
     if (status != RS_OK) {
         return rs_memory_error(&memory, error, status);
     }
@@ -62,9 +62,9 @@ void rs_index_free(rs_index *index) {
     if (index->corpus.states != NULL) {
         rs_automaton_free(&index->corpus);
     }
-    rs_resize(&index->memory, (void **)&index->groups, &index->groups_capacity, 0, sizeof *index->groups);
-    rs_resize(&index->memory, (void **)&index->slots, &index->slots_capacity, 0, sizeof *index->slots);
-    rs_resize(&index->memory, (void **)&index->queue, &index->queue_capacity, 0, sizeof *index->queue);
+    RS_RESIZE(&index->memory, index->groups, index->groups_capacity, 0);
+    RS_RESIZE(&index->memory, index->slots, index->slots_capacity, 0);
+    RS_RESIZE(&index->memory, index->queue, index->queue_capacity, 0);
     rs_contexts_free(&index->contexts, &index->memory);
     free(index);
 }

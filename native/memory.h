@@ -31,4 +31,10 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
                      size_t element_size);
 
+/* The same for an array and its capacity by their names. */
+#define RS_RESIZE(memory, array, capacity, new_size) \
+    rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
+#define RS_RESERVE(memory, array, capacity, needed) \
+    rs_reserve(memory, (void **)&(array), &(capacity), needed, sizeof *(array))
+
 #endif

@@ -104,14 +104,13 @@ static void restart(rs_index *index, rs_sequence *sequence, int32_t followed) {
 }
 
 static rs_status reserve_predictions(rs_index *index, rs_sequence *sequence) {
-    return rs_resize(&index->memory, (void **)&sequence->predictions, &sequence->predictions_capacity,
-                     (uint64_t)index->options.num_speculative_tokens, sizeof *sequence->predictions);
+    return RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity,
+                     (uint64_t)index->options.num_speculative_tokens);
 }
 
 static void free_predictions(rs_index *index, rs_sequence *sequence) {
     sequence->num_predictions = 0;
-    rs_resize(&index->memory, (void **)&sequence->predictions, &sequence->predictions_capacity, 0,
-              sizeof *sequence->predictions);
+    RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity, 0);
 }
 
 /* Free a prompt that is not its group's any more, and after which nothing begins. */
@@ -128,17 +127,15 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
     rs_sequence sequence = {.kind = kind, .group = group, .prompt = prompt};
     uint32_t one = 0;
     *made = NULL;
-    rs_status status = rs_reserve(memory, (void **)&index->queue, &index->queue_capacity,
-                                  (uint64_t)index->num_open + 1, sizeof *index->queue);
+    rs_status status = RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1);
     if (status == RS_OK && index->free_slot < 0) {
-        status = rs_reserve(memory, (void **)&index->slots, &index->slots_capacity, (uint64_t)index->num_slots + 1,
-                            sizeof *index->slots);
+        status = RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1);
     }
     if (status == RS_OK && kind == RS_RUNNING) {
         status = reserve_predictions(index, &sequence);
     }
     if (status == RS_OK) {
-        status = rs_resize(memory, (void **)made, &one, 1, sizeof **made);
+        status = RS_RESIZE(memory, *made, one, 1);
     }
     if (status != RS_OK) {
         free_predictions(index, &sequence);
@@ -185,11 +182,11 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     index->slots[sequence->id] = (rs_slot){.sequence = NULL, .next_free = index->free_slot};
     index->free_slot = sequence->id;
     index->num_open--;
-    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
+    RS_RESIZE(&index->memory, sequence->text, sequence->text_capacity, 0);
     free_predictions(index, sequence);
     rs_sequence *prompt = sequence->prompt;
     uint32_t one = 1;
-    rs_resize(&index->memory, (void **)&sequence, &one, 0, sizeof *sequence);
+    RS_RESIZE(&index->memory, sequence, one, 0);
     if (prompt != NULL) {
         prompt->num_after--;
         free_if_old(index, prompt);
@@ -292,8 +289,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     rs_status status;
     keep_free(index, sequence);
     do {
-        status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity,
-                            num_before + (uint64_t)num_tokens, sizeof *sequence->text);
+        status = RS_RESERVE(&index->memory, sequence->text, sequence->text_capacity, num_before + (uint64_t)num_tokens);
     } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
     keep_free(index, NULL);
     if (status != RS_OK) {

@@ -41,8 +41,7 @@ static rs_status take_units(rs_pool *pool, rs_memory *memory, uint32_t k, uint32
     if (aligned + size > (uint64_t)1 << 31) {
         return RS_ENOMEM;
     }
-    rs_status status =
-        rs_reserve(memory, (void **)&pool->units, &pool->capacity, aligned + size, sizeof *pool->units);
+    rs_status status = RS_RESERVE(memory, pool->units, pool->capacity, aligned + size);
     if (status != RS_OK) {
         return status;
     }
