@@ -53,13 +53,14 @@ static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *e
 
 static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
     rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
-    const char *wrong = sequence == NULL                                ? "unknown"
-                        : sequence->kind == RS_PARKED                   ? "is parked"
-                        : sequence->latest_step == index->num_steps     ? "appears twice"
-                                                                        : NULL;
-    if (wrong != NULL) {
-        return rs_fail(error, sequence == NULL ? RS_EUNKNOWN : RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": %s", i,
-                       batch->sequences[i], wrong);
+    if (sequence == NULL) {
+        return rs_fail(error, RS_EUNKNOWN, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
+    }
+    if (sequence->kind == RS_PARKED) {
+        return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": is parked", i, batch->sequences[i]);
+    }
+    if (sequence->latest_step == index->num_steps) {
+        return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i, batch->sequences[i]);
     }
     sequence->latest_step = index->num_steps;
     if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_matrix_rows) {
