@@ -26,14 +26,9 @@ def matching_prefixes(
 
     Args:
         own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
-        draft_token_ids: int [num_tokens].
-        bonus_token_ids: int [batch_size, 1], after the drafts.
-        num_draft_tokens: per request, 0 included.
-        max_spec_len: the largest of these, or more.
-        before_wait: called before the host waits for the device.
+        the others: those of `coupled_sample` and of its step.
 
-    Returns:
-        int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID after the tokens.
+    Returns int32 [batch_size, max_spec_len + 1] where `own` is; PLACEHOLDER_TOKEN_ID after the tokens.
     """
     at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids, before_wait=before_wait)
     tokens = np.concatenate([at_drafts, after])
