@@ -194,7 +194,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
-    counters = batch.drafter._model_share.counters
+    counters = batch.drafter.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
     assert [step.model_shares is None for step in steps] == [True, True, False, True]

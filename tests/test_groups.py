@@ -14,6 +14,7 @@ from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from rollout_spec.metrics import EngineCounters
 from tests.oracle import Chain, GroupOracle, Options, PackedOracle, PackedText
 from tests.text import int32
 
@@ -24,7 +25,8 @@ class Rows:
     """Requests one after the other, each of which says its text in one step and ends."""
 
     def __init__(self, index, history):
-        self.index, self.history, self.groups = index, history, Groups(index, history)
+        self.index, self.history, self.counters = index, history, EngineCounters()
+        self.groups = Groups(index, history, self.counters)
 
     def add(self, prompt, group=None, num_group_tokens=None, sample=None):
         return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
@@ -77,7 +79,7 @@ def test_a_sample_goes_on_in_its_sequence(rows):
     assert rows.kept() == [[30, 31]]
     for num_resumed in (1, 2):
         again = rows.add([*text, 40], **of_sample())
-        assert again is first and rows.groups.num_resumed == num_resumed
+        assert again is first and rows.counters.num_resumed == num_resumed
         rows.end(again, [*text, 40])
     rows.groups.end_samples(["sample"])
     assert not rows.is_open(first) and rows.kept() == [[30, 31, 40]]
@@ -89,7 +91,7 @@ def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_aga
         rows.history.add(group_key("group"), int32(30 + number))
     runs = rows.park([*PROMPT, 40], **of_sample())
     rows.index_all()
-    assert rows.index.stats().num_tokens == 20 + 4 and rows.groups.num_resumed == 0
+    assert rows.index.stats().num_tokens == 20 + 4 and rows.counters.num_resumed == 0
     other = History(4, 1 << 20)
     other.add(group_key("group"), int32(50, 51))
     for piece in other.take_new():
@@ -243,7 +245,7 @@ class GroupsMachine(RuleBasedStateMachine):
         key = ("prompt", tuple(prompt)) if group is None else ("group", group)
         self.rows.groups.end_samples([])  # it learns what has left
         self.note_left()
-        chain, num_resumed = self.expected(prompt, key, sample), self.rows.groups.num_resumed
+        chain, num_resumed = self.expected(prompt, key, sample), self.rows.counters.num_resumed
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
         stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
@@ -268,7 +270,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.parked.remove(chain)
             if not chain.goes_on_whole(prompt):
                 self.keep(chain, chain.said[max(0, chain.num_shared(prompt) - 8) :])
-        assert self.rows.groups.num_resumed == num_resumed
+        assert self.rows.counters.num_resumed == num_resumed
         at = self.indexed[handle]
         if handle not in busy:
             new = [text for text in self.packed.texts(member.group.history_key) if text not in at.texts]

@@ -83,7 +83,6 @@ class Drafter:
         pads_drafts: bool = False,
         most_model_tokens: int = 0,
     ) -> None:
-        self.counters = EngineCounters()  # without those of the gate and the model
         self._num_speculative_tokens = config.num_speculative_tokens
         self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
@@ -93,16 +92,17 @@ class Drafter:
             if isinstance(config.batch_threshold, str)
             else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
         )
+        self.counters = self._gate.counters
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
         self._drafts_wanted = False  # by the gate, in the steps to come
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
-        self._groups = Groups(self.index, self.history)
+        self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
-        self._model_share = ModelShare()
+        self._model_share = ModelShare(self.counters)
         self._row_ids: list[str] = []  # the rows of the last step
         self._num_given = 0  # draft tokens that it gave the next one
         self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
@@ -140,7 +140,7 @@ class Drafter:
         self._rows = None
 
     def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
-        """End a request that was added; its text stays, and its place is kept for the sample's next one.
+        """End a request that was added; its text stays, and the sample's next one goes on after it.
 
         is_aborted: that one's prompt may lack the last tokens.
         """
@@ -250,8 +250,7 @@ class Drafter:
 
     def _end_step(self, now: float, goes_on: bool) -> float | None:
         """A step ends now; returns what it took. None: without a request that goes on, the engine may have
-        waited for one, slept, or taken new weights.
-        """
+        waited for one, slept, or taken new weights."""
         seconds = None if self._last_end is None or not goes_on else now - self._last_end
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
@@ -320,13 +319,10 @@ class Drafter:
 
     def _would_give(self, rows: _Rows, proposed: StepResult) -> bool:
         """The next step has begun without drafts: would the open gate have taken some?"""
-        if self._has_model:
-            # It has something for every step, but not for this one. The text's drafts alone would wrongly
-            # tell the gate that drafting does not pay.
-            would_give = True
-            self.counters.num_steps_on += 1
-        else:
-            would_give = bool(self._chosen(rows, proposed).any())
+        # A model has something for every step, but not for this one. The text's drafts alone would wrongly
+        # tell the gate that drafting does not pay.
+        would_give = self._has_model or bool(self._chosen(rows, proposed).any())
+        self.counters.num_steps_on += self._has_model
         self._gate.discard()
         return would_give
 
@@ -344,9 +340,7 @@ class Drafter:
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
         self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
-        self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
-        each = self.counters, self._gate.counters, self._model_share.counters
-        return EngineCounters.sum(one.take() for one in each)
+        return self.counters.take()
 
     def note_new_weights(self, step: int | None = None) -> None:
         """The target's weights have changed: the time until the next step is no step's. `step`: the training

@@ -10,6 +10,7 @@ import numpy as np
 from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+from rollout_spec.metrics import EngineCounters
 
 MAX_PARKED = 256  # sequences of one sample, or of all that have no name
 _CONTEXT = 8  # tokens before a text that is cut off from another, by which it is found
@@ -58,17 +59,17 @@ class Groups:
     """The groups and sequences of an index, and the history that they are indexed from.
 
     When a request has ended the history has its text, and its sequence is parked: the sample's next request
-    goes on there. It is closed when the sample has said all, when too many are parked,
-    or with its group. What leaves a full index is decided in native/.
+    goes on there. It is closed when the sample has said all, when too many are parked, or with its group.
+    What leaves a full index is decided in native/.
     """
 
-    def __init__(self, index: SuffixIndex, history: History) -> None:
+    def __init__(self, index: SuffixIndex, history: History, counters: EngineCounters) -> None:
         self._index = index
         self._history = history
+        self._counters = counters
         self._groups: dict[_Key, _Group] = {}
         self._by_handle: dict[int, _Group] = {}
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
-        self.num_resumed = 0  # requests that went on where their sample's text ended
         # By the sample's name, None: those without; the one parked last is the last.
         self._parked: defaultdict[Hashable | None, list[Member]] = defaultdict(list)
 
@@ -127,7 +128,7 @@ class Groups:
             return None
         self._index.resume_sequence(member.sequence)
         self._unpark(member)
-        self.num_resumed += is_all
+        self._counters.num_resumed += is_all
         if not is_all:
             self._remember(member, member.said[max(0, num - _CONTEXT) :])
         return member

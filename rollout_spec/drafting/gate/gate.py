@@ -24,7 +24,7 @@ class Gate:
     A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
     nothing is called closed.
 
-    most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
+    most_model_tokens: as of `Drafter`.
 
     Attributes:
         counters: the steps that it left without drafts, and what it believed of them.
