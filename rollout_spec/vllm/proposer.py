@@ -72,10 +72,7 @@ class SuffixProposer:
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
         """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
 
-        Args:
-            runner: its batch names the rows' requests.
-            config: the engine's options.
-            receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
+        receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         """
         self._runner, self.config, self.receive = runner, config, receive
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
@@ -126,16 +123,11 @@ class SuffixProposer:
         token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for every row of the step.
+        """Draft for every row of the step. Never raises: a failure costs the step's drafts, not the rollout.
 
-        Args:
-            sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
-            num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
-            token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
-            slot_mappings: not used.
-
-        Returns:
-            The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
+        sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
+        num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
+        token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
         """
         nums = np.array(list(map(len, sampled_token_ids)), np.int32)
         return self.draft(nums, token_ids_cpu, num_tokens_no_spec, self.work).lists()

@@ -29,12 +29,8 @@ SHARED_NOISE = Patch(
 class ModelPasses:
     """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
-    Args:
-        sampling: knows the noise of the rows.
-        proposer: of the suffix drafts, if the model drafts beside it.
-
-    Attributes:
-        num_now: its passes in this step that draft; 0: its first pass drafts nothing.
+    proposer: of the suffix drafts, if the model drafts beside it.
+    num_now: its passes in this step that draft; 0: its first pass drafts nothing.
     """
 
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:

@@ -56,9 +56,7 @@ class RowSampling:
     def install(self) -> None:
         """Stand before the runner's samplers; once in a runner's life.
 
-        Raises:
-            PatchError: the samplers take other arguments than vLLM's that are known here.
-            RuntimeError: the device cannot compute the noise.
+        Raises PatchError; RuntimeError: the device cannot compute the noise.
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         sampler.sampling = self
@@ -79,8 +77,7 @@ class RowSampling:
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
 
-        Args:
-            nums_sampled: int64 [num_rows], on the device: sampled tokens that the batch does not have yet.
+        nums_sampled: likewise, sampled tokens that the batch does not have yet.
         """
         levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
         known = np.stack([np.array(self._row_keys, np.int64), levels])
@@ -96,9 +93,8 @@ class RowSampling:
                 "take rollout.spec=off, and run `rollout-spec doctor`"
             )
         self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
-        positions = np.resize(
-            batch.num_tokens_no_spec, num_rows
-        )  # a warm-up may have more rows than there are
+        # A warm-up may have more rows than there are.
+        positions = np.resize(batch.num_tokens_no_spec, num_rows)
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()

@@ -92,15 +92,9 @@ class HostBatch:
         return RowEnds(rows, rows * self.max_model_len + self.levels[rows], most)
 
     def extend(self, ends: RowEnds, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:
-        """Append a step's tokens.
+        """Append a step's tokens; returns how many each row of `self.tokens` got.
 
-        Args:
-            ends: of its requests.
-            tokens: int64 [num_requests, K + 1], of which the first nums[i] are request i's.
-            nums: int32 [num_requests].
-
-        Returns:
-            How many tokens each row of `self.tokens` got.
+        tokens: int64 [num_requests, K + 1], of which the first nums[i] are request i's.
         """
         nums, columns = np.minimum(nums, ends.most), np.arange(tokens.shape[1])
         is_new = columns < nums[:, None]
@@ -111,13 +105,9 @@ class HostBatch:
         return nums_new
 
     def by_row(self, ends: RowEnds, nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
-        """A step's drafts of a model, row for row of `self.tokens`.
+        """A step's drafts of a model, [num_requests, m] each, row for row of `self.tokens`.
 
-        Args:
-            ends: of its requests.
-            nums: int32 [num_requests], how many tokens each has got: what got none drafts nothing.
-            tokens: int64 [num_requests, m].
-            log_odds: float32 [num_requests, m].
+        nums: int32 [num_requests], how many tokens each has got: what got none drafts nothing.
         """
         rows, drafts = ends.rows, (ends.rows >= 0) & (nums > 0)
         shape = len(self.input_batch.req_ids), tokens.shape[1]

@@ -114,16 +114,11 @@ class HostDrafts:
         return Drafts(np.array(tokens, np.int32), np.array(list(map(len, lists)), np.int32))
 
     def _fill(self, step: Any, names: list[str], rows: npt.NDArray[np.int64]) -> Drafts:
-        """Put drafts where a step has room for some, and take away the room that stays empty.
+        """Put drafts where a step has room for some, and take away the room that stays empty; returns the
+        drafts of its requests, whose names these are, in these rows of the runner.
 
-        Args:
-            step: the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
-                was room, and that were not accepted.
-            names: of its requests.
-            rows: the runner's, of these.
-
-        Returns:
-            Their drafts.
+        `step` is the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
+        was room, and that were not accepted.
         """
         given, counts = step.scheduled_spec_decode_tokens, self._runner.req_states.num_computed_tokens_np
         room = np.array([len(given.get(name, ())) for name in names], np.int32)
@@ -141,15 +136,8 @@ class HostDrafts:
         return drafts
 
     def _draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array]:
-        """Wait for the tokens of the step before and draft.
-
-        Args:
-            names: of the step's requests.
-            room: int32 [num_requests], for how many draft tokens each has room.
-
-        Returns:
-            Their drafts, and how many tokens each has.
-        """
+        """Wait for the tokens of the step before and draft for requests that have so much room; returns their
+        drafts, and how many tokens each has."""
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
@@ -189,8 +177,7 @@ class HostDrafts:
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
-        what was drafted, what is to be next, and when the step had ended.
-        """
+        what was drafted, what is to be next, and when the step had ended."""
         model_drafts, self.model_drafts = self.model_drafts, ()
         if isinstance(output, AsyncOutput) and self.proposer.is_used:
             arrival = Arrival(output, self.proposer.work, self._runner.output_copy_stream, model_drafts)
