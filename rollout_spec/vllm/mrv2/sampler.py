@@ -84,10 +84,9 @@ def coupled_verify(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In place of vLLM's verification: what plain steps would draw, as far as the draft is the same.
 
-    given: what `RejectionSampler._verify` of vLLM 0.32 is given, by name. Of it, `verify_draft_sampled` is
-    int
-        [num_logits], the input token of each row of logits: a request's first is its last token, then come its
-        draft tokens; negative ones are never accepted.
+    given: what `RejectionSampler._verify` of vLLM 0.32 is given, by name. Its `verify_draft_sampled` is int
+        [num_logits], the input token of each row of logits: a request's last token, then its draft tokens;
+        negative ones are never accepted.
 
     Returns the processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
     """
