@@ -80,10 +80,8 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
-    misfit, option = (
-        mrv2_misfit() if is_mrv2 else None,
-        f"speculative_config.method={method} with rollout_spec",
-    )
+    misfit = mrv2_misfit() if is_mrv2 else None
+    option = f"speculative_config.method={method} with rollout_spec"
     ours = _of_ours(vllm_config, config) if config.enabled else {}
     model = _of_model(vllm_config) if has_model else {}
     drafts = _of_drafts(vllm_config, config, method) if ours or model else {}
@@ -183,10 +181,8 @@ def _beside_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
-    num_stages, num_parts = (
-        parallel.pipeline_parallel_size,
-        getattr(parallel, "prefill_context_parallel_size", 1),
-    )
+    num_stages = parallel.pipeline_parallel_size
+    num_parts = getattr(parallel, "prefill_context_parallel_size", 1)
     is_launched = parallel.distributed_executor_backend == "external_launcher"
     verified_by = getattr(speculative, "rejection_sample_method", "standard")
     return {

@@ -87,8 +87,8 @@ REFUSALS = {
         ("{model}", "rejection_sample_method must be standard: our verification has a way of its own"),
     "watermark":
         ("{model}",
-         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of a "
-         "draft's at once"),
+         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
+         "a draft's at once"),
     "other_vocabulary": ("{model}", "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
     "model_stages": ("{model}", "pipeline_parallel_size must be 1"),
     "model_misfit": ("{model}", _NOT_MRV2 + "; steps are then scheduled synchronously (slower)"),
