@@ -38,7 +38,7 @@ from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
-from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
 from tests.drawn import keyed_sample
@@ -211,7 +211,7 @@ class Engine:
         )  # fmt: skip
         runner = self._model(proposer)
         runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
-        setattr(runner, BESIDE_MODEL, proposer)
+        runner.rollout_spec_proposer = proposer
         return self._counted(lambda: runner.sample_tokens(None)), given[0]
 
     def _model(self, proposer):

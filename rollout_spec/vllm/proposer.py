@@ -21,8 +21,6 @@ from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
 
-BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
-
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -257,6 +255,6 @@ def _num_prompt(request: Any) -> int:
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner; on MRV1 a model that drafts has the place of `drafter`."""
-    found = getattr(runner, BESIDE_MODEL, getattr(runner, "drafter", None))
+    """The proposer of a model runner; `drafter` may be that of a model, on MRV1."""
+    found = getattr(runner, "rollout_spec_proposer", getattr(runner, "drafter", None))
     return found if isinstance(found, SuffixProposer) else None

@@ -37,7 +37,7 @@ from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.prompt_rows import in_prompt
-from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
+from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -113,10 +113,10 @@ class PromptsRunner(GPUModelRunner):
 class NotingRunner(GPUModelRunner):
     """It tells the proposer what a step processes."""
 
+    rollout_spec_proposer: SuffixProposer
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        proposer = proposer_of(self)
-        assert proposer is not None
-        proposer.note_work(scheduler_output)
+        self.rollout_spec_proposer.note_work(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
@@ -124,10 +124,9 @@ class NotingRunner(GPUModelRunner):
         # adapters for its own rows only.
         if self.lora_config:
             return super()._dummy_sampler_run(hidden_states)
-        proposer = proposer_of(self)
-        assert proposer is not None
-        log_memory(self.vllm_config, proposer.config)
-        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, proposer.config) // 2))
+        config = self.rollout_spec_proposer.config
+        log_memory(self.vllm_config, config)
+        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, config) // 2))
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
@@ -161,6 +160,7 @@ class SharedNoiseRunner(GPUModelRunner):
 class BesideTextRunner(SharedNoiseRunner):
     """Its model drafts beside a `SuffixProposer`, which has the last word."""
 
+    rollout_spec_proposer: SuffixProposer
     drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
@@ -173,7 +173,7 @@ class BesideTextRunner(SharedNoiseRunner):
         self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
-            batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
+            batch, proposer = self.input_batch, self.rollout_spec_proposer
             nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
             next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_now > 0)
             drafts = proposer.draft(
@@ -218,10 +218,10 @@ def bind(worker: Any, config: SpecConfig) -> None:
 
 def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
     """Give our drafter its runner; None: the engine has none."""
-    if drafts_with_model(runner.vllm_config):
-        setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
-    proposer = proposer_of(runner)
+    has_model = drafts_with_model(runner.vllm_config)
+    proposer = SuffixProposer(runner.vllm_config) if has_model else proposer_of(runner)
     if proposer is not None:
+        runner.rollout_spec_proposer = proposer
         proposer.bind(runner, config)
         record(LAST_TOKENS)
         runner.effective_drafter_max_model_len = 1 << 31
