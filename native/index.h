@@ -139,7 +139,7 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind);
 
 /* There is no memory for more of it. */
-void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence);
+void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence);
 
 /* Its text ends at this level now, which is not below its start. */
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level);

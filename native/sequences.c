@@ -258,7 +258,7 @@ rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kin
     return RS_OK;
 }
 
-void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
+void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
     sequence->has_no_memory = index->groups[sequence->group].lacks_text = true;
     index->num_texts_left_out++;
     requeue(index, sequence);

@@ -149,7 +149,7 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens) {
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
-            rs_sequence_leave_out(index, first);
+            rs_sequence_out_of_memory(index, first);
         }
         max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
         if (first->kind == RS_TEXT && first->queued == 0) {

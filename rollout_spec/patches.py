@@ -102,7 +102,7 @@ def put_before(ours: type, instance: Any, patch: Patch) -> None:
     A line above the class says before which class and methods, and as which: of two, the one put later runs
     first. What a platform has made of the object's class stays below. Idempotent.
 
-    Raises PatchError: as `guard_class`, and the object stays as it was.
+    Raises PatchError: see `guard_class`; the object stays as it was.
     """
     if not isinstance(instance, ours):
         instance.__class__ = _standing_before(ours, type(instance), patch)  # type: ignore[arg-type]

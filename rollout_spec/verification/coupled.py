@@ -82,7 +82,7 @@ def coupled_sample(
         bonus_token_ids: int [batch_size, 1], the target's token after each draft (`sample_after`).
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
 
-    Returns int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1. Memory: as `race`.
+    Returns int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1. Memory: see `race`.
     """
     if sampling_metadata.all_greedy:
         own = blocks.argmax(target_logits)
@@ -162,7 +162,7 @@ def race(
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
-        before_wait: as of `CoupledStep`.
+        before_wait: see `CoupledStep`.
 
     Returns int64 [n]. A row's token does not depend on the other rows.
 

@@ -24,7 +24,7 @@ class Gate:
     A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
     nothing is called closed.
 
-    most_model_tokens: as of `Drafter`.
+    most_model_tokens: see `Drafter`.
 
     Attributes:
         counters: the steps that it left without drafts, and what it believed of them.
