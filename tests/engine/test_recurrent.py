@@ -14,7 +14,7 @@ import pytest
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
-from rollout_spec.vllm.upstream import recurrent_chunks, recurrent_rows
+from rollout_spec.vllm.upstream import apply, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine.conftest import KEYED, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
