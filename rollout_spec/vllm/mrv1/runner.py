@@ -1,17 +1,8 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. With our
-drafter, `sample_tokens` calls:
-
-1. `_sample`, which calls the samplers that `sampler` hooks;
-2. `_bookkeeping_sync`, which waits for the tokens;
-3. `propose_draft_token_ids`, which asks our drafter.
-
-With a model that drafts, `sample_tokens` calls:
-
-1. `_sample`, as above;
-2. `propose_draft_token_ids`, which asks the model: the tokens are still on the device;
-3. `_bookkeeping_sync`. Then `BesideTextRunner.sample_tokens` asks our drafter, if the engine has it too.
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after.
+`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and `propose_draft_token_ids`,
+which asks our drafter. A model that drafts is asked before the wait, since its tokens stay on the device.
 """
 
 from typing import Any

@@ -1,9 +1,8 @@
 """The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the step that begins. An adapter.
 
-MRV2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the
-proposer reads. A step's tokens reach it on a stream of their own. With an `AheadScheduler` the next step is
-there by then, with room for drafts: they go into it, and the runner never sees the room that stays empty.
-With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
+`HostBatch` is the copy on the host that the proposer reads. A step's tokens reach it on a stream of their own.
+With an `AheadScheduler` the next step is there by then, with room for drafts: they go into it, and the runner
+never sees the room that stays empty. With vLLM's own scheduler they come with the inputs of the next step.
 """
 
 import threading
@@ -40,11 +39,9 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. It is
-
-    - the receiver of tokens: `_draft_after_arrivals` waits for those of `report`, and drafts after them;
-    - the giver of the drafts that a step verifies: `give_drafts`;
-    - the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order.
+    `_draft_after_arrivals` waits for the tokens of `report`, and drafts after them. As the runner's
+    `draft_tokens_handler` it gives the drafts to a scheduler that waits.
 
     Attributes:
         step: the runner's own output of the scheduler, which is to get drafts; None: it has them.

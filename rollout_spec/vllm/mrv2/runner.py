@@ -1,9 +1,8 @@
 """What we change in vLLM's MRV2: classes that stand before the runner's own, and before its worker's.
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `execute_model`, in it `finish_requests` of `KeyedRunner`, `add_requests` and `update_requests` of
-`DraftingRunner`, `apply_staged_writes` of `WaitingTables`, `gather_batch_req_state` and `prepare_inputs` of
-`GraphsRunner`; then `sample_tokens`, in it the speculator's `propose`, and at its end `HostDrafts.report`.
+vLLM calls `execute_model`, in it `finish_requests`, `add_requests`, `update_requests`, `apply_staged_writes`,
+`gather_batch_req_state` and `prepare_inputs`; then `sample_tokens`, in it the speculator's `propose`.
 """
 
 import contextlib
