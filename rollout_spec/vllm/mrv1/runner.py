@@ -1,8 +1,9 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after.
-`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and `propose_draft_token_ids`,
-which asks our drafter. A model that drafts is asked before the wait, since its tokens stay on the device.
+`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and
+`propose_draft_token_ids`, which asks our drafter. A model that drafts is asked before the wait, since its
+tokens stay on the device.
 """
 
 from typing import Any

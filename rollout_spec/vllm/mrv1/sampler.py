@@ -1,10 +1,10 @@
 """From the target's logits to a step's tokens: vLLM's two samplers, with our noise. An adapter, no algorithm.
 
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
-the tokens after the drafts, then calls `rejection_sample`. Both get `SamplingMetadata`, whose `generators` say
-what noise a row has: `RowSampler` and `RowVerifier` put a `RowGenerators` there. `CoupledTopKTopPSampler` draws
-with it in plain steps and after drafts, `couple_rejection_sample` at the draft positions. Penalties, masks,
-temperature and log-probabilities stay vLLM's.
+the tokens after the drafts, then calls `rejection_sample`. Both get `SamplingMetadata`, whose `generators`
+say what noise a row has: `RowSampler` and `RowVerifier` put a `RowGenerators` there. `CoupledTopKTopPSampler`
+draws with it in plain steps and after drafts, `couple_rejection_sample` at the draft positions. Penalties,
+masks, temperature and log-probabilities stay vLLM's.
 """
 
 import dataclasses

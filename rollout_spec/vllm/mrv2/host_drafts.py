@@ -1,8 +1,9 @@
 """The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the step that begins. An adapter.
 
-`HostBatch` is the copy on the host that the proposer reads. A step's tokens reach it on a stream of their own.
-With an `AheadScheduler` the next step is there by then, with room for drafts: they go into it, and the runner
-never sees the room that stays empty. With vLLM's own scheduler they come with the inputs of the next step.
+`HostBatch` is the copy on the host that the proposer reads. A step's tokens reach it on a stream of their
+own. With an `AheadScheduler` the next step is there by then, with room for drafts: they go into it, and the
+runner never sees the room that stays empty. With vLLM's own scheduler they come with the inputs of the next
+step.
 """
 
 import threading
