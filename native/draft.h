@@ -1,17 +1,11 @@
 /* A draft: what may come after a sequence's text, token by token.
  *
  * A continuation of a string is a token that came after it, in the text of any sequence of the group. The match is the
- * longest suffix of the sequence's text, the whole text included, that has a continuation. Strings that end at the same
- * positions are one class, a state of the automaton.
- *
- * At each position several experts propose a token: the match, and its longest suffix in a shorter class that has a
- * continuation, each with its most frequent one (on a tie the one that came first); what lately came after the last 1, 2,
- * 3 and 6 tokens in any text of the index, but prompts and corpus, and after the last 1 and 2 in this sequence; a model,
- * while the draft is its own; and the corpus, with the most frequent continuation of the match there, where that is longer
- * than the group's.
- *
- * The draft takes the best proposal. evidence.h says how the probability is learned that it is accepted. The draft ends
- * before the token with which the product of the probabilities, the survival, falls below min_survival. */
+ * longest suffix of the sequence's text, the whole included, that has one. Strings that end at the same positions are a
+ * class, one state of the automaton. At each position experts propose a token, as draft.c pictures: a match proposes its
+ * most frequent continuation, on a tie the one that came first. The best proposal is drafted; evidence.h says how the
+ * probability is learned that it is accepted. A draft ends before the token with which the product of these, the survival,
+ * falls below min_survival. */
 #ifndef RS_DRAFT_H
 #define RS_DRAFT_H
 
