@@ -92,10 +92,7 @@ static void redirect(rs_automaton *a, uint32_t state, int32_t token, uint32_t fr
 static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uint32_t origin) {
     uint32_t block = 0;
     if (a->states[origin].block != 0) {
-        rs_status status = rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block);
-        if (status != RS_OK) {
-            return status;
-        }
+        RS_TRY(rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block));
     }
     uint32_t clone = a->num_states++;
     a->states[clone] = a->states[origin];
@@ -154,21 +151,15 @@ static void count_suffixes(rs_automaton *a, uint32_t state) {
 }
 
 rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
-    rs_status status = reserve_states(a, 2);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(reserve_states(a, 2));
     const uint32_t *target = rs_find(a, *last, token);
     uint32_t after = a->num_states;
     if (target == NULL) {
-        status = create_state(a, *last, token);
+        RS_TRY(create_state(a, *last, token));
     } else if (a->states[*target].len == a->states[*last].len + 1) {
         after = *target;
     } else {
-        status = clone_state(a, *last, token, *target);
-    }
-    if (status != RS_OK) {
-        return status;
+        RS_TRY(clone_state(a, *last, token, *target));
     }
     count_suffixes(a, after);
     *last = after;

@@ -85,10 +85,8 @@ void rs_group_leave(rs_index *index, int32_t group) {
 
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error) {
-    rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
+    rs_status status = RS_OK;
     if (index->free_group < 0) {
         status = RS_RESERVE(&index->memory, index->groups, index->groups_capacity, (uint64_t)index->num_groups + 1);
     }
@@ -151,15 +149,14 @@ static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t
 rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                               rs_error *error) {
     rs_sequence *added;
-    rs_status status = rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error);
-    return status != RS_OK ? status
-                           : add(index, RS_PROMPT, group, prompt_token_ids, num_prompt_tokens, &added, error);
+    RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
+    return add(index, RS_PROMPT, group, prompt_token_ids, num_prompt_tokens, &added, error);
 }
 
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
     rs_sequence *added;
-    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
-    return status != RS_OK ? status : add(index, RS_TEXT, group, token_ids, num_tokens, &added, error);
+    RS_TRY(rs_check_tokens(token_ids, num_tokens, "token_ids", error));
+    return add(index, RS_TEXT, group, token_ids, num_tokens, &added, error);
 }
 
 /* ---- what they ask of sequences ---- */

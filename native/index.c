@@ -36,16 +36,12 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
 }
 
 rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
-    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(rs_check_tokens(token_ids, num_tokens, "token_ids", error));
     if (index->num_groups > 0) {
         return rs_fail(error, RS_EINVAL, "corpus: must be whole before the first group is opened");
     }
-    if (index->corpus.states == NULL) {
-        status = rs_automaton_init(&index->corpus, &index->memory);
-    }
+    const bool is_first = index->corpus.states == NULL;
+    rs_status status = is_first ? rs_automaton_init(&index->corpus, &index->memory) : RS_OK;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
         status = rs_extend(&index->corpus, &last, token_ids[i]);

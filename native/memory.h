@@ -31,7 +31,16 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
                      size_t element_size);
 
-/* The same for an array and its capacity by their names. */
+/* Return the status from the function that this stands in, unless it is RS_OK. */
+#define RS_TRY(status)                    \
+    do {                                  \
+        const rs_status tried = (status); \
+        if (tried != RS_OK) {             \
+            return tried;                 \
+        }                                 \
+    } while (0)
+
+/* rs_resize and rs_reserve of an array and its capacity by their names. */
 #define RS_RESIZE(memory, array, capacity, new_size) \
     rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
 #define RS_RESERVE(memory, array, capacity, needed) \

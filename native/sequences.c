@@ -244,10 +244,7 @@ static bool forget_most_idle_text(rs_index *index) {
 
 rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind) {
     if (kind == RS_RUNNING) {
-        rs_status status = reserve_predictions(index, sequence);
-        if (status != RS_OK) {
-            return status;
-        }
+        RS_TRY(reserve_predictions(index, sequence));
         sequence->is_resumed = true;
         sequence->has_no_memory = false;
     } else {
@@ -292,9 +289,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
         status = RS_RESERVE(&index->memory, sequence->text, sequence->text_capacity, num_before + (uint64_t)num_tokens);
     } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
     keep_free(index, NULL);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(status);
     if (num_tokens > 0) {
         memcpy(sequence->text + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
     }
@@ -322,10 +317,7 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
         if (at->indexed < sequence->followed) {
             at->last = *rs_find(&group->automaton, at->last, token);
         } else {
-            rs_status status = rs_extend(&group->automaton, &at->last, token);
-            if (status != RS_OK) {
-                return status;
-            }
+            RS_TRY(rs_extend(&group->automaton, &at->last, token));
             if (sequence->kind != RS_PROMPT) {
                 uint32_t tags[RS_NUM_CONTEXTS];
                 rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);

@@ -191,10 +191,7 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
 /* ---- the whole step ---- */
 
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
-    rs_status status = check(index, batch, error);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(check(index, batch, error));
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens);
     batch->num_unindexed = draft_rows(index, batch);
