@@ -31,13 +31,14 @@ import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.drafting.drafts import Drafts
 from rollout_spec.verification import blocks, coupled, noise
+from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.mrv2.versions import gumbel
-from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
 from tests.drawn import keyed_sample
@@ -147,7 +148,7 @@ class Engine:
         return put(logits), metadata
 
     def indexing(self, has_drafts, monkeypatch):
-        """MRV1's own step, while text is behind: `log` has "catch up" where it is indexed."""
+        """MRV1's own step, while text is unindexed: `log` has "catch up" where it is indexed."""
         accelerator, batch, num = self.accelerator, self.runner.input_batch, len(DRAFTS)
         logits, metadata = accelerator.put(torch.randn(num, VOCAB_SIZE)), None
         if has_drafts:
@@ -189,6 +190,8 @@ class Engine:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
+        runner.idle_host = IdleHost(proposer.catch_up)
+        self.row_sampling.before_wait = runner.idle_host.before_wait
         patches.put_before(CatchingUpRunner, runner, IDLE_HOST)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
@@ -208,7 +211,7 @@ class Engine:
         )  # fmt: skip
         runner = self._model(proposer)
         runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
-        setattr(runner, BESIDE_MODEL, proposer)
+        runner.rollout_spec_proposer = proposer
         return self._counted(lambda: runner.sample_tokens(None)), given[0]
 
     def _model(self, proposer):
@@ -337,7 +340,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
     accelerator, given = Engine(temperature).with_model_and_text()
     assert given.tokens.tolist() == drafts
     assert np.isfinite(given.log_odds).all()
-    fetched = "rollout_spec.vllm.mrv1.speculators.<genexpr>"
+    fetched = "rollout_spec.vllm.mrv1.proposers.<genexpr>"
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
-from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
 from rollout_spec.drafting.gate.step import Step
@@ -194,7 +194,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
-    counters = batch.drafter._model_share.counters
+    counters = batch.drafter.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
     assert [step.model_shares is None for step in steps] == [True, True, False, True]
@@ -325,7 +325,7 @@ def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch):
 
 
 def test_text_is_indexed_while_a_device_is_waited_for():
-    """A row that is behind has no draft, the others do; what is left when the device is ready waits."""
+    """An unindexed row has no draft, the others do; what is left when the device is ready waits."""
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
     batch = Batch(drafter, num_rows=2, length=9_000)
@@ -336,7 +336,7 @@ def test_text_is_indexed_while_a_device_is_waited_for():
     for answers in ([True, True, False], [False], [True] * 9):
         times = iter(answers)
         drafter.catch_up(lambda: next(times))  # noqa: B023
-        nums_left.append(drafter.index.stats().num_tokens_behind)
+        nums_left.append(drafter.index.stats().num_tokens_unindexed)
     assert nums_left == [8_000 - 2 * 1024, 8_000 - 2 * 1024, 0]
     assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 
@@ -443,14 +443,15 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
     assert promised[-1] == 0.0
 
 
-def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4), fills=True)
+def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
+    config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4)
+    drafter = Drafter(config, pads_drafts=True)
     batch = Batch(drafter)
     for name in "abc":
         batch.add(name)
-    assert batch.step([[10, 11, 12], [], []]) == [[FILLER] * 4, [], []]
+    assert batch.step([[10, 11, 12], [], []]) == [[PAD] * 4, [], []]
     drafts = batch.step([[13], [10, 11], []])
-    assert drafts == [[FILLER] * 4, [12, 13, FILLER, FILLER], []]
+    assert drafts == [[PAD] * 4, [12, 13, PAD, PAD], []]
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 

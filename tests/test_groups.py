@@ -14,6 +14,7 @@ from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from rollout_spec.metrics import EngineCounters
 from tests.oracle import Chain, GroupOracle, Options, PackedOracle, PackedText
 from tests.text import int32
 
@@ -24,7 +25,8 @@ class Rows:
     """Requests one after the other, each of which says its text in one step and ends."""
 
     def __init__(self, index, history):
-        self.index, self.history, self.groups = index, history, Groups(index, history)
+        self.index, self.history, self.counters = index, history, EngineCounters()
+        self.groups = Groups(index, history, self.counters)
 
     def add(self, prompt, group=None, num_group_tokens=None, sample=None):
         return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
@@ -52,7 +54,7 @@ class Rows:
         return member
 
     def index_all(self):
-        while self.groups.has_waiting or self.index.has_behind:
+        while self.groups.has_waiting or self.index.has_unindexed:
             self.index.catch_up()
             self.groups.index_next()
 
@@ -77,7 +79,7 @@ def test_a_sample_goes_on_in_its_sequence(rows):
     assert rows.kept() == [[30, 31]]
     for num_resumed in (1, 2):
         again = rows.add([*text, 40], **of_sample())
-        assert again is first and rows.groups.num_resumed == num_resumed
+        assert again is first and rows.counters.num_resumed == num_resumed
         rows.end(again, [*text, 40])
     rows.groups.end_samples(["sample"])
     assert not rows.is_open(first) and rows.kept() == [[30, 31, 40]]
@@ -89,7 +91,7 @@ def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_aga
         rows.history.add(group_key("group"), int32(30 + number))
     runs = rows.park([*PROMPT, 40], **of_sample())
     rows.index_all()
-    assert rows.index.stats().num_tokens == 20 + 4 and rows.groups.num_resumed == 0
+    assert rows.index.stats().num_tokens == 20 + 4 and rows.counters.num_resumed == 0
     other = History(4, 1 << 20)
     other.add(group_key("group"), int32(50, 51))
     for piece in other.take_new():
@@ -106,17 +108,16 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(rows.index, "open_sequence", Mock(side_effect=full))
         assert rows.add(PROMPT, group="group") is None
-    added = Mock(side_effect=[None, full])
+    added = Mock(side_effect=[None, full, None])
     monkeypatch.setattr(rows.index, "add_text", added)
     member = rows.add(PROMPT, group="group")
     rows.index_all()
-    assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31]]
-    assert rows.groups.num_texts_left_out == 1, "beside the one that the index counts"
+    assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31], [30]]
     rows.end(member, [*PROMPT, 40])
     added.side_effect = None
     rows.add(PROMPT, group="group")
     rows.index_all()
-    assert [call.args[1].tolist() for call in added.call_args_list[2:]] == [[31], [30]]
+    assert [call.args[1].tolist() for call in added.call_args_list[3:]] == [[31]]
 
 
 @pytest.mark.parametrize("names", [{}, of_sample()], ids=["without a name", "of a sample"])
@@ -244,7 +245,7 @@ class GroupsMachine(RuleBasedStateMachine):
         key = ("prompt", tuple(prompt)) if group is None else ("group", group)
         self.rows.groups.end_samples([])  # it learns what has left
         self.note_left()
-        chain, num_resumed = self.expected(prompt, key, sample), self.rows.groups.num_resumed
+        chain, num_resumed = self.expected(prompt, key, sample), self.rows.counters.num_resumed
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
         stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
@@ -269,7 +270,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.parked.remove(chain)
             if not chain.goes_on_whole(prompt):
                 self.keep(chain, chain.said[max(0, chain.num_shared(prompt) - 8) :])
-        assert self.rows.groups.num_resumed == num_resumed
+        assert self.rows.counters.num_resumed == num_resumed
         at = self.indexed[handle]
         if handle not in busy:
             new = [text for text in self.packed.texts(member.group.history_key) if text not in at.texts]

@@ -269,15 +269,15 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
-def test_a_row_that_is_behind_drafts_nothing(index):
+def test_an_unindexed_row_drafts_nothing(index):
     text, row = np.tile(int32(1, 2, 3), 40), int32(0)
     sequence = int32(index.open_sequence(index.open_group(int32())))
-    for level, max_tokens, num_behind, num in ((20, 0, 0, 1), (120, 0, 1, 0), (120, 100, 0, 1)):
+    for level, max_tokens, num_unindexed, num in ((20, 0, 0, 1), (120, 0, 1, 0), (120, 100, 0, 1)):
         step = index.index_and_draft(sequence, text[None], row, int32(level), int32(1), max_tokens=max_tokens)
-        assert (step.num_behind, step.num_draft_tokens.tolist()) == (num_behind, [num])
+        assert (step.num_unindexed, step.num_draft_tokens.tolist()) == (num_unindexed, [num])
 
 
-def test_what_is_behind_when_its_sequence_closes_is_indexed_yet(index):
+def test_what_is_unindexed_when_its_sequence_closes_is_still_indexed(index):
     sequence, text = index.open_sequence(index.open_group(int32(1, 2))), np.arange(1, 200, dtype=np.int32)
     nothing = int32(0)
     index.index_and_draft(int32(sequence), text[None], nothing, int32(199), nothing, max_tokens=2)
@@ -298,9 +298,9 @@ def test_short_rows_are_indexed_before_long_ones_and_these_before_texts(index):
     sequences = int32(*(index.open_sequence(group) for group in groups[1:]))
     rows, levels = int32(0, 0), int32(399, 150)
     step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=148)
-    assert (step.num_behind, index.stats().num_tokens) == (1, 6 + 148)
+    assert (step.num_unindexed, index.stats().num_tokens) == (1, 6 + 148)
     step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=397)
-    assert (step.num_behind, index.stats().num_tokens_behind) == (0, 100)
+    assert (step.num_unindexed, index.stats().num_tokens_unindexed) == (0, 100)
 
 
 def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
@@ -316,9 +316,9 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
             step = index.index_and_draft(int32(second), rows, int32(1), int32(level), nothing)
         assert step.num_dropped == 0 and index.stats().num_tokens == level
         index.validate()
-        assert not index.has_behind
+        assert not index.has_unindexed
         index.resume_sequence(first)
-        assert index.has_behind and index.text(first).tolist() == rows[0, 2:4_000].tolist()
+        assert index.has_unindexed and index.text(first).tolist() == rows[0, 2:4_000].tolist()
         for sequence in (first, second):
             index.park_sequence(sequence)
         assert index.given_up() == [group], "it lacks a text, and is idle"

@@ -49,7 +49,7 @@ plugin.register()
 result["fixes"] = errors()
 plugin.import_patched()
 result["applied"] = [patch.name for patch in patches.applied()]
-print(json.dumps({**result, "left_out": sorted(plugin.left_out), "said": said}))
+print(json.dumps({**result, "not_fixed": sorted(plugin.not_fixed), "said": said}))
 """
 
 
@@ -88,7 +88,7 @@ def test_what_is_nearly_asked_for_is_refused(found):
 
 def test_a_fix_of_vllms_own_fault_that_does_not_fit_is_left_out_with_one_warning(found):
     assert not [error for error in found["fixes"] if "does not fit" in error]
-    assert found["left_out"] == ["allowed_tokens", "embedded_prompts", "thinking_budget"]
+    assert found["not_fixed"] == ["allowed_tokens", "embedded_prompts", "thinking_budget"]
     assert ["was not applied" in message for message in found["said"]] == [True] * 3
 
 

@@ -23,16 +23,16 @@ from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
-FILLER = 0  # a token id of any vocabulary
-STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
+PAD = 0  # a token id of any vocabulary, where there is no better one
+STEP_SHARE = 0.02  # of a step's time that the next one spends on unindexed text
 MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
-PIECE_TOKENS = 1024  # that are indexed at a time of text that is behind, in 0.1 ms or less
+PIECE_TOKENS = 1024  # of unindexed text, that are indexed at a time: in 0.1 ms or less
 
 
 class _Rows:
-    """The rows of the engine's token matrix that have a place in the index.
+    """The rows of the engine's token matrix whose sequences are in the index.
 
-    As long as the batch does not change these are the same arrays, which the index then need not check again.
+    As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
     def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
@@ -58,7 +58,7 @@ class _Rows:
 
 @dataclasses.dataclass
 class _Request:
-    member: Member | None  # None: it has no place in the index
+    member: Member | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
 
 
@@ -71,8 +71,8 @@ class Drafter:
     Args:
         config: the options; `config.num_speculative_tokens` bounds every draft.
         clock: seconds, of which the gate learns what a step takes.
-        fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
-            engines whose other steps have no graph. What fills them is verified, and seldom right.
+        pads_drafts: pad the drafts of a step to `config.num_speculative_tokens` in every decoding row, for
+            engines whose other steps have no graph. Padding is verified, and seldom right.
         most_model_tokens: the most that a model drafts for a row; 0: there is no model.
     """
 
@@ -80,32 +80,32 @@ class Drafter:
         self,
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
-        fills: bool = False,
+        pads_drafts: bool = False,
         most_model_tokens: int = 0,
     ) -> None:
-        self.counters = EngineCounters()  # without those of the gate and the model
         self._num_speculative_tokens = config.num_speculative_tokens
-        self._fill_to = config.num_speculative_tokens if fills else 0
+        self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self._gate: Gate = (
-            AutoGate(self._fill_to, most_model_tokens)
+            AutoGate(self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
             else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
         )
+        self.counters = self._gate.counters
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
         self._drafts_wanted = False  # by the gate, in the steps to come
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
-        self._groups = Groups(self.index, self.history)
+        self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
-        self._model_share = ModelShare()
+        self._model_share = ModelShare(self.counters)
         self._row_ids: list[str] = []  # the rows of the last step
         self._num_given = 0  # draft tokens that it gave the next one
-        self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
+        self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -140,7 +140,7 @@ class Drafter:
         self._rows = None
 
     def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
-        """End a request that was added; its text stays, and its place is kept for the sample's next one.
+        """End a request that was added; its text stays, and the sample's next one goes on after it.
 
         is_aborted: that one's prompt may lack the last tokens.
         """
@@ -179,8 +179,8 @@ class Drafter:
             next_step: what the next one can take.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
-        raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
-        whose rows hold what no text can.
+        raises nothing: idle groups leave it, then idle text, then the requests that do not fit. So do those
+        whose rows have negative tokens.
         """
         started = time.perf_counter()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
@@ -207,7 +207,7 @@ class Drafter:
         drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows == 0:
             self._gate.discard()
-            self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
+            self._propose_after(rows, token_ids, levels, None)  # to index only
             return self._answer(drafts)
         least_survival = self._gate.begin(step)
         if self._fill_to * num_decoding > self._max_draft_tokens:
@@ -219,9 +219,9 @@ class Drafter:
         if least_survival is not None and next_step.takes_drafts:
             self._give(drafts, rows, proposed)
             self._model_share.count_drafted(request_ids, drafts, model)
-            if self._fill_to and self._gate.fills:  # steps with drafts are of one shape only
-                drafts.tokens[np.arange(self._fill_to) >= drafts.numbers[:, None]] = FILLER
-                drafts.numbers[decodes] = self._fill_to
+            if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
+                drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
+                drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
         elif least_survival is not None:  # too late for that step: what the gate says of them is for others
             self._drafts_wanted = self._would_give(rows, proposed)
@@ -242,19 +242,18 @@ class Drafter:
         self.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
-        """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
-        while self._has_behind and has_time():
+        """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
+        while self._has_unindexed and has_time():
             if not self.index.catch_up(PIECE_TOKENS):
                 self._groups.index_next()
 
     @property
-    def _has_behind(self) -> bool:
-        return self.index.has_behind or self._groups.has_waiting
+    def _has_unindexed(self) -> bool:
+        return self.index.has_unindexed or self._groups.has_waiting
 
     def _end_step(self, now: float, goes_on: bool) -> float | None:
         """A step ends now; returns what it took. None: without a request that goes on, the engine may have
-        waited for one, slept, or taken new weights.
-        """
+        waited for one, slept, or taken new weights."""
         seconds = None if self._last_end is None or not goes_on else now - self._last_end
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
@@ -275,12 +274,12 @@ class Drafter:
         return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def _count(self, step: Step, rows: _Rows, proposed: StepResult) -> None:
-        """Count the step that ended: its decoding rows, and those of them that had a place in the index."""
+        """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
         self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
-        self.counters.num_behind_rows += proposed.num_behind
+        self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(
         self,
@@ -290,14 +289,14 @@ class Drafter:
         least_survival: float | None,
         next_step: NextStep = TAKES_ANY,
     ) -> StepResult:
-        """Index what these rows got, and what waits; propose tokens of this survival or more, None: none."""
+        """Index what these rows got and more; propose tokens of this survival or more, None: none."""
         rows.set_levels(levels, least_survival is not None, next_step.room)
         self._groups.index_next()
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
             least_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
         )  # fmt: skip
-        if self._has_behind:  # also where nobody waits for a device
+        if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
@@ -305,7 +304,7 @@ class Drafter:
         return result
 
     def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
+        """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
             request = self._requests[self._row_ids[row]]
             assert request.member is not None
@@ -323,13 +322,10 @@ class Drafter:
 
     def _would_give(self, rows: _Rows, proposed: StepResult) -> bool:
         """The next step has begun without drafts: would the open gate have taken some?"""
-        if self._has_model:
-            # It has something for every step, but not for this one. The text's drafts alone would wrongly
-            # tell the gate that drafting does not pay.
-            would_give = True
-            self.counters.num_steps_on += 1
-        else:
-            would_give = bool(self._chosen(rows, proposed).any())
+        # A model has something for every step, but not for this one. The text's drafts alone would wrongly
+        # tell the gate that drafting does not pay.
+        would_give = self._has_model or bool(self._chosen(rows, proposed).any())
+        self.counters.num_steps_on += self._has_model
         self._gate.discard()
         return would_give
 
@@ -343,13 +339,11 @@ class Drafter:
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
-        num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
+        num_left_out = self.index.stats().num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
         self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
-        self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
-        each = self.counters, self._gate.counters, self._model_share.counters
-        return EngineCounters.sum(one.take() for one in each)
+        return self.counters.take()
 
     def note_new_weights(self, step: int | None = None) -> None:
         """The target's weights have changed: the time until the next step is no step's. `step`: the training

@@ -33,7 +33,7 @@ class Cluster:
     group_size: int | None = None  # the first responses of each line, None: all
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
-    fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
+    pads_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
     max_num_batched_tokens: int = 8192  # of a step, prompts included; verl's default
     tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
 
@@ -86,7 +86,7 @@ class Engine:
             self.drafter = Drafter(
                 config,
                 lambda: self.total.seconds,
-                fills=cluster.fills_drafts,
+                pads_drafts=cluster.pads_drafts,
                 most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
             )
             num_draft_tokens = config.num_speculative_tokens

@@ -216,6 +216,7 @@ def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
     from vllm.config import CUDAGraphMode
 
     from rollout_spec.vllm import checks
+    from rollout_spec.vllm.refusals import refuse
 
     config = configured(tiny_model, {})
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
@@ -223,7 +224,7 @@ def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
     monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
     refused = pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
     with refused if is_refused else nullcontext():
-        checks._refuse_beside_ours(config, SpecConfig(), "ours")
+        refuse(checks._beside_ours(config, SpecConfig()), "a model")
 
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):

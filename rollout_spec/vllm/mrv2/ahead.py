@@ -42,6 +42,7 @@ _EMPTY_ROOM = Patch(
 )
 
 
+# Before RequestSpecDecodeMetrics, 1: observe
 class DraftedSteps:
     """What `--per-request-spec-decode-metrics` counts of a request: its steps with drafts."""
 

@@ -1,9 +1,9 @@
 """The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the step that begins. An adapter.
 
-MRV2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the
-proposer reads. A step's tokens reach it on a stream of their own. With an `AheadScheduler` the next step is
-there by then, with room for drafts: they go into it, and the runner never sees the room that stays empty.
-With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
+`HostBatch` is the copy on the host that the proposer reads. A step's tokens reach it on a stream of their
+own. With an `AheadScheduler` the next step is there by then, with room for drafts: they go into it, and the
+runner never sees the room that stays empty. With vLLM's own scheduler they come with the inputs of the next
+step.
 """
 
 import threading
@@ -40,11 +40,9 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. It is
-
-    - the receiver of tokens: `_draft_after_arrivals` waits for those of `report`, and drafts after them;
-    - the giver of the drafts that a step verifies: `give_drafts`;
-    - the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order.
+    `_draft_after_arrivals` waits for the tokens of `report`, and drafts after them. As the runner's
+    `draft_tokens_handler` it gives the drafts to a scheduler that waits.
 
     Attributes:
         step: the runner's own output of the scheduler, which is to get drafts; None: it has them.
@@ -75,11 +73,6 @@ class HostDrafts:
         self._nums_drafts: dict[str, int] = {}  # of its requests
         runner.drafter = self.proposer  # where MRV1 has it
         runner.draft_tokens_handler = self
-
-    def reset_after_warm_up(self) -> None:
-        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
-        self.proposer.start_afresh()
-        self._latest = Drafts.none(0)
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
@@ -119,16 +112,11 @@ class HostDrafts:
         return Drafts(np.array(tokens, np.int32), np.array(list(map(len, lists)), np.int32))
 
     def _fill(self, step: Any, names: list[str], rows: npt.NDArray[np.int64]) -> Drafts:
-        """Put drafts where a step has room for some, and take away the room that stays empty.
+        """Put drafts where a step has room for some, and take away the room that stays empty; returns the
+        drafts of its requests, whose names these are, in these rows of the runner.
 
-        Args:
-            step: the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
-                was room, and that were not accepted.
-            names: of its requests.
-            rows: the runner's, of these.
-
-        Returns:
-            Their drafts.
+        `step` is the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
+        was room, and that were not accepted.
         """
         given, counts = step.scheduled_spec_decode_tokens, self._runner.req_states.num_computed_tokens_np
         room = np.array([len(given.get(name, ())) for name in names], np.int32)
@@ -146,15 +134,8 @@ class HostDrafts:
         return drafts
 
     def _draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array]:
-        """Wait for the tokens of the step before and draft.
-
-        Args:
-            names: of the step's requests.
-            room: int32 [num_requests], for how many draft tokens each has room.
-
-        Returns:
-            Their drafts, and how many tokens each has.
-        """
+        """Wait for the tokens of the step before and draft for requests that have so much room; returns their
+        drafts, and how many tokens each has."""
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
@@ -174,16 +155,16 @@ class HostDrafts:
         drafts = Drafts.none(len(self._batch.input_batch.req_ids))
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            places, is_last = self._batch.places(arrival.request_ids), not self._arrivals
+            ends, is_last = self._batch.ends(arrival.request_ids), not self._arrivals
             tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
             try:
-                nums_new = self._batch.extend(places, tokens, nums)
+                nums_new = self._batch.extend(ends, tokens, nums)
                 has_model_drafts = bool(drafted) or not self._most_passes
                 drafts = self._latest = self.proposer.draft(
                     nums_new, self._batch.tokens, self._batch.levels,
                     arrival.work and arrival.work._replace(ended=arrival.ended),
                     NextStep(
-                        self._batch.place(places, nums, *drafted) if drafted else None,
+                        self._batch.by_row(ends, nums, *drafted) if drafted else None,
                         next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
                     ),
                     may_end=any((tokens == end).any() for end in self.proposer.ends),
@@ -194,8 +175,7 @@ class HostDrafts:
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
-        what was drafted, what is to be next, and when the step had ended.
-        """
+        what was drafted, what is to be next, and when the step had ended."""
         model_drafts, self.model_drafts = self.model_drafts, ()
         if isinstance(output, AsyncOutput) and self.proposer.is_used:
             arrival = Arrival(output, self.proposer.work, self._runner.output_copy_stream, model_drafts)

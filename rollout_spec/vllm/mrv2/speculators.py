@@ -78,6 +78,7 @@ class SuffixSpeculator(BaseSpeculator):
         return self.host.no_drafts(input_batch)
 
 
+# Before DraftModelSpeculator, 1: sample_draft
 class SharedNoise(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise.
 
@@ -100,6 +101,7 @@ class SharedNoise(DraftModelSpeculator):
         return tokens
 
 
+# Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
 class BesideText(SharedNoise):
     """A model that drafts beside `SuffixProposer`, which has the last word.
 
