@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,6 @@ def _add_served(served: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show
-    from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import tables, verdict, write_check
 
@@ -75,20 +75,19 @@ def run(args: argparse.Namespace) -> int:
     drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
-    with timed("gpu-check", plan.seconds) as say:
-        # What there is so far is kept, if the command is stopped early.
-        for record in Check(plan, args.output, say).run():
-            record["plan"] = {
-                "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
-                "dtype": inputs.default_dtype(),
-                "minutes": args.minutes,
-                "methods": ",".join(methods),
-                "model_drafter": args.model_drafter,
-                "recording": args.recording and args.recording.name,
-                "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
-            }
-            record["verdict"] = verdict(record)
-            paths = write_check(record, args.output)
+    # What there is so far is kept, if the command is stopped early.
+    for record in Check(plan, args.output, lambda text: print(text, file=sys.stderr, flush=True)).run():
+        record["plan"] = {
+            "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
+            "dtype": inputs.default_dtype(),
+            "minutes": args.minutes,
+            "methods": ",".join(methods),
+            "model_drafter": args.model_drafter,
+            "recording": args.recording and args.recording.name,
+            "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
+        }
+        record["verdict"] = verdict(record)
+        paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
     show(record, args.json, *tables(record), *record["verdict"], files)
     return 0

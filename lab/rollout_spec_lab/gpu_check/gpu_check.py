@@ -25,14 +25,12 @@ WORKER = "rollout_spec_lab.gpu_check.worker"
 RESERVE = 0.05  # of all the time, for what comes after the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
 
-Show = Callable[[str, float], None]  # what is being done, and how many seconds have passed
-
 
 class Check:
-    """A run of a plan."""
+    """A run of a plan; `say` takes a line about what is being done."""
 
-    def __init__(self, plan: CheckPlan, folder: Path, show: Show = lambda text, seconds: None) -> None:
-        self._plan, self._folder, self._show = plan, folder, show
+    def __init__(self, plan: CheckPlan, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self._plan, self._folder, self._say = plan, folder, say
         self._began = time.monotonic()
         self._found: dict[str, Any] = dict.fromkeys([*plan.jobs, *PARTS])
         self.parts: list[dict[str, Any]] = []
@@ -70,7 +68,7 @@ class Check:
 
     def _part(self, name: str, job: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
         """What a part has found so far; the last once more when its end is noted."""
-        self._show(name, self._elapsed)
+        self._show(name)
         began, seconds = self._elapsed, self._left
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
@@ -102,6 +100,9 @@ class Check:
                 num_tokens, num_context = rows * (1 + drafts), rows * row["context"]
                 row["roofline_s"] = roofline.seconds(num_tokens, drafts > 0, num_context, num_rows=rows)
 
+    def _show(self, doing: str) -> None:
+        self._say(f"gpu-check: {self._elapsed:.0f} s: {doing}")
+
     def _environment(self, name: str) -> dict[str, str]:
         if name.endswith(V2) or name + V2 in self._plan.jobs:
             return {"VLLM_USE_V2_MODEL_RUNNER": str(int(name.endswith(V2)))}
@@ -126,7 +127,7 @@ class Check:
                 break
             if method in failed:
                 continue
-            self._show(f"rollouts: {method}, repeat {repeat + 1}", self._elapsed)
+            self._show(f"rollouts: {method}, repeat {repeat + 1}")
             start = self._elapsed
             try:
                 served[method].append(plan.serve(repeat, method, self._folder, until - start))
@@ -137,7 +138,18 @@ class Check:
             longest = max(longest, self._elapsed - start)
             yield self._served(plan, served, failed)
         record = self._served(plan, served, failed, predicts=True)
-        self._note_rollouts(plan, record, failed, began)
+        if record is None:
+            reason = f"nothing to compare with: {plan.methods[0]} has not served"
+            self._note("rollouts", FAILED if failed else DROPPED, began, reason)
+        else:
+            self._note("rollouts", DONE, began)
+            if (repeats := record["load"]["repeats"]) < plan.repeats:
+                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
+        for method in plan.methods:
+            if method in failed:
+                self._note(f"rollouts: {method}", FAILED, None, failed[method])
+            elif not served[method]:
+                self._note(f"rollouts: {method}", DROPPED, None, "no time")
         yield record
 
     def _served(
@@ -155,23 +167,6 @@ class Check:
             predict(record, plan, complete, self._plan.rooflines)
         write_rollouts(record, complete, plan.load, self._folder)
         return record
-
-    def _note_rollouts(
-        self, plan: engine.Plan, record: Mapping[str, Any] | None, failed: Mapping[str, str], began: float
-    ) -> None:
-        if record is None:
-            reason = f"nothing to compare with: {plan.methods[0]} has not served"
-            self._note("rollouts", FAILED if failed else DROPPED, began, reason)
-        else:
-            self._note("rollouts", DONE, began)
-            if (repeats := record["load"]["repeats"]) < plan.repeats:
-                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
-        have_served = record["engines"] if record else ()
-        for method in plan.methods:
-            if method in failed:
-                self._note(f"rollouts: {method}", FAILED, None, failed[method])
-            elif method not in have_served:
-                self._note(f"rollouts: {method}", DROPPED, None, "no time")
 
     def _thresholds(self) -> Iterator[dict[str, Any] | None]:
         """By simulation of what the first method has served, with the step times found."""

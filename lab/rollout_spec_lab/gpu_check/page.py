@@ -118,7 +118,7 @@ def _name(method: str) -> str:
 
 
 def _steps(found: Mapping[str, Any]) -> Iterator[str]:
-    yield waits.sentence(found["waits"])
+    yield waits.sentence(found["waits"], found["settings"]["model_runner"])
     for context in sorted({row["context"] for row in found["steps"]}):
         rows = [row for row in found["steps"] if row["context"] == context]
         largest = max(rows, key=_num_tokens)
@@ -154,12 +154,8 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     if record["rollouts"]:
         yield from rollouts.tables(record["rollouts"])
     for runner in (V2, ""):
-        for title, name in (
-            ("A step{}, ms (the roofline)", "steps"),
-            ("Of it, sampling and verification alone{}, ms", "sampling"),
-        ):
-            if found := record.get(f"steps{runner}"):
-                yield title.format(runner), *_by_drafts(found[name])
+        if found := record.get(f"steps{runner}"):
+            yield f"A step{runner}, ms (the roofline)", *_by_drafts(found["steps"])
     if record["thresholds"]:
         yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
             [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
@@ -176,7 +172,7 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
             + (f" ({1e3 * row['roofline_s']:.2f})" if "roofline_s" in row else "")
         )
     lines = [
-        [f"{context:,}" if context else "", str(num_rows), *(line.get(num, "") for num in drafts)]
+        [f"{context:,}", str(num_rows), *(line.get(num, "") for num in drafts)]
         for (context, num_rows), line in cells.items()
     ]
     return ["context", "rows", *(f"{num} drafts" if num else "plain" for num in drafts)], lines
