@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
-from rollout_spec.config import UserError
 from rollout_spec_lab.cli import devices, inputs
-from rollout_spec_lab.cli.bench_engine import OURS, REFUSED, WRITTEN, serve
+from rollout_spec_lab.cli.bench_engine import OURS, WRITTEN, serve
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         inputs.ENGINE,
     )
     known = "as in `bench engine`, without models"
-    add_options(inputs.add_compared_arguments(parser, known, METHODS, REFUSED), inputs.TAIL)
+    add_options(inputs.add_compared_arguments(parser, known, METHODS), inputs.TAIL)
     inputs.add_output(parser, WRITTEN, *OURS)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
@@ -70,13 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
-    from rollout_spec_lab.bench.engine import Method, Plan
+    from rollout_spec_lab.bench.engine import Plan
     from rollout_spec_lab.bench.load import first_responses, recorded_load
 
-    spec = inputs.spec_of(args, REFUSED)
-    methods = inputs.checked_methods("bench rollout", METHODS, args.methods, spec)
-    if any(Method(label).has_model for label in methods):
-        raise UserError(f"--methods {args.methods}: no model drafts here")
+    methods, spec = inputs.compared(args, "bench rollout")
     lines = inputs.recording(args.trace, args.limit_groups)
     if rows:
         lines = first_responses(lines, rows)

@@ -106,7 +106,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields each weight's name and the weight. Raises RuntimeError: the sender failed, is gone or silent."""
+        """Yields names and weights. Raises RuntimeError: the sender failed, is gone or silent."""
         said: Any = ""
         try:
             while (said := await self._hear()) is not None:
