@@ -39,39 +39,34 @@ class Target(NamedTuple):
     is_silent: bool = False  # nobody would see a wrong token or a wrong name
 
 
+def _in(folder: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}.py" for name in names.split())
+
+
 TARGETS = (
     Target(
-        tuple(
-            f"rollout_spec/verification/{name}.py"
-            for name in ("blocks", "prefixes", "noise", "coupled", "transfers")
-        ),
-        ("tests/test_coupled.py", "tests/test_device_waits.py", "tests/test_ascend.py"),
+        _in("rollout_spec/verification", "blocks prefixes noise coupled transfers"),
+        _in("tests", "test_coupled test_device_waits test_ascend"),
         "races or little or a_step_draws or a_step_keeps or shortfall or infinity or lowest or number "
         "or words or every_part or arithmetic or extreme or known or by_hand or accelerator or not_copied "
         "or npus or waits_first",
         is_silent=True,
     ),
-    Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
+    Target(_in("rollout_spec/vllm", "keys"), _in("tests", "test_keys"), is_silent=True),
     Target(
-        ("rollout_spec/verl/samples.py", "rollout_spec/verl/client.py"),
-        ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
+        _in("rollout_spec/verl", "samples client"),
+        _in("tests", "test_verl_adapter test_verl_client"),
         "test_verl_client or rows_name or drawn_again or name_samples or with_names_and or other_images",
         is_silent=True,
     ),
     Target(
-        tuple(
-            f"rollout_spec/drafting/{name}.py"
-            for name in ("gate/step_seconds", "gate/gate", "gate/gains", "groups", "history")
-        ),
-        tuple(
-            f"tests/test_{name}.py"
-            for name in ("gate", "step_seconds", "drafter", "groups", "history", "proposer")
-        ),
+        _in("rollout_spec/drafting", "gate/step_seconds gate/gate gate/gains groups history"),
+        _in("tests", "test_gate test_step_seconds test_drafter test_groups test_history test_proposer"),
         "not promises_that",
     ),
     Target(
-        ("rollout_spec/report/runs.py", "rollout_spec/report/measures.py"),
-        ("tests/test_report.py", "tests/test_logs.py"),
+        _in("rollout_spec/report", "runs measures"),
+        _in("tests", "test_report test_logs"),
         "not runs_summary and not at_wandb and not does_not_know and not the_summary_has "
         "and not every_logger",
     ),
@@ -96,7 +91,7 @@ def core_mutants() -> list[CoreMutant]:
     return found
 
 
-CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py", "tests/test_groups.py")
+CORE_TESTS = _in("tests", "test_index test_index_oracle test_groups")
 MOST_SECONDS = 300  # in which they are done many times over
 
 
@@ -155,11 +150,8 @@ def mutate_python(files: list[str], target: Target, jobs: int, sample: int | Non
     for path in files:
         codes = exit_codes(folder, path)
         chosen = sorted(codes.keys() & tried if tried else codes)
-        diffs = [
-            f"# {codes[name]}: {run_mutmut(folder, 'show', name)}"
-            for name in chosen
-            if codes[name] not in KILLED
-        ]
+        alive = [name for name in chosen if codes[name] not in KILLED]
+        diffs = [f"# {codes[name]}: {run_mutmut(folder, 'show', name)}" for name in alive]
         results[path] = Result(len(codes), len(chosen), diffs)
     return results
 
@@ -198,23 +190,15 @@ def mutate_core() -> Result:
 
 def core_lives(folder: Path) -> bool:
     """Whether the C tests and those beside the oracle pass."""
-    if subprocess.run(
-        ["timeout", str(MOST_SECONDS), "make", "-C", "native", "test", f"BUILD={folder}/c"],
-        cwd=folder,
-        capture_output=True,
-    ).returncode:  # or it hangs
+    make = ["timeout", str(MOST_SECONDS), "make", "-C", "native", "test", f"BUILD={folder}/c"]
+    if subprocess.run(make, cwd=folder, capture_output=True).returncode:  # or it hangs
         return False
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/lab"}
-    pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
-    try:
-        return not subprocess.run(
-            pytest, cwd=folder, env=environment, capture_output=True, timeout=MOST_SECONDS
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return False  # it hangs
+    pytest = ["timeout", str(MOST_SECONDS), sys.executable, "-m", "pytest", *options, *CORE_TESTS]
+    return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
 
 
 def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:

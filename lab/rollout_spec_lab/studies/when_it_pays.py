@@ -17,16 +17,14 @@ from rollout_spec.cli.console import counted
 from rollout_spec.config import SpecConfig
 from rollout_spec.files import write_files
 from rollout_spec.predict.engine import Cluster
-from rollout_spec.predict.load import copied
 from rollout_spec.predict.simulate import simulate
 from rollout_spec.report.page import png
-from rollout_spec.trace import Rollout, read_trace
-from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec.trace import read_trace
+from rollout_spec_lab.bench.load import one_rollout, rollout_of
 from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, HOSTS, Roofline
 
 ROWS = (1, 8, 64, 256)
-LEAST_REQUESTS = 32
 DEVICES_SHOWN = ("h100", "910b")
 _RECIPES = Path(__file__).parents[3] / "recipes" / "models"
 POLICIES = {  # with the devices of an engine, tensor-parallel
@@ -44,19 +42,10 @@ class Cell(NamedTuple):
     file: Path
 
 
-def load(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
-    """The first training step's lines, copied until there is a request for each row, and LEAST_REQUESTS."""
-    lines, wanted = rollout_of(lines, None), max(LEAST_REQUESTS, num_rows)
-    num_responses = sum(len(line.responses) for line in lines)
-    many = copied(lines, -(-wanted // num_responses))
-    totals = itertools.accumulate(len(line.responses) for line in many)
-    return many[: next(i for i, total in enumerate(totals, 1) if total >= wanted)]
-
-
 def gains(cell: Cell) -> list[float]:
     """Of the rollout's speed without drafts: on MRV2 and on MRV1."""
     model, devices = POLICIES[cell.policy]
-    lines = load(list(read_trace(cell.file)), cell.num_rows)
+    lines = one_rollout(rollout_of(list(read_trace(cell.file)), None), cell.num_rows)
     hosts = (HOSTS["v2"], HOSTS["v1"])
     times = [
         Roofline(model, DEVICES[cell.device], devices[cell.device],
