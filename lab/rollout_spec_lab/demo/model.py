@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -34,35 +33,24 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
     found = _read_stamp(target)
     if found == stamp:
         return target
-    if found and {**found, "layout": _LAYOUT} == stamp:
-        # Ours, of an older version.
+    if found and {**found, "layout": _LAYOUT} == stamp:  # ours, of an older version
         shutil.rmtree(target)
     if target.exists():
-        raise ModelError(
-            f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another"
-        )
+        raise ModelError(f"{target} exists and is not {gguf.stem} in {dtype}: remove it or choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
-    print(
-        f"Making {target} ({gguf.stem}, {dtype}) from the package {PACKAGE}; about half a minute", flush=True
-    )
+    print(f"Making {target} ({gguf.stem}, {dtype}) from {PACKAGE}; about half a minute", flush=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _convert(gguf, draft, dtype)
         (draft / _STAMP).write_text(json.dumps(stamp))
         draft.chmod(0o755)
-        _rename(draft, target, stamp)
+        draft.rename(target)
+    except OSError:
+        if _read_stamp(target) != stamp:  # else another process made the same model in the meantime
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
-
-
-def _rename(draft: Path, target: Path, stamp: dict[str, str]) -> None:
-    try:
-        os.rename(draft, target)
-    except OSError:
-        # Another process made the same model in the meantime.
-        if _read_stamp(target) != stamp:
-            raise
 
 
 def _read_stamp(folder: Path) -> dict[str, str] | None:
