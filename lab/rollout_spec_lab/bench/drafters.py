@@ -18,7 +18,6 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.proposers import IndexProposer, Proposer, drafts_of_line
 from rollout_spec.predict.replay import ReplayResult, replay_line
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.device_suffix import DeviceSuffix
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
 _CACHE = {"min_token_prob": 0.1, "max_cached_requests": 10_000}  # vLLM's defaults, as all of suffix_server
@@ -28,7 +27,7 @@ SUFFIX: dict[str, dict[str, float]] = {
 }
 NGRAM = (2, 5)
 OF_MODELS = ("model", "sam+model")
-PRICED = ("sam", "sam+model", "suffix_mrv2")
+PRICED = ("sam", "sam+model")
 NUM_HALVINGS = 8
 FIGURES = {  # of a result, and what a table calls them
     "tokens_per_step": "tokens/step",
@@ -171,8 +170,6 @@ def make_proposer(method: str, config: SpecConfig) -> Proposer:
         return Ngram(k)
     if method == "model":
         return Model(k)
-    if method == "suffix_mrv2":
-        return DeviceSuffix(k, config.min_survival)
     assert method in PRICED, method
     return IndexProposer(config, mixes=method == "sam+model")
 

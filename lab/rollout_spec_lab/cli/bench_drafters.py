@@ -11,7 +11,6 @@ from rollout_spec_lab.cli.inputs import add_output, installed, report
 
 HELP = "compare drafters on the same steps of recorded rollouts"
 METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
-DEVICE_SUFFIX = "suffix_mrv2"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
@@ -29,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
     help_ = (
         "by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); {DEVICE_SUFFIX}: the rule of vLLM's "
-        "suffix for MRV2, of a branch; with a model also model alone, "
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert"
     )
     add_options(drafters, ("--methods", str, "M,M", None, help_))
@@ -89,7 +87,7 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in (known := (*METHODS, DEVICE_SUFFIX, *OF_MODELS)):
+        if method not in (known := (*METHODS, *OF_MODELS)):
             raise UserError(f"--methods {method}: must be one of {', '.join(known)}")
         if method in OF_MODELS and not has_model:
             raise UserError(f"--methods {method}: needs --model-acceptance")
