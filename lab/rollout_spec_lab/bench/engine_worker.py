@@ -82,15 +82,7 @@ class Watch:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Serve a job.
-
-    Args:
-        job: what `engine.Plan.job` gives.
-
-    Returns:
-        timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
-        what the engine really runs with; `options`: all of rollout.spec for sam.
-    """
+    """Serve a job of `engine.Plan.job`: what `rollout` gives, and settings, what the engine really runs with."""
     engine = make_engine(job)
     recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)
@@ -101,7 +93,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def rollout(
     engine: Any, watch: Watch, job: dict[str, Any], recorded: Recorded | None = None
 ) -> dict[str, Any]:
-    """What `run` says of a job's requests, but for settings."""
+    """Of a job's requests: timeline, responses, CPU seconds of the drafter, our drafter's counters."""
     prompts, params = _requests(job)
     if recorded:
         recorded.start(job["recorded"])
@@ -141,11 +133,9 @@ def make_engine(job: dict[str, Any]) -> Any:
 
 def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
-    if method.drafting == "off":
-        return {}
     coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
     if method.name == "off":
-        return coupled
+        return {} if method.drafting == "off" else coupled
     if method.name == "model":
         return coupled | {"speculative_config": dict(job["model_drafter"])}
     if method.is_ours:

@@ -63,15 +63,10 @@ def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """One result per method.
+    """One result per method: means of the seconds, ratios of the sums, `ratios` to the first method with their
+    95 % intervals (see `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
 
-    Args:
-        runs: per method what `measure` said of every repeat, and `draft_cpu_s`; repeats with the same number
-            are pairs, and the first method is what the others are compared with.
-
-    Returns:
-        Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
-        `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
+    runs: per method what `measure` said of every repeat, and `draft_cpu_s`; equal numbers are pairs.
     """
     first = next(iter(runs.values()))
     results = []

@@ -136,14 +136,13 @@ def record_of(
 ) -> Iterator[dict[str, Any]]:
     """What `bench verify --json` prints, after each cell; a UserError if there is no device `name`.
 
-    Returns:
-        device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each method
-        (None: not counted), and `skipped`, those that are still to come.
+    cells: rows, k, ms and waits of each method (None: not counted); `skipped`: those still to come.
     """
-    device = device_of(name)
+    device, label = device_of(name), "cpu"
     if device.type == "cpu":
         torch.set_num_threads(1)
-    label = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    else:
+        label = torch.get_device_module(device).get_device_name()
     wanted = [(rows, k) for rows in nums_rows for k in nums_drafts]
     record = {"device": label, "torch": torch.__version__, "vocab_size": vocab_size, "cells": []}
     with torch.inference_mode():  # as in vLLM
@@ -168,11 +167,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def _waits(call: Call) -> list[str] | None:
-    if not can_count_waits():
-        return None
     with waits() as places:
         call()
-    return places
+    return places if can_count_waits() else None
 
 
 def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
@@ -195,10 +192,7 @@ def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, flo
 def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
     """The device against the CPU: bits of noise, tokens of the same logits; tokens alone and in a batch.
 
-    Returns:
-        words, words_that_differ, noise_that_differs, noise_largest_ulps; of `peaked` and `flat` logits
-        tokens, differ_from_cpu, largest_shortfall (of a token that differs: the error of a logit that makes
-        it win) and differ_alone.
+    largest_shortfall: of the tokens that differ, the error of a logit that makes one win.
     """
     noise.check(device)
     cpu, number = torch.device("cpu"), coupled.num_drawn(vocab_size)
