@@ -82,7 +82,7 @@ class Watch:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Serve a job of `engine.Plan.job`: what `rollout` gives, and settings, what the engine really runs with."""
+    """Serve a job of `engine.Plan.job`: what `rollout` gives, and the settings that the engine really has."""
     engine = make_engine(job)
     recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)

@@ -118,11 +118,10 @@ def requests_of(
     lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int | None,
     vocab_size: int,
 ) -> list[Request]:  # fmt: skip
-    """Requests for a cell, more than its rows take in `num_steps` (None: `one_rollout`, as it is); siblings are
-    next to each other.
+    """Requests for a cell, more than its rows take in `num_steps`; None: `one_rollout`, as it is.
 
-    The recording begins again where it ends. Each time and in each cell, which has this number, it has tokens
-    of its own, so nothing is known of them from before.
+    Siblings are next to each other. The recording begins again where it ends. Each time and in each cell, it
+    has tokens of its own, so nothing is known of them from before.
     """
     if num_steps is None:
         lines = one_rollout(lines, rows)

@@ -56,16 +56,15 @@ class Ours(Stopwatch):
 
     def time_drafter(self, runner: Any) -> None:
         """Time what MRV1 calls."""
-        self._drafter = getattr(runner, "drafter", None)
-        if self._drafter is not None:
-            self.time(self._drafter, "propose")
+        self._proposer = getattr(runner, "drafter", None)
+        if self._proposer is not None:
+            self.time(self._proposer, "propose")
 
     def forget_costs(self) -> None:
-        """Give the drafter a new gate: the old one knows what steps of another device take."""
-        if isinstance(self._drafter, proposer.SuffixProposer):
-            drafter = self._drafter.drafter
-            if drafter is not None and isinstance(drafter._gate, AutoGate):
-                drafter._gate = AutoGate()
+        """Give our drafter a new gate: the old one knows what steps of another device take."""
+        drafter = getattr(self._proposer, "drafter", None)
+        if isinstance(getattr(drafter, "_gate", None), AutoGate):
+            drafter._gate = AutoGate()
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,9 @@ class Load:
     """Requests shaped like GRPO's: groups of samples of one prompt, a few of them much longer than the rest.
 
     Args:
-        prompts: token ids of each prompt.
-        group_size: samples of each prompt.
+        prompts: token ids of each.
         median_tokens, sigma: of the log-normal distribution that response lengths are drawn from. Every
             request generates exactly its length, whatever the method: ends of text are ignored.
-        max_tokens: no response is longer.
         natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
         recorded: responses to each prompt, which come whatever is sampled. They decide on the lengths; of
             the other fields only `temperature` and `seed` count then.
@@ -48,8 +46,7 @@ class Load:
     def requests(self, repeat: int) -> list[dict[str, Any]]:
         """The requests of one repeat, the same for every method, siblings next to each other.
 
-        Returns:
-            For each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+        Each has the number of its `prompt`, `max_tokens`, and a `name`, which keys its noise.
         """
         return [
             {"prompt": i, "max_tokens": int(length), "name": ["bench", self.seed, repeat, i, sample]}

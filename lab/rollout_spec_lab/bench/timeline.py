@@ -63,8 +63,8 @@ def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """One result per method: means of the seconds, ratios of the sums, `ratios` to the first method with their
-    95 % intervals (see `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
+    """One result per method: means of the seconds, ratios of the sums, `ratios` to the first method with 95 %
+    intervals (see `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
 
     runs: per method what `measure` said of every repeat, and `draft_cpu_s`; equal numbers are pairs.
     """
