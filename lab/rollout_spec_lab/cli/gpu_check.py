@@ -29,25 +29,7 @@ SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_served(parser.add_argument_group("what is served"))
-    add_options(
-        parser.add_argument_group("what is asked"),
-        ("--minutes", number(float, 1, 1440), "N", 15.0,
-         "for all of it; what there is no time for is named"),
-        ("--parts", str, "P,P", None, f"only these of {','.join(PARTS)}"),
-        ("--repeats", number(int, 1), "N", 5, "rollouts of each method, at most"),
-        devices.GPU,
-        inputs.ENGINE,
-    )  # fmt: skip
-    output = parser.add_argument_group("output")
-    help_ = "write gpu-check.json, index.html and the rollouts there"
-    kind = folder_for("gpu-check.json", "index.html", *OURS)
-    add_options(output, ("--output", kind, "DIR", Path("outputs/gpu-check"), help_))
-    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
-    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
-
-
-def _add_served(served: Any) -> None:
+    served = parser.add_argument_group("what is served")
     add_options(
         served,
         inputs.MODEL,
@@ -63,6 +45,21 @@ def _add_served(served: Any) -> None:
     )  # fmt: skip
     add_model_drafter(served)
     add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
+    add_options(
+        parser.add_argument_group("what is asked"),
+        ("--minutes", number(float, 1, 1440), "N", 15.0,
+         "for all of it; what there is no time for is named"),
+        ("--parts", str, "P,P", None, f"only these of {','.join(PARTS)}"),
+        ("--repeats", number(int, 1), "N", 5, "rollouts of each method, at most"),
+        devices.GPU,
+        inputs.ENGINE,
+    )  # fmt: skip
+    output = parser.add_argument_group("output")
+    help_ = "write gpu-check.json, index.html and the rollouts there"
+    kind = folder_for("gpu-check.json", "index.html", *OURS)
+    add_options(output, ("--output", kind, "DIR", Path("outputs/gpu-check"), help_))
+    output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
+    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def run(args: argparse.Namespace) -> int:
