@@ -6,18 +6,15 @@ fails, or has no time, is named in its place, and the others go on.
 
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.environment import environment
-from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
-from rollout_spec_lab.bench.timeline import StepSeconds, mean_times
 from rollout_spec_lab.gpu_check import PARTS, V2
 from rollout_spec_lab.gpu_check.plan import CheckPlan
 
@@ -44,8 +41,7 @@ class Check:
         one all of it; the rollouts leave RESERVE.
         """
         for name, job in self._plan.jobs.items():
-            special = {"rollouts": self._rollouts, "thresholds": self._thresholds}.get(name)
-            for found in special() if special else self._part(name, job):
+            for found in self._rollouts() if name == "rollouts" else self._part(name, job):
                 self._found[name] = found
                 yield self._record()
 
@@ -168,30 +164,6 @@ class Check:
         write_rollouts(record, complete, plan.load, self._folder)
         return record
 
-    def _thresholds(self) -> Iterator[dict[str, Any] | None]:
-        """By simulation of what the first method has served, with the step times found."""
-        rollouts = self._found["rollouts"]
-        steps = self._found.get("steps" + V2) or self._found["steps"]
-        if rollouts is None:
-            self._note("thresholds", DROPPED, None, "no rollouts to simulate")
-            yield None
-            return
-        times = step_times(steps["steps"]) if steps and steps["steps"] else rollouts["step_times"]
-        trace = str(trace_file(self._folder, 0))
-        job = {"trace": trace, "step_times": times, "max_num_seqs": rollouts["load"]["max_num_seqs"]}
-        yield from self._part("thresholds", job)
-
 
 def _reason(name: str, error: Exception) -> str:
     return str(error).removeprefix(f"{name}: ")
-
-
-def step_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as `timeline.step_times` has them, of the shortest context."""
-    shortest = min(row["context"] for row in steps)
-    found: StepSeconds = defaultdict(list)
-    for row in steps:
-        if row["context"] == shortest:
-            num_tokens = row["num_rows"] * (1 + row["num_drafts"])
-            found[row["num_drafts"] > 0, num_tokens] += [row["seconds"]] * row["num_steps"]
-    return mean_times(found)

@@ -39,7 +39,7 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
     says: dict[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
         "doctor": _doctor, "latency": _latency, "start": _start, "verify": verified,
         "certify": lambda found: _certify(found, record["plan"]["batch_invariant"]),
-        "rollouts": _rollouts, "steps": _steps, "thresholds": _thresholds,
+        "rollouts": _rollouts, "steps": _steps,
     }  # fmt: skip
     found = [
         f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
@@ -137,14 +137,6 @@ def _num_tokens(row: Mapping[str, Any]) -> int:
     return row["num_rows"] * (1 + row["num_drafts"])
 
 
-def _thresholds(found: Mapping[str, Any]) -> Iterator[str]:
-    speedups, best = found["speedups"], found["best"]
-    yield (
-        f"By simulation of this load with these step times, batch_threshold={best} is best "
-        f"({speedups[best]:.2f} times as fast as without drafts); the default, auto: {speedups['auto']:.2f}."
-    )
-
-
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table that has rows."""
     yield "Parts", ["part", "", "seconds", "reason"], [
@@ -156,10 +148,6 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     for runner in (V2, ""):
         if found := record.get(f"steps{runner}"):
             yield f"A step{runner}, ms (the roofline)", *_by_drafts(found["steps"])
-    if record["thresholds"]:
-        yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
-            [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
-        ]  # fmt: skip
 
 
 def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -52,8 +52,7 @@ class CheckPlan:
 
     Args:
         seconds: the time for all of it.
-        jobs: what `worker` takes, by the names of the parts, in their order; rollouts and thresholds have
-            none.
+        jobs: what `worker` takes, by the names of the parts, in their order; rollouts have none.
         rollouts: what is served, as many of its `repeats` as there is time for; or why there are none.
         rooflines: the device's, by model runner, to predict steps and rollouts with (`engine.predict`).
     """
