@@ -44,14 +44,10 @@ class HostError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """So many rows decode on a device whose steps take what `step` says.
-
-    Attributes:
-        step: as `StepTimes.parse` takes it; or of a `Roofline`: config.json, device, tensor parallelism.
-    """
+    """So many rows decode on a device whose steps take what `step` says."""
 
     rows: int
-    step: str | tuple[str, str, int]
+    step: str | tuple[str, str, int]  # for `StepTimes.parse`, or a `Roofline`: config.json, device, --tp
     name: str
 
     def times(self) -> Times:

@@ -27,25 +27,15 @@ LAUNCH_SECONDS = 10e-6
 class Clock:
     """The host's time and the device's: nothing sleeps, and what else runs on the machine takes none of it.
 
-    The host's is its CPU time, and what it would have waited.
-
-    Args:
-        cpu: seconds, as time.thread_time: all of an engine is in one thread.
-
-    Attributes:
-        free: when the device has done all that it was given, one step after the other.
-        num_steps: that were given.
-        num_ahead: of them, those that found it busy with another.
-        kernel_s: CPU seconds of what stands in for kernels, which are none of the host's.
-        launch_s: seconds that the host takes besides its CPU time, for what is not launched here.
+    The host's is the CPU time of its thread, in which all of an engine is, and what it would have waited.
     """
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
-        self._cpu = cpu
-        self._waited = 0.0
-        self.kernel_s = self.launch_s = 0.0
-        self.num_steps = self.num_ahead = 0
-        self.free = self.now()
+        self._cpu, self._waited = cpu, 0.0
+        self.kernel_s = 0.0  # CPU seconds of what stands in for kernels, which are none of the host's
+        self.launch_s = 0.0  # that the host takes besides its CPU time, for what is not launched here
+        self.num_steps = self.num_ahead = 0  # given to the device; of them, those that found it busy
+        self.free = self.now()  # when the device has done all that it was given, one step after the other
 
     def now(self) -> float:
         return self.host_s() + self._waited
@@ -92,17 +82,11 @@ class Event:
 
 
 class Device:
-    """Stands in for a model runner's kernels.
-
-    Attributes:
-        times: what a step takes; to be set before the first.
-        recorded: what is sampled; to be started before the first.
-    """
+    """Stands in for a model runner's kernels. `times` is to be set, and `recorded` started, before a step."""
 
     def __init__(self, runner: Any, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self._runner = clock, runner
         self.times: Times | None = None
-        self._runner = runner
         self._hidden = torch.zeros((runner.max_num_tokens, 1), dtype=runner.dtype)  # nobody reads them
 
     def install(self) -> None:

@@ -63,16 +63,12 @@ class Recorded:
 
     Drafts and levels are known on the host, so the tokens are looked up there. They go to the device in a
     copy that nothing waits for.
-
-    Attributes:
-        recording: None: what is sampled stays, as in a warm-up.
-        step: vLLM's SchedulerOutput of the last step that was begun.
     """
 
     def __init__(self, runner: Any, run: Callable[..., Any] = lambda call, *args: call(*args)) -> None:
         """`run` calls what stands in for a kernel."""
-        self.recording: Recording | None = None
-        self.step: Any = None
+        self.recording: Recording | None = None  # None: what is sampled stays, as in a warm-up
+        self.step: Any = None  # vLLM's SchedulerOutput of the last step that was begun
         self._runner, self._run = runner, run
         self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
         if hasattr(runner, "_sample"):  # MRV1

@@ -143,14 +143,11 @@ class ForcedDrafts:
 
 
 class Waits:
-    """Where the host waits for the device from logits to tokens, while `counts` is true.
-
-    Attributes:
-        places: by plain and with drafts, those of the last step of the kind.
-    """
+    """Where the host waits for the device from logits to tokens, while `counts` is true."""
 
     def __init__(self, runner: Any) -> None:
-        self.counts, self.places = False, dict[str, list[str]]()
+        self.counts = False
+        self.places: dict[str, list[str]] = {}  # by plain and with drafts, of the last step of the kind
         name = "_sample" if hasattr(runner, "_sample") else "sample"  # MRV1; MRV2
         self._sample = getattr(runner, name)
         setattr(runner, name, self._watched)
