@@ -7,7 +7,7 @@ is best for each single step, so a gate can be a little above it.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.report.page import png
 
 K = 8  # draft tokens of a row, at most
 SCENARIOS = Path(__file__).with_name("gate_scenarios.json")
@@ -280,21 +279,3 @@ def judge(scenarios: Mapping[str, Scenario], num_seeds: int) -> Iterator[dict[st
             "full_drafted_gate": float(np.mean([run.share_full_drafted for run in speeds["gated"]])),
             "full_drafted_oracle": float(np.mean([run.share_full_drafted for run in speeds["oracle"]])),
         }
-
-
-def draw(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG: of each scenario what the gate and plain steps reach of the oracle."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.6 + 0.25 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    names, places = [row["scenario"] for row in results][::-1], np.arange(len(results))
-    gate = [row["gate_over_oracle"] for row in results][::-1]
-    plain = [1.0 / row["oracle_over_plain"] for row in results][::-1]
-    axes.barh(places, gate, color="tab:blue", label="gate")
-    axes.barh(places, plain, height=0.3, color="lightgray", label="no drafts")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.set_xlabel("tokens per second / the oracle's")
-    axes.legend(loc="lower left", fontsize=8)
-    return png(figure, dpi=110)

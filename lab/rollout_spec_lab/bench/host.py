@@ -101,12 +101,9 @@ class HostPlan:
             method, engine["async_scheduling"] = "off", False
         elif v2:
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
-        return {
+        return dataclasses.asdict(self) | {
             "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
-            "engine": engine, "spec": self.spec, "num_speculative_tokens": self.num_speculative_tokens,
-            "trace": str(self.trace), "limit_groups": self.limit_groups, "vocab_size": vocab_size,
-            "cells": [dataclasses.asdict(cell) for cell in self.cells], "max_tokens": self.max_tokens,
-            "warm_up_steps": self.warm_up_steps, "steps": self.steps,
+            "engine": engine, "trace": str(self.trace), "vocab_size": vocab_size,
         }  # fmt: skip
 
 

@@ -55,16 +55,12 @@ def run(args: argparse.Namespace) -> int:
     predicted = devices.rooflines(args.model_config, args.gpu)
     with inputs.output_folder(args.output) as folder:
         model = inputs.dummy_model(args.model_config, folder)
-        if not args.rows:
-            record = serve(args, _plan(args, model), folder, predicted)
-            show(record, args.json, *tables(record))
-            return 0
-        plans = {rows: _plan(args, model, rows) for rows in args.rows}
+        plans = {f"rows-{rows}" if rows else ".": _plan(args, model, rows) for rows in args.rows or [None]}
         found = {}
-        for rows, plan in plans.items():
-            (of_rows := folder / f"rows-{rows}").mkdir(exist_ok=True)
-            found[str(rows)] = serve(args, plan, of_rows, predicted)
-    show(found, args.json, *chain.from_iterable(map(tables, found.values())))
+        for name, plan in plans.items():
+            (folder / name).mkdir(exist_ok=True)
+            found[name.removeprefix("rows-")] = serve(args, plan, folder / name, predicted)
+    show(found.get(".", found), args.json, *chain.from_iterable(map(tables, found.values())))
     return 0
 
 

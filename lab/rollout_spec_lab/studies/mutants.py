@@ -1,17 +1,15 @@
 """Break the code in many small ways, and see which changes the fast tests do not notice: `make mutants`.
 
-    python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2] [--sample 60]
+    python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2]
 
-mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. --sample
-takes 60 mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
-mutmut knows no C: native_mutants.json lists the changes of the C core, each of them built in a copy. What
-lives is written to build/mutants; lab/record/mutants.md says why.
+mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. It knows no
+C: native_mutants.json lists the changes of the C core, each of them built in a copy. What lives is written to
+build/mutants; lab/record/mutants.md says why.
 """
 
 import argparse
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -97,16 +95,12 @@ MOST_SECONDS = 300  # in which they are done many times over
 
 class Result(NamedTuple):
     num: int
-    num_tried: int
     survivors: list[str]  # their diffs
 
     @property
-    def num_killed(self) -> int:
-        return self.num_tried - len(self.survivors)
-
-    @property
     def share(self) -> float:
-        return self.num_killed / self.num_tried if self.num_tried else 1.0
+        """Of the mutants, those that die."""
+        return 1.0 - len(self.survivors) / max(1, self.num)
 
 
 def copy_tree(folder: Path) -> None:
@@ -122,8 +116,8 @@ def copy_tree(folder: Path) -> None:
     patches.write_text(patches.read_text().replace(guarded, f'{guarded} and "mutmut" not in name'))
 
 
-def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
-    """What became of each file's mutants; sample: how many of a file are tried, None: all."""
+def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Result]:
+    """What became of each file's mutants."""
     folder = BUILD / "_".join(Path(file).stem for file in files)
     copy_tree(folder)
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
@@ -139,26 +133,14 @@ def mutate_python(files: list[str], target: Target, jobs: int, sample: int | Non
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     with (folder / "pyproject.toml").open("a") as file:
         file.write("\n".join(["\n[tool.mutmut]", *lines, ""]))
-    run = ("run", "--max-children", str(jobs))
-    tried: set[str] = set()
-    if sample is not None:
-        run_mutmut(folder, *run, "*__mutmut_1", shown=True)  # it names the mutants of all
-        names = [sorted(exit_codes(folder, path)) for path in files]
-        tried.update(*(random.Random(0).sample(each, min(sample, len(each))) for each in names))
-    run_mutmut(folder, *run, *sorted(tried), shown=True)
+    run_mutmut(folder, "run", "--max-children", str(jobs), shown=True)
     results = {}
     for path in files:
-        codes = exit_codes(folder, path)
-        chosen = sorted(codes.keys() & tried if tried else codes)
-        alive = [name for name in chosen if codes[name] not in KILLED]
+        codes = json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
+        alive = [name for name in sorted(codes) if codes[name] not in KILLED]
         diffs = [f"# {codes[name]}: {run_mutmut(folder, 'show', name)}" for name in alive]
-        results[path] = Result(len(codes), len(chosen), diffs)
+        results[path] = Result(len(codes), diffs)
     return results
-
-
-def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
-    """What pytest ended with for each mutant of a file; None where it has not been tried."""
-    return json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
 
 
 def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
@@ -185,7 +167,7 @@ def mutate_core() -> Result:
         if core_lives(folder):
             living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
         file.write_text(text)
-    return Result(len(mutants), len(mutants), living)
+    return Result(len(mutants), living)
 
 
 def core_lives(folder: Path) -> bool:
@@ -201,12 +183,11 @@ def core_lives(folder: Path) -> bool:
     return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
 
 
-def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:
+def results_of(wanted: list[str], jobs: int) -> Iterator[tuple[str, bool, Result]]:
     """Each file and the native core: its name, whether it is silent, and its result."""
     for target in TARGETS:
         if files := [file for file in target.files if file in wanted]:
-            of_target = None if target.is_silent else sample
-            for file, result in mutate_python(files, target, jobs, of_target).items():
+            for file, result in mutate_python(files, target, jobs).items():
                 yield file, target.is_silent, result
     if "native" in wanted:
         yield "native", False, mutate_core()
@@ -216,16 +197,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="of those that are mutated, or native; by default all")
     parser.add_argument("--jobs", type=int, default=1, help="mutants of Python at a time")
-    parser.add_argument("--sample", type=int, help="mutants of each file that is not silent; by default all")
     arguments = parser.parse_args()
     wanted = arguments.files or [*FILES, "native"]
     if unknown := [file for file in wanted if file not in (*FILES, "native")]:
         parser.error(f"{unknown[0]}: must be native or one of {', '.join(FILES)}")
     too_few = []
-    print("| file | mutants | tried | killed | survived | share |\n|---|---|---|---|---|---|")
-    for file, is_silent, result in results_of(wanted, arguments.jobs, arguments.sample):
-        numbers = (result.num, result.num_tried, result.num_killed, len(result.survivors))
-        print(f"| {file} | {' | '.join(map(str, numbers))} | {result.share:.0%} |", flush=True)
+    print("| file | mutants | survived | killed |\n|---|---|---|---|")
+    for file, is_silent, result in results_of(wanted, arguments.jobs):
+        print(f"| {file} | {result.num} | {len(result.survivors)} | {result.share:.0%} |", flush=True)
         (BUILD / f"{file.replace('/', '_')}.txt").write_text("\n".join(result.survivors))
         if is_silent and result.share < LEAST_SHARE:
             too_few.append(file)
