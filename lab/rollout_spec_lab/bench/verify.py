@@ -69,25 +69,22 @@ class Step:
         logits = self.logits.float()  # changed in place
         return cut(logits, number, None) if kind == "top-k" else cut(logits, None, number)
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits at the draft positions, and after the drafts."""
-        ahead = self.rows * self.k
-        return self.logits[:ahead].float(), self.logits[ahead:].float()
-
     def _coupled(self) -> torch.Tensor:
-        ahead, after = self._parts()
         step = coupled.CoupledStep(self.keys, self.positions, self.counts)
-        bonus = step.sample_after(after).unsqueeze(-1)
-        if not self.k:
-            return bonus
-        return coupled.coupled_sample(self.drafts, self.k, ahead, bonus, self.metadata, step)
+        verify = functools.partial(coupled.coupled_sample, self.drafts, self.k)
+        return self._tokens(verify, step.sample_after, step)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
-        ahead, after = self._parts()
-        bonus = sample(after).view(-1, 1)
+        verify = functools.partial(verify, self.drafts, self.counts, self.k, self.ends, None)
+        return self._tokens(verify, sample)
+
+    def _tokens(self, verify: Callable[..., Any], sample: Callable[..., Any], *further: Any) -> torch.Tensor:
+        """In float32: `sample` draws after the drafts."""
+        ahead = self.rows * self.k
+        bonus = sample(self.logits[ahead:].float()).view(-1, 1)
         if not self.k:
             return bonus
-        return verify(self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
+        return verify(self.logits[:ahead].float(), bonus, self.metadata, *further)
 
 
 @functools.cache

@@ -89,16 +89,12 @@ def _file(text: str) -> Path:
     return folder_for(file.name)(str(file.parent)) / file.name
 
 
-def add_output(parser: argparse.ArgumentParser, written: str | None, *names: str) -> None:
-    """Add `--output`, which gets what is `written`, None: there is none; and `--json`.
-
-    Args:
-        names: in the folder, of files that are replaced if they are ours; none: `--output` is such a file.
-    """
+def add_output(parser: argparse.ArgumentParser, written: str, *names: str) -> None:
+    """Add `--json` and `--output`, which gets what is `written`: in a folder where these names are replaced if
+    they are ours; without names, in such a file."""
     output = parser.add_argument_group("output")
-    if written:
-        kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
-        add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
+    kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
+    add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

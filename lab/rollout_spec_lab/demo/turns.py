@@ -79,12 +79,9 @@ def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[Plan, i
 
 
 def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns:
-    """Serve pairs until the seconds are over, LEAST_PAIRS at least.
+    """Serve pairs until the seconds are over, LEAST_PAIRS at least; in `folder` files stay if that fails.
 
-    Args:
-        plan: its methods and repeats are not read. The load's prompts are taken `size` at a time, over and
-            over, as a training takes them in its epochs.
-        folder: where the process's files lie while it runs, and stay if it fails.
+    The load's prompts are taken `size` at a time, over and over, as a training takes them in its epochs.
 
     Raises EngineError: the process has failed.
     """

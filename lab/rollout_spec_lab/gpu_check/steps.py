@@ -23,13 +23,8 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
-    Args:
-        job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
-            num_steps, of each kind; seconds, after which nothing more is begun.
-
-    Returns:
-        steps (the median seconds of those whose rows all had one of these numbers of draft tokens), skipped
-        (cells without memory, and those still to come), waits (see `Waits`), settings (of the engine).
+    job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
+    num_steps, of each kind; seconds, after which nothing more is begun.
     """
     timing = Timing(job)
     # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
@@ -100,8 +95,8 @@ class Timing:
                 self._seconds[cell.context, rows, num_drafts / rows].append(seconds)
 
     def found(self, left: Sequence[Cell]) -> dict[str, Any]:
-        """What `measure` gives while these cells are still to come."""
-        steps = [
+        """What `measure` gives while these cells are still to come; skipped: those and the ones without memory."""
+        steps = [  # medians of the steps whose rows all had one of these numbers of draft tokens
             {
                 "context": context, "num_rows": rows, "num_drafts": int(drafts),
                 "seconds": statistics.median(seconds), "num_steps": len(seconds),

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 BACKEND = "gloo"
-SYNC_TIMEOUT_S = 180  # for one weight
+SYNC_TIMEOUT_S = 180  # in which all others must take part in a weight
 _OUTSIDE = -1  # the rank of an actor that sends nothing
 
 _Endpoint = tuple[str, int]  # where the sender's store listens: host and port
@@ -29,14 +29,10 @@ class GlooCheckpointEngine(CheckpointEngine):
     """Broadcasts weights, one after the other, from the first actor to all rollout workers.
 
     Store and process group are made for each sync, so replicas may come and go between two.
-
-    Args:
-        bucket_size: verl's; a weight is sent as a whole.
-        is_master: whether this is the first actor, which sends.
-        timeout_s: seconds that a process waits for another one to take part in a weight.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = SYNC_TIMEOUT_S) -> None:
+        """bucket_size: verl's, but a weight is sent as a whole; is_master: the first actor, which sends."""
         self.is_master = is_master
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = _OUTSIDE
