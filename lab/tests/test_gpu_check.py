@@ -127,7 +127,7 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
 def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of MRV1 beside MRV1's roofline: 10 ms and 1 ms for each token."""
     steps = [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)]
-    found = {"steps": steps, "settings": {"model_runner": "V1"}, "waits": None}
+    found = {"steps": steps, "settings": {"model_runner": "V1"}, "waits": {}}
     monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found]))
     rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
     *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
@@ -241,10 +241,10 @@ STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
 
 @pytest.mark.parametrize(
     ("waits", "says"),
-    [(None, "not counted"), ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
+    [({"plain": None}, "not counted"), ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
      ({"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]}, "are not as documented: plain 2")],
 )  # fmt: skip
-def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
+def test_the_verdict_on_steps(waits: dict[str, list[str] | None], says: str) -> None:
     """It names the waits of each runner, and the least time of each context and how it grows."""
     found = {"steps": STEPS, "waits": waits, "settings": {"model_runner": "V1"}}
     v2 = {"steps": STEPS, "waits": {"plain": []}, "settings": {"model_runner": "V2"}}

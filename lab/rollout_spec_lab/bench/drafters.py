@@ -5,6 +5,7 @@ accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` ar
 code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding).
 """
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ SUFFIX: dict[str, dict[str, float]] = {
 NGRAM = (2, 5)
 OF_MODELS = ("model", "sam+model")
 PRICED = ("sam", "sam+model")
-NUM_HALVINGS = 8
+NUM_ROOTS = 256  # of prices that are tried
 FIGURES = {  # of a result, and what a table calls them
     "tokens_per_step": "tokens/step",
     "draft_tokens_per_step": "drafted/step",
@@ -226,15 +227,12 @@ def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict
         [result] = measure(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
         return result | {"equal_drafts": baseline["method"]}
 
-    low, high, found = 0.0, 1.0, None  # square roots of prices, of which there are more near 0
-    for _ in range(NUM_HALVINGS):
-        root = (low + high) / 2
-        result = at(root**2)
-        if result["draft_tokens_per_step"] <= baseline["draft_tokens_per_step"]:
-            high, found = root, result
-        else:
-            low = root
-    return found or at(1.0)
+    most = baseline["draft_tokens_per_step"]
+    prices = [(root / NUM_ROOTS) ** 2 for root in range(1, NUM_ROOTS + 1)]  # more of them near 0
+    drafts_no_more = bisect.bisect_left(
+        prices[:-1], True, key=lambda price: at(price)["draft_tokens_per_step"] <= most
+    )
+    return at(prices[drafts_no_more])
 
 
 def over_baselines(

@@ -19,7 +19,7 @@ import torch
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
-from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
+from rollout_spec_lab.bench.waits import sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
 NUM_ALONE = 64  # rows whose tokens are drawn alone too
@@ -166,7 +166,7 @@ def device_of(name: str | None) -> torch.device:
 def _waits(call: Call) -> list[str] | None:
     with waits() as places:
         call()
-    return places if can_count_waits() else None
+    return places
 
 
 def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, float]:
@@ -225,8 +225,7 @@ def sentences(record: Mapping[str, Any]) -> Iterator[str]:
     """Whether the device draws what a CPU draws and the host waits as documented, and the time it takes."""
     cells = record["cells"]
     yield from _of_comparison(record["comparison"])
-    counted = [cell for cell in cells if cell["waits"]["coupled"] is not None]
-    yield sentence({"with drafts" if cell["k"] else "plain": cell["waits"]["coupled"] for cell in counted})
+    yield sentence({"with drafts" if cell["k"] else "plain": cell["waits"]["coupled"] for cell in cells})
     beside = [cell for cell in cells if "vllm" in cell["ms"]]
     for cell in [cell for cell in beside if (cell["rows"], cell["k"]) == JUDGED] or beside[-1:]:
         ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]

@@ -90,8 +90,8 @@ def _file(text: str) -> Path:
 
 
 def add_output(parser: argparse.ArgumentParser, written: str, *names: str) -> None:
-    """Add `--json` and `--output`, which gets what is `written`: in a folder where these names are replaced if
-    they are ours; without names, in such a file."""
+    """Add `--json` and `--output`, which gets what is `written`: in a folder, where these names are replaced
+    if they are ours; without names, in such a file."""
     output = parser.add_argument_group("output")
     kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
     add_options(output, ("--output", kind, metavar, None, f"write {written} there"))

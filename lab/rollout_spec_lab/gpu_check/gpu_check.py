@@ -58,14 +58,11 @@ class Check:
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    @property
-    def _left(self) -> float:
-        return self._plan.seconds - self._elapsed
-
     def _part(self, name: str, job: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
         """What a part has found so far; the last once more when its end is noted."""
         self._show(name)
-        began, seconds = self._elapsed, self._left
+        began = self._elapsed
+        seconds = self._plan.seconds - began
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
         # So that it can end by itself.

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from rollout_spec.drafting.index import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.load import random_prompts
-from rollout_spec_lab.bench.waits import can_count_waits, waits
+from rollout_spec_lab.bench.waits import waits
 
 BEGAN = time.monotonic()
 
@@ -95,7 +95,7 @@ class Timing:
                 self._seconds[cell.context, rows, num_drafts / rows].append(seconds)
 
     def found(self, left: Sequence[Cell]) -> dict[str, Any]:
-        """What `measure` gives while these cells are still to come; skipped: those and the ones without memory."""
+        """What `measure` gives while these cells are still to come."""
         steps = [  # medians of the steps whose rows all had one of these numbers of draft tokens
             {
                 "context": context, "num_rows": rows, "num_drafts": int(drafts),
@@ -106,7 +106,7 @@ class Timing:
         ]  # fmt: skip
         return {
             "steps": steps,
-            "waits": self._waits.places if can_count_waits() else None,
+            "waits": self._waits.places,
             "skipped": [*self._skipped, *(f"{cell}: not reached" for cell in left)],
             "settings": settings_of(self._engine.vllm_config),
         }
@@ -142,7 +142,9 @@ class Waits:
 
     def __init__(self, runner: Any) -> None:
         self.counts = False
-        self.places: dict[str, list[str]] = {}  # by plain and with drafts, of the last step of the kind
+        self.places: dict[
+            str, list[str] | None
+        ] = {}  # by plain and with drafts, of the last step of the kind
         name = "_sample" if hasattr(runner, "_sample") else "sample"  # MRV1; MRV2
         self._sample = getattr(runner, name)
         setattr(runner, name, self._watched)

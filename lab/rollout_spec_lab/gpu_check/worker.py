@@ -6,7 +6,7 @@ Each imports what it needs, so that a package that cannot be imported costs only
 
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_spec_lab.bench.jobs import reply
@@ -40,16 +40,11 @@ def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]] = {
-    "doctor": doctor, "verify": verification, "certify": certificate,
-}  # fmt: skip
-
-
 def run(job: Mapping[str, Any]) -> dict[str, Any] | Iterator[dict[str, Any]]:
     """A job's part: one of the above, or `measure` of the module that has its name."""
-    part = job["part"]
-    if part in PARTS:
-        return PARTS[part](job)
+    own: Any = {"doctor": doctor, "verify": verification, "certify": certificate}
+    if (part := job["part"]) in own:
+        return own[part](job)
     return importlib.import_module(f"rollout_spec_lab.gpu_check.{part}").measure(job)
 
 
