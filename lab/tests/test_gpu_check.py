@@ -241,7 +241,8 @@ STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
 
 @pytest.mark.parametrize(
     ("waits", "says"),
-    [({"plain": None}, "not counted"), ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
+    [({"plain": None}, "not counted"),
+     ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
      ({"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]}, "are not as documented: plain 2")],
 )  # fmt: skip
 def test_the_verdict_on_steps(waits: dict[str, list[str] | None], says: str) -> None:

@@ -142,9 +142,7 @@ class Waits:
 
     def __init__(self, runner: Any) -> None:
         self.counts = False
-        self.places: dict[
-            str, list[str] | None
-        ] = {}  # by plain and with drafts, of the last step of the kind
+        self.places: dict[str, list[str] | None] = {}  # by plain and with drafts, of the last step
         name = "_sample" if hasattr(runner, "_sample") else "sample"  # MRV1; MRV2
         self._sample = getattr(runner, name)
         setattr(runner, name, self._watched)
