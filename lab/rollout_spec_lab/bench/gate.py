@@ -84,7 +84,6 @@ class Served(NamedTuple):
     tokens_per_s: float
     share_full_drafted: float
     """Of the steps with a full batch and without prompts, those with drafts."""
-    num_steps: int
 
 
 class Situation(NamedTuple):
@@ -179,7 +178,7 @@ class Engine:
             self._slowness = first + (last - first) * rollout / max(1, self._scenario.rollouts - 1)
             self._serve_rollout(rollout)
         share = self._num_full_drafted / max(1, self._num_full)
-        return Served(self._num_tokens / self._seconds, share, self._num_steps)
+        return Served(self._num_tokens / self._seconds, share)
 
     def _serve_rollout(self, rollout: int) -> None:
         s, rows = self._scenario, np.zeros(0, _ROWS)

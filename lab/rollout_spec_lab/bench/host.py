@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import ConfigError, UserError
+from rollout_spec.config import ConfigError
 from rollout_spec.environment import environment
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
@@ -36,10 +36,6 @@ _SPARE = 4
 _SHIFT = 7919  # of the token ids from one copy of the recording to the next
 
 Request = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]  # prompt and response
-
-
-class HostError(UserError):
-    """A measurement that is not one; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)

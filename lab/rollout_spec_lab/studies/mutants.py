@@ -72,19 +72,13 @@ TARGETS = (
 FILES = [file for target in TARGETS for file in target.files]
 
 
-class CoreMutant(NamedTuple):
-    file: str
-    old: str
-    new: str
-
-
-def core_mutants() -> list[CoreMutant]:
-    """Those of native_mutants.json; SystemExit if what one replaces is not in its file, or not once."""
+def core_mutants() -> list[tuple[str, str, str]]:
+    """File, old and new of native_mutants.json; SystemExit if what one replaces is not once in its file."""
     listed = json.loads(Path(__file__).with_name("native_mutants.json").read_text())
-    found = [CoreMutant(file, old, new) for file, pairs in listed.items() for old, new in pairs]
-    stale = [each for each in found if (ROOT / "native" / each.file).read_text().count(each.old) != 1]
+    found = [(file, old, new) for file, pairs in listed.items() for old, new in pairs]
+    stale = [(file, old) for file, old, _ in found if (ROOT / "native" / file).read_text().count(old) != 1]
     if stale:
-        lines = "".join(f"\n  native/{each.file}: {each.old!r}" for each in stale)
+        lines = "".join(f"\n  native/{file}: {old!r}" for file, old in stale)
         raise SystemExit(f"native_mutants.json: not once in its file:{lines}")
     return found
 
@@ -160,12 +154,12 @@ def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
 def mutate_core() -> Result:
     folder, mutants, living = BUILD / "core", core_mutants(), []
     copy_tree(folder)
-    for mutant in mutants:
-        file = folder / "native" / mutant.file
+    for name, old, new in mutants:
+        file = folder / "native" / name
         text = file.read_text()
-        file.write_text(text.replace(mutant.old, mutant.new))
+        file.write_text(text.replace(old, new))
         if core_lives(folder):
-            living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
+            living.append(f"native/{name}\n-{old}\n+{new}\n")
         file.write_text(text)
     return Result(len(mutants), living)
 
