@@ -82,18 +82,15 @@ class Served(NamedTuple):
     """What an engine did."""
 
     tokens_per_s: float
-    share_full_drafted: float
-    """Of the steps with a full batch and without prompts, those with drafts."""
+    share_full_drafted: float  # of the steps with a full batch and without prompts, those with drafts
 
 
 class Situation(NamedTuple):
     """What may be drafted for the step that begins: of its rows, [n]."""
 
     numbers: _Nums
-    true: _Floats
-    """[n, K]: how likely each token is to be accepted, with all before it."""
-    promised: npt.NDArray[np.float32]
-    """[n, K]: what their survivals say."""
+    true: _Floats  # [n, K]: how likely each token is to be accepted, with all before it
+    promised: npt.NDArray[np.float32]  # [n, K]: what their survivals say
 
 
 class Plain:

@@ -2,9 +2,9 @@
 
     python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2]
 
-mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. It knows no
-C: native_mutants.json lists the changes of the C core, each of them built in a copy. What lives is written to
-build/mutants; lab/record/mutants.md says why.
+mutmut changes the Python, and runs the tests that python_mutants.json names for each file, none of which
+starts an engine. It knows no C: native_mutants.json lists the changes of the C core, each of them built in a
+copy. What lives is written to build/mutants; lab/record/mutants.md says why.
 """
 
 import argparse
@@ -31,44 +31,13 @@ HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
 class Target(NamedTuple):
     """Files, and the tests that are for them."""
 
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
+    files: list[str]
+    tests: list[str]
     chosen: str = ""  # pytest's -k; by default all
     is_silent: bool = False  # nobody would see a wrong token or a wrong name
 
 
-def _in(folder: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{name}.py" for name in names.split())
-
-
-TARGETS = (
-    Target(
-        _in("rollout_spec/verification", "blocks prefixes noise coupled transfers"),
-        _in("tests", "test_coupled test_device_waits test_ascend"),
-        "races or little or a_step_draws or a_step_keeps or shortfall or infinity or lowest or number "
-        "or words or every_part or arithmetic or extreme or known or by_hand or accelerator or not_copied "
-        "or npus or waits_first",
-        is_silent=True,
-    ),
-    Target(_in("rollout_spec/vllm", "keys"), _in("tests", "test_keys"), is_silent=True),
-    Target(
-        _in("rollout_spec/verl", "samples client"),
-        _in("tests", "test_verl_adapter test_verl_client"),
-        "test_verl_client or rows_name or drawn_again or name_samples or with_names_and or other_images",
-        is_silent=True,
-    ),
-    Target(
-        _in("rollout_spec/drafting", "gate/step_seconds gate/gate gate/gains groups history"),
-        _in("tests", "test_gate test_step_seconds test_drafter test_groups test_history test_proposer"),
-        "not promises_that",
-    ),
-    Target(
-        _in("rollout_spec/report", "runs measures"),
-        _in("tests", "test_report test_logs"),
-        "not runs_summary and not at_wandb and not does_not_know and not the_summary_has "
-        "and not every_logger",
-    ),
-)
+TARGETS = [Target(**each) for each in json.loads(Path(__file__).with_name("python_mutants.json").read_text())]
 FILES = [file for target in TARGETS for file in target.files]
 
 
@@ -83,7 +52,7 @@ def core_mutants() -> list[tuple[str, str, str]]:
     return found
 
 
-CORE_TESTS = _in("tests", "test_index test_index_oracle test_groups")
+CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py", "tests/test_groups.py")
 MOST_SECONDS = 300  # in which they are done many times over
 
 
@@ -120,7 +89,7 @@ def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Resu
         "only_mutate": files,
         "also_copy": [name for name in COPIED if name != "rollout_spec"] + ["rollout_spec_configs"],
         "pytest_add_cli_args": options + ["-k", target.chosen] * bool(target.chosen),
-        "pytest_add_cli_args_test_selection": list(target.tests),
+        "pytest_add_cli_args_test_selection": target.tests,
         "track_dependencies": False,
         "use_git_change_detection": False,
     }
