@@ -23,8 +23,7 @@ from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summa
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
 
-Served = dict[str, list[dict[str, Any]]]
-"""By method what `engine_worker.run` gave of each repeat."""
+Served = dict[str, list[dict[str, Any]]]  # by method what `engine_worker.run` gave of each repeat
 
 
 @dataclasses.dataclass(frozen=True)

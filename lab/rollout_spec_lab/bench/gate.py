@@ -202,7 +202,12 @@ class Engine:
             num_tokens, context = num_verified + num_prompt, int(rows["context"][gets].sum())
             weighed = num_verified + num_prompt * s.prompt_token
             took = self._took(weighed, num_tokens, context, drafted, number - 1, rollout)
-            self._count(rows, nums, took, num_prompt)
+            self._seconds += took
+            self._num_steps += 1
+            self._num_tokens += int(nums.sum())
+            is_full = len(rows) >= FULL * s.rows and not num_prompt
+            self._num_full += is_full
+            self._num_full_drafted += is_full and bool(rows["drafts"].any())
             rows["left"] -= nums
             rows["context"] += nums
             step = Step(
@@ -231,14 +236,6 @@ class Engine:
             row = (to_say, self._scenario.prompt, to_prefill - part, turns, 0, np.zeros(K))
             rows = np.append(rows, np.array([row], _ROWS))
         return rows, spent
-
-    def _count(self, rows: _Rows, nums: npt.NDArray[np.int64], took: float, num_prompt: int) -> None:
-        self._seconds += took
-        self._num_steps += 1
-        self._num_tokens += int(nums.sum())
-        if len(rows) >= FULL * self._scenario.rows and not num_prompt:
-            self._num_full += 1
-            self._num_full_drafted += bool(rows["drafts"].any())
 
     def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: Step, in_time: bool) -> bool:
         """Let the chooser draft for the next step; returns whether the one after it gets room."""

@@ -16,8 +16,7 @@ from rollout_spec.trace import Rollout
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
-LEAST_REQUESTS = 32
-"""That `one_rollout` has at least: with fewer, one long response decides."""
+LEAST_REQUESTS = 32  # that `one_rollout` has at least: with fewer, one long response decides
 
 
 @dataclasses.dataclass(frozen=True)

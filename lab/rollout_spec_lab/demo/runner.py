@@ -39,9 +39,7 @@ PHASES = (
     ("Training Progress", "training"),
 )
 
-
-Say = Callable[[str], None]
-"""Takes a line about what is being done."""
+Say = Callable[[str], None]  # takes a line about what is being done
 
 
 class RunFailedError(UserError):

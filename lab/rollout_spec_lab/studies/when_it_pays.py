@@ -46,12 +46,11 @@ def gains(cell: Cell) -> list[float]:
     """Of the rollout's speed without drafts: on MRV2 and on MRV1."""
     model, devices = POLICIES[cell.policy]
     lines = one_rollout(rollout_of(list(read_trace(cell.file)), None), cell.num_rows)
-    hosts = (HOSTS["v2"], HOSTS["v1"])
+    has_experts = bool(model.num_experts)
     times = [
-        Roofline(model, DEVICES[cell.device], devices[cell.device],
-                 expert_parallel=bool(model.num_experts), host=host)
-        for host in hosts
-    ]  # fmt: skip
+        Roofline(model, DEVICES[cell.device], devices[cell.device], expert_parallel=has_experts, host=host)
+        for host in (HOSTS["v2"], HOSTS["v1"])
+    ]
     cluster = Cluster(1, cell.num_rows, kv_tokens=times[0].kv_tokens)
     off = simulate(lines, cluster, SpecConfig(method="off"), times[0])["makespan_s"]
     return [off / simulate(lines, cluster, SpecConfig(), each)["makespan_s"] for each in times]
