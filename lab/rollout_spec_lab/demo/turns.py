@@ -22,7 +22,8 @@ from rollout_spec_lab.bench.engine import Plan
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline, measure
-from rollout_spec_lab.verl_cpu.activation import engine_environment, engine_is_cpu_build
+from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
+from rollout_spec_lab.verl_cpu.environment import engine_environment
 
 WORKER = "rollout_spec_lab.demo.turns_worker"
 METHODS = ("off:coupled", "sam")  # plain vLLM with our random numbers: its tokens are those of `sam`

@@ -46,12 +46,9 @@ class Check:
                 yield self._record()
 
     def _record(self) -> dict[str, Any]:
-        steps = (self._found[name] for name in self._found if name.startswith("steps"))
         engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
-        settings: dict[str, Any] = next(
-            filter(None, [*engines, *((one or {}).get("settings") for one in steps)]), {}
-        )
-        where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
+        engines += [one["settings"] for name, one in self._found.items() if one and name.startswith("steps")]
+        where = {name: engines[0][name] if engines else "unknown" for name in ("device", "torch")}
         return {"environment": environment() | where, "parts": self.parts} | self._found
 
     @property

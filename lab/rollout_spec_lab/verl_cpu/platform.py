@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase
 
-from rollout_spec_lab.verl_cpu.activation import engine_environment
+from rollout_spec_lab.verl_cpu.environment import engine_environment
 
 
 def _resident_bytes(device: Any = None) -> int:
