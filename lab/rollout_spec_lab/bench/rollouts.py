@@ -40,10 +40,11 @@ def write_rollouts(
     with contextlib.suppress(ModuleNotFoundError):  # a machine without matplotlib gets no picture
         files["engine.png"] = _plot(first, record["load"]["tail_threshold"])
     for repeat, one in enumerate(next(iter(served.values()))):
-        lines = load.lines(repeat, one["responses"])
         files[trace_file(folder, repeat).name] = "".join(
-            to_line(one.group, None, one.prompt_token_ids.tolist(), [each.tolist() for each in one.responses])
-            for one in lines
+            to_line(
+                line.group, None, line.prompt_token_ids.tolist(), [each.tolist() for each in line.responses]
+            )
+            for line in load.lines(repeat, one["responses"])
         )
     write_files(folder, files)
 

@@ -47,8 +47,11 @@ class Check:
 
     def _record(self) -> dict[str, Any]:
         engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
-        engines += [one["settings"] for name, one in self._found.items() if one and name.startswith("steps")]
-        where = {name: engines[0][name] if engines else "unknown" for name in ("device", "torch")}
+        engines += [
+            (one or {}).get("settings") for name, one in self._found.items() if name.startswith("steps")
+        ]
+        settings = next(filter(None, engines), {})
+        where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
         return {"environment": environment() | where, "parts": self.parts} | self._found
 
     @property
