@@ -7,6 +7,7 @@ code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -172,9 +173,7 @@ def all_runs(
     """Every combination for `measure`; those that are not PRICED run once."""
     return [
         (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
-        for history in histories
-        for k in ks
-        for method in methods
+        for history, k, method in itertools.product(histories, ks, methods)
         for price in (prices if method in PRICED else prices[:1])
     ]
 

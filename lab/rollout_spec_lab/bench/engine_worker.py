@@ -41,11 +41,9 @@ class Watch:
 
     def __init__(self, engine: Any) -> None:
         runner = runner_of(engine)
-        ours = proposer_of(runner)
-        self._ours, self.drafting = ours, Stopwatch(time.thread_time)
-        drafter: Any = ours or getattr(runner, "drafter", None)
-        if drafter is not None:
-            self.drafting.time(drafter, "draft" if ours else "propose")  # what both runners call
+        self._ours, self.drafting = proposer_of(runner), Stopwatch(time.thread_time)
+        if (drafter := self._ours or getattr(runner, "drafter", None)) is not None:
+            self.drafting.time(drafter, "draft" if self._ours else "propose")  # what both runners call
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
         self.start()

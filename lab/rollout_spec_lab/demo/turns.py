@@ -46,9 +46,8 @@ class Turns:
     def to_dict(self) -> dict[str, Any]:
         estimates = {name: getattr(self, name).to_dict() for name in ("off", "on", "speedup")}
         rates = {name: plain(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
-        return estimates | rates | {
-            "agreement": dataclasses.asdict(self.agreement), "seconds": [list(pair) for pair in self.seconds]
-        }  # fmt: skip
+        seconds = [list(pair) for pair in self.seconds]
+        return estimates | rates | {"agreement": dataclasses.asdict(self.agreement), "seconds": seconds}
 
 
 def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list[list[int]]:

@@ -36,8 +36,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def forget(engine: Any) -> None:
     """Let an engine forget cached prefixes, and its drafter take in what has ended."""
     engine.reset_prefix_cache()
-    proposer = proposer_of(runner_of(engine))
-    if proposer is not None:
+    if proposer := proposer_of(runner_of(engine)):
         ProposerControl(proposer).note_new_weights()
 
 

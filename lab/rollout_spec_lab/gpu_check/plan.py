@@ -97,8 +97,8 @@ def rollouts(
 
 def start(policy: Policy, folder: Path) -> dict[str, Any]:
     """The job that starts engines, with a tiny policy of its own, made in `folder`."""
-    engine, vocab_size = {**policy.on_device, **policy.given}, policy.size.vocab_size
-    return {"folder": str(folder), "dtype": policy.dtype, "engine": engine, "vocab_size": vocab_size}
+    own = {"folder": str(folder), "dtype": policy.dtype, "vocab_size": policy.size.vocab_size}
+    return own | {"engine": {**policy.on_device, **policy.given}}
 
 
 def verify(size: Size) -> dict[str, Any]:
