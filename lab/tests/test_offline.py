@@ -1,12 +1,20 @@
-"""Packing for a machine without network: what stays of a library, and what is checked there."""
+"""What a GPU is asked: commands that exist; packing: what stays of a library, and what is checked there."""
 
 import importlib.util
+import re
+import shlex
 import struct
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+
+from rollout_spec.verl.check_config import check_config
+from rollout_spec_lab.cli import build_parser, gpu_check
+from rollout_spec_lab.cli.demo import make_plan
+from rollout_spec_lab.demo.runner import overrides
 
 OFFLINE = Path(__file__).parents[1] / "offline"
 spec = importlib.util.spec_from_file_location("pack", OFFLINE / "pack.py")
@@ -14,6 +22,24 @@ assert spec and spec.loader
 pack = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pack)
 PTX = 1
+
+
+def test_its_page_has_commands_that_exist_and_a_demo_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import verl  # noqa: F401 - loads the plugin
+
+    page = (OFFLINE / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^.*(?:bin/rollout-spec-lab|-m rollout_spec_lab\.cli) (.*)$", page, re.MULTILINE)
+    commands = [build_parser().parse_args(shlex.split(line)) for line in lines]
+    assert all(gpu_check._parts(args) for args in commands if hasattr(args, "parts"))
+    [demo] = [args for args in commands if hasattr(args, "recipe")]
+    monkeypatch.setattr("rollout_spec_lab.verl_cpu.activation.engine_is_cpu_build", lambda: False)
+    given = overrides(make_plan(demo), "sam", Path("/model"), Path("/train"))
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", given)
+    assert check_config(config).enabled and not config.actor_rollout_ref.model.use_remove_padding
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
 
 
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
@@ -55,8 +81,13 @@ def test_a_library_keeps_its_length_and_the_code_for_one_gpu() -> None:
         pack.thinned(library(b"x" * 32))
 
 
-def test_every_package_that_is_packed_has_a_version() -> None:
-    assert {*pack.NAMES, pack.MODEL} <= pack.locked().keys()
+@pytest.mark.parametrize(
+    ("vllm", "others"), [("0.24.0", {"oss-harmony"}), ("0.32.0", {"diskcache", "openai-harmony"})]
+)
+def test_every_package_that_is_packed_has_a_version(vllm: str, others: set[str]) -> None:
+    versions = pack.locked(vllm)
+    assert {*pack.NAMES} - versions.keys() == others, "what another vLLM imports"
+    assert versions["vllm"] == vllm and [*versions][-1] == pack.MODEL
 
 
 def test_a_file_that_has_changed_on_its_way_is_not_unpacked(tmp_path: Path) -> None:

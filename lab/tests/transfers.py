@@ -39,7 +39,7 @@ async def receive(engine, seed, how):
             os._exit(1)
         assert weight.dtype == expected[name].dtype and weight.shape == expected[name].shape
         assert torch.equal(weight, expected.pop(name)), name
-    assert list(expected) == ["w4"], "an empty tensor has no bytes to send"
+    assert not expected
 
 
 def run(i, engine, row, how, endpoints, barrier, results, num_syncs):
@@ -72,7 +72,7 @@ def transfer(case):
     who = {"fails": 0, "raises": 2, "dies": 2}.get(case)
     barrier, num_syncs = context.Barrier(4), 2 if who is None else 1
     for i in range(4):
-        engine = Engine(8192, is_master=i == 0, timeout_s=120)
+        engine = Engine(0, is_master=i == 0, timeout_s=120)
         arguments = (i, engine, rows[i], case if i == who else None, endpoints, barrier, results, num_syncs)
         context.Process(target=run, args=arguments, daemon=True).start()
     reports = [results.get(timeout=60) for i in range(4) if (case, i) != ("dies", who)]

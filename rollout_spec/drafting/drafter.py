@@ -210,7 +210,7 @@ class Drafter:
             self._propose_after(rows, token_ids, levels, None)  # to index only
             return self._answer(drafts)
         least_survival = self._gate.begin(step)
-        if self._fill_to * num_decoding > self._max_draft_tokens:
+        if self._pad_to * num_decoding > self._max_draft_tokens:
             self._gate.discard()
             least_survival = None
         proposed = self._propose_after(rows, token_ids, levels, least_survival, next_step)

@@ -5,7 +5,9 @@ accepted exactly when it equals the recorded one. vLLM's `ngram` and `suffix` ar
 code that its engine runs (vllm.v1.spec_decode; arctic_inference.suffix_decoding).
 """
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,6 @@ from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.proposers import IndexProposer, Proposer, drafts_of_line
 from rollout_spec.predict.replay import ReplayResult, replay_line
 from rollout_spec.trace import Rollout
-from rollout_spec_lab.bench.device_suffix import DeviceSuffix
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
 _CACHE = {"min_token_prob": 0.1, "max_cached_requests": 10_000}  # vLLM's defaults, as all of suffix_server
@@ -28,8 +29,8 @@ SUFFIX: dict[str, dict[str, float]] = {
 }
 NGRAM = (2, 5)
 OF_MODELS = ("model", "sam+model")
-PRICED = ("sam", "sam+model", "suffix_mrv2")
-NUM_HALVINGS = 8
+PRICED = ("sam", "sam+model")
+NUM_ROOTS = 256  # of prices that are tried
 FIGURES = {  # of a result, and what a table calls them
     "tokens_per_step": "tokens/step",
     "draft_tokens_per_step": "drafted/step",
@@ -55,25 +56,15 @@ def require_arctic_inference() -> None:
 
 def require(method: str) -> None:
     """Import the packages of a method. The message of a MissingError says how they are installed."""
+    if method not in (*SUFFIX, "ngram"):
+        return
     if method in SUFFIX:
         require_arctic_inference()
-    if method in SUFFIX or method == "ngram":
-        try:
-            from vllm.v1.spec_decode import ngram_proposer, suffix_decoding  # noqa: F401
-        except ImportError as error:
-            raise MissingError(
-                f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
-            ) from error
-
-
-def _batch(
-    names: list[str], num_prompt_tokens: Int32Array, token_ids: Int32Array, levels: Int32Array
-) -> SimpleNamespace:
-    """The rows of a step as vLLM's InputBatch has them; levels: [n], the tokens that each row has."""
-    return SimpleNamespace(
-        req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
-        num_prompt_tokens=num_prompt_tokens, token_ids_cpu=token_ids, num_tokens_no_spec=levels,
-    )  # fmt: skip
+    try:
+        from vllm.v1.spec_decode import ngram_proposer, suffix_decoding  # noqa: F401
+    except ImportError as error:
+        message = f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
+        raise MissingError(message) from error
 
 
 class Suffix(Proposer):
@@ -92,7 +83,7 @@ class Suffix(Proposer):
             speculative_config=SimpleNamespace(num_speculative_tokens=k, **named),
             model_config=SimpleNamespace(max_model_len=1 << 30),  # no row reaches it
         )
-        self.proposer = SuffixDecodingProposer(config)
+        self._proposer = SuffixDecodingProposer(config)
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         num_rows = len(line.responses)
@@ -111,19 +102,23 @@ class Suffix(Proposer):
                 self._num_prompt_tokens[row] = self._levels[row] = self._turns[row].pop(0)
             sampled[row] = token_ids[row, self._levels[row] : level].tolist()
             self._levels[row] = level
-        batch = _batch(self._names, self._num_prompt_tokens, token_ids, self._levels)
-        proposed = self.proposer.propose(self._k, batch, sampled)
-        drafts = np.zeros((len(rows), self._k), np.int32)
-        numbers = np.zeros(len(rows), np.int32)
-        for i, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-            draft = proposed[row][:budget]
-            numbers[i] = len(draft)
-            drafts[i, : len(draft)] = draft
-        return drafts, numbers
+        proposed = self._propose(token_ids, sampled)
+        found = [proposed[row][:budget] for row, budget in zip(rows, budgets, strict=True)]
+        padded = [draft + [0] * (self._k - len(draft)) for draft in found]
+        return np.array(padded, np.int32), np.array(list(map(len, found)), np.int32)
 
     def finish(self) -> None:
-        none = np.empty(0, np.int32)
-        self.proposer.propose(self._k, _batch([], none, none[None], none), [])  # stops all requests
+        self._names = []
+        self._propose(np.empty((1, 0), np.int32), [])  # stops all requests
+
+    def _propose(self, token_ids: Int32Array, sampled: list[list[int]]) -> Any:
+        """Of the rows of a step, as vLLM's InputBatch has them."""
+        batch = SimpleNamespace(
+            req_ids=self._names, req_id_to_index={name: i for i, name in enumerate(self._names)},
+            num_prompt_tokens=self._num_prompt_tokens, token_ids_cpu=token_ids,
+            num_tokens_no_spec=self._levels,
+        )  # fmt: skip
+        return self._proposer.propose(self._k, batch, sampled)
 
 
 class Ngram(Proposer):
@@ -164,17 +159,11 @@ class Model(Proposer):
 
 def make_proposer(method: str, config: SpecConfig) -> Proposer:
     """The drafter of a method; a MissingError if that needs a package that is not installed."""
-    k = config.num_speculative_tokens
+    if method in PRICED:
+        return IndexProposer(config, mixes=method == "sam+model")
     if method in SUFFIX:
-        return Suffix(method, k)
-    if method == "ngram":
-        return Ngram(k)
-    if method == "model":
-        return Model(k)
-    if method == "suffix_mrv2":
-        return DeviceSuffix(k, config.min_survival)
-    assert method in PRICED, method
-    return IndexProposer(config, mixes=method == "sam+model")
+        return Suffix(method, config.num_speculative_tokens)
+    return {"ngram": Ngram, "model": Model}[method](config.num_speculative_tokens)
 
 
 def all_runs(
@@ -184,23 +173,16 @@ def all_runs(
     """Every combination for `measure`; those that are not PRICED run once."""
     return [
         (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
-        for history in histories
-        for k in ks
-        for method in methods
+        for history, k, method in itertools.product(histories, ks, methods)
         for price in (prices if method in PRICED else prices[:1])
     ]
 
 
 def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) -> list[dict[str, Any]]:
-    """Replay a trace with every method and its options, line by line in turn.
+    """Replay a trace with every method and its options, line by line in turn: a result for each run.
 
-    Args:
-        lines: for OF_MODELS with a model's drafts.
-        runs: methods, each with its options. Of these `sam` takes those that `replay` takes, all take
-            num_speculative_tokens and history, the responses of a line's group in lines before.
-
-    Returns:
-        One result per run, in their order: FIGURES; min_survival, None but of PRICED; equal_drafts, None.
+    lines: for OF_MODELS with a model's drafts. Of the options `sam` takes those that `replay` takes, all take
+    num_speculative_tokens and history, the responses of a line's group in lines before.
 
     Raises MissingError: a method needs a package that is not installed.
     """
@@ -233,15 +215,10 @@ def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, 
 
 
 def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict[str, Any]) -> dict[str, Any]:
-    """The result of `sam` at about the least price at which it drafts no more than a baseline.
+    """The result of `sam` at about the least price at which it drafts no more than a result of `measure`.
 
     One price is not the same number of draft tokens in every text; at equal numbers drafters compare. The
-    price is chosen knowing the whole trace.
-
-    Args:
-        lines: the trace's.
-        config: options of `sam`, but for K and history, which are the baseline's.
-        baseline: a result of `measure`; the result has its method as equal_drafts.
+    price is chosen knowing the whole trace. K and history are the baseline's.
     """
 
     def at(price: float) -> dict[str, Any]:
@@ -249,25 +226,19 @@ def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict
         [result] = measure(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
         return result | {"equal_drafts": baseline["method"]}
 
-    low, high, found = 0.0, 1.0, None  # square roots of prices, of which there are more near 0
-    for _ in range(NUM_HALVINGS):
-        root = (low + high) / 2
-        result = at(root**2)
-        if result["draft_tokens_per_step"] <= baseline["draft_tokens_per_step"]:
-            high, found = root, result
-        else:
-            low = root
-    return found or at(1.0)
+    most = baseline["draft_tokens_per_step"]
+    prices = [(root / NUM_ROOTS) ** 2 for root in range(1, NUM_ROOTS + 1)]  # more of them near 0
+    drafts_no_more = bisect.bisect_left(
+        prices[:-1], True, key=lambda price: at(price)["draft_tokens_per_step"] <= most
+    )
+    return at(prices[drafts_no_more])
 
 
 def over_baselines(
     result: dict[str, Any], results: Sequence[dict[str, Any]]
 ) -> dict[str, tuple[float, float]]:
-    """Tokens and draft tokens per step of a result over those of each of SUFFIX with the same K and history.
-
-    Args:
-        results: those of one trace; a method that is not among them, or drafted nothing, has no ratios.
-    """
+    """Tokens and draft tokens per step of a result over those of each of SUFFIX with the same K and history,
+    among the results of one trace; one that drafted nothing has no ratios."""
     setting = ("num_speculative_tokens", "history")
     tokens, drafted, *_ = FIGURES
     return {

@@ -23,8 +23,7 @@ from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summa
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
 
-Served = dict[str, list[dict[str, Any]]]
-"""By method what `engine_worker.run` gave of each repeat."""
+Served = dict[str, list[dict[str, Any]]]  # by method what `engine_worker.run` gave of each repeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +178,10 @@ def _comparable(plan: Plan) -> list[str]:
 
 
 def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Mapping[str, Times]) -> None:
-    """Add to results of plain vLLM and ours the tokens per second that `simulate` says.
+    """Add to a record's results of plain vLLM and ours the tokens per second that `simulate` says.
 
     predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and
-    with the device's roofline, if there is one.
-
-    Args:
-        record: what `make_record` gives.
-        rooflines: by model runner, "V1" (MRV1) and "V2" (MRV2).
+    with the device's roofline, if there is one of its model runner ("V1", "V2").
     """
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):

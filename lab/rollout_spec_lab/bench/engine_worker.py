@@ -41,11 +41,9 @@ class Watch:
 
     def __init__(self, engine: Any) -> None:
         runner = runner_of(engine)
-        ours = proposer_of(runner)
-        self._ours, self.drafting = ours, Stopwatch(time.thread_time)
-        drafter: Any = ours or getattr(runner, "drafter", None)
-        if drafter is not None:
-            self.drafting.time(drafter, "draft" if ours else "propose")  # what both runners call
+        self._ours, self.drafting = proposer_of(runner), Stopwatch(time.thread_time)
+        if (drafter := self._ours or getattr(runner, "drafter", None)) is not None:
+            self.drafting.time(drafter, "draft" if self._ours else "propose")  # what both runners call
         # In place of vLLM's own loggers, which cost a step as much as a small model does.
         engine.logger_manager.stat_loggers[:] = [self]
         self.start()
@@ -82,15 +80,7 @@ class Watch:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Serve a job.
-
-    Args:
-        job: what `engine.Plan.job` gives.
-
-    Returns:
-        timeline, draft_cpu_s (CPU seconds of the drafter), counters (our drafter's), responses, and settings,
-        what the engine really runs with; `options`: all of rollout.spec for sam.
-    """
+    """Serve a job of `engine.Plan.job`: what `rollout` gives, and the settings that the engine really has."""
     engine = make_engine(job)
     recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)
@@ -101,7 +91,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def rollout(
     engine: Any, watch: Watch, job: dict[str, Any], recorded: Recorded | None = None
 ) -> dict[str, Any]:
-    """What `run` says of a job's requests, but for settings."""
+    """Of a job's requests: timeline, responses, CPU seconds of the drafter, our drafter's counters."""
     prompts, params = _requests(job)
     if recorded:
         recorded.start(job["recorded"])
@@ -141,11 +131,9 @@ def make_engine(job: dict[str, Any]) -> Any:
 
 def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
-    if method.drafting == "off":
-        return {}
     coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
     if method.name == "off":
-        return coupled
+        return {} if method.drafting == "off" else coupled
     if method.name == "model":
         return coupled | {"speculative_config": dict(job["model_drafter"])}
     if method.is_ours:

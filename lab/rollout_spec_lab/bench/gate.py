@@ -7,9 +7,9 @@ is best for each single step, so a gate can be a little above it.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,18 @@ import numpy.typing as npt
 from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.report.page import png
 
 K = 8  # draft tokens of a row, at most
 SCENARIOS = Path(__file__).with_name("gate_scenarios.json")
 FULL = 0.75  # of max_num_seqs: with so many rows a batch counts as full
 
-_Ints = npt.NDArray[np.int64]
+_Nums = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float64]
+_Rows = npt.NDArray[np.void]
+_ROWS = [  # of a batch's requests: tokens to say, of context, to prefill; turns; drafts, how likely each is
+    *((name, np.int64) for name in ("left", "context", "behind", "turns")), ("drafts", np.int32),
+    ("true", np.float64, (K,)),
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +48,17 @@ class Scenario:
     cold: tuple[int, float] = (0, 1.0)  # so many first steps take so many times as long
     cold_sizes: float = 0.0  # that the first step of each 16 numbers of tokens takes longer
     drift: tuple[float, float] = (1.0, 1.0)  # the device's slowness in the first and in the last rollout
-    disturbed: tuple[int, float] = (
-        0,
-        1.0,
-    )  # every second rollout begins with so many steps so many times as long
+    disturbed: tuple[int, float] = (0, 1.0)  # every second rollout's first steps take so many times as long
     rows: int = 64  # max_num_seqs
     budget: int = 8192  # max_num_batched_tokens
     requests: int = 256
     prompt: int = 500  # tokens; 8 requests share it
     length: tuple[float, float] = (5.8, 0.8)  # of responses, lognormal
     rollouts: int = 3
-    gap: float = 60.0  # between rollouts
     turns: int = 1  # of an agent's request; each next one comes 40 steps later, with 500 tokens of prompt
-    repeats: tuple[float, float, float] = (
-        0.35,
-        0.92,
-        0.25,
-    )  # share of text that repeats; acceptance there; elsewhere
+    repeats: tuple[float, float, float] = (0.35, 0.92, 0.25)  # share of text; acceptance there; elsewhere
     calibrated: float = 1.0  # survivals promise p ** calibrated
-    ahead: bool = (
-        False  # steps are scheduled ahead: those that may have drafts wait, and take `drafted` longer
-    )
+    ahead: bool = False  # scheduled ahead: steps that may have drafts wait, and take `drafted` longer
 
 
 def read_scenarios(path: Path, names: list[str]) -> dict[str, Scenario]:
@@ -88,50 +82,33 @@ class Served(NamedTuple):
     """What an engine did."""
 
     tokens_per_s: float
-    share_full_drafted: float
-    """Of the steps with a full batch and without prompts, those with drafts."""
-    num_steps: int
+    share_full_drafted: float  # of the steps with a full batch and without prompts, those with drafts
 
 
 class Situation(NamedTuple):
     """What may be drafted for the step that begins: of its rows, [n]."""
 
-    numbers: npt.NDArray[np.int32]
-    true: _Floats
-    """[n, K]: how likely each token is to be accepted, with all before it."""
-    promised: npt.NDArray[np.float32]
-    """[n, K]: what their survivals say."""
-
-
-class Chooser(Protocol):
-    """Whoever decides what is drafted."""
-
-    drafts_wanted: bool
-
-    def choose(
-        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
-    ) -> npt.NDArray[np.int32]:
-        """Draft tokens of each row, int32 [n], after this step; or none if that takes none."""
-        ...
+    numbers: _Nums
+    true: _Floats  # [n, K]: how likely each token is to be accepted, with all before it
+    promised: npt.NDArray[np.float32]  # [n, K]: what their survivals say
 
 
 class Plain:
+    """Never drafts. The others choose otherwise what is drafted."""
+
     drafts_wanted = False
 
-    def choose(
-        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
-    ) -> npt.NDArray[np.int32]:
+    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+        """Draft tokens of each row, int32 [n], after this step; or none if that takes none."""
         return np.zeros_like(situation.numbers)
 
 
-class Oracle:
+class Oracle(Plain):
     """Takes the drafts with which this step gives most per second."""
 
     drafts_wanted = True
 
-    def choose(
-        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
-    ) -> npt.NDArray[np.int32]:
+    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
         is_draft = np.arange(K) < situation.numbers[:, None]
         order = np.sort(situation.true[is_draft])[::-1]
         tokens = step.num_rows + np.arange(len(order) + 1) + engine.next_prompt_tokens
@@ -143,17 +120,13 @@ class Oracle:
         return ((situation.true >= order[best - 1]) & is_draft).sum(axis=1).astype(np.int32)
 
 
-class Gated:
+class Gated(Plain):
     """The product's gate, asked as `Drafter` asks it."""
-
-    drafts_wanted = False
 
     def __init__(self) -> None:
         self.gate = AutoGate()
 
-    def choose(
-        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
-    ) -> npt.NDArray[np.int32]:
+    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
         none = np.zeros_like(situation.numbers)
         least = self.gate.begin(step)
         if least is None:
@@ -167,32 +140,10 @@ class Gated:
         return chosen if takes_drafts else none
 
 
-class _Rows:
-    """The requests of a batch; a field is an array with an entry for each."""
-
-    def __init__(self) -> None:
-        self.left, self.context, self.behind, self.turns = np.zeros((4, 0), np.int64)
-        self.drafts = np.zeros(0, np.int32)
-        self.true = np.zeros((0, K))
-
-    def add(self, left: int, context: int, behind: int, turns: int) -> None:
-        each = {"left": left, "context": context, "behind": behind, "turns": turns, "drafts": 0}
-        for name, value in each.items():
-            setattr(self, name, np.append(getattr(self, name), np.array(value, getattr(self, name).dtype)))
-        self.true = np.concatenate([self.true, np.zeros((1, K))])
-
-    def keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        for name, values in vars(self).items():
-            setattr(self, name, values[kept])
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-
 class Engine:
     """An engine of a scenario that serves its rollouts, one after the other."""
 
-    def __init__(self, scenario: Scenario, chooser: Chooser, seed: int) -> None:
+    def __init__(self, scenario: Scenario, chooser: Plain, seed: int) -> None:
         self._scenario, self._chooser = scenario, chooser
         self._rng, self._lengths = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self._slowness, self._sizes = 1.0, set[tuple[int, bool]]()
@@ -209,9 +160,7 @@ class Engine:
 
     def _took(self, tokens: float, size: int, context: int, drafted: bool, step: int, rollout: int) -> float:
         s = self._scenario
-        seconds = float(self.mean_seconds(tokens, context, drafted)) * float(
-            np.exp(self._rng.normal(0, s.noise))
-        )
+        seconds = float(self.mean_seconds(tokens, context, drafted) * np.exp(self._rng.normal(0, s.noise)))
         seconds *= s.spikes[1] if self._rng.random() < s.spikes[0] else 1.0
         seconds *= s.cold[1] if self._num_steps < s.cold[0] else 1.0
         seconds *= s.disturbed[1] if step < s.disturbed[0] and rollout % 2 else 1.0
@@ -226,66 +175,67 @@ class Engine:
             self._slowness = first + (last - first) * rollout / max(1, self._scenario.rollouts - 1)
             self._serve_rollout(rollout)
         share = self._num_full_drafted / max(1, self._num_full)
-        return Served(self._num_tokens / self._seconds, share, self._num_steps)
+        return Served(self._num_tokens / self._seconds, share)
 
     def _serve_rollout(self, rollout: int) -> None:
-        s, rows = self._scenario, _Rows()
+        s, rows = self._scenario, np.zeros(0, _ROWS)
         lengths = np.clip(self._lengths.lognormal(*s.length, s.requests), 8, 4000).astype(int)
         # Tokens to prefill and to say, turns left, and the step at which it comes.
         queue = [(s.prompt if i % 8 == 0 else 1, int(n), s.turns, 0) for i, n in enumerate(lengths)]
         sleeping: list[tuple[int, int, int, int]] = []
-        wanted = [not s.ahead] * 2  # whether the next steps are to have drafts
+        wanted = [not s.ahead] * 2  # of the next steps
         number, was_busy = 0, False
         while len(rows) or queue or sleeping:
             queue = [x for x in sleeping if x[3] <= number] + queue
             sleeping = [x for x in sleeping if x[3] > number]
-            num_verified = int((rows.behind == 0).sum() + rows.drafts.sum())
-            num_prompt = self._prefill(rows, queue, s.budget - num_verified)
+            num_verified = int((rows["behind"] == 0).sum() + rows["drafts"].sum())
+            rows, num_prompt = self._prefill(rows, queue, s.budget - num_verified)
             number += 1
             if not len(rows):
                 was_busy = False
                 continue
-            gets = rows.behind == 0
-            drafted = bool(rows.drafts.any()) or (s.ahead and wanted[0])
-            accepted = (self._rng.random(rows.true.shape) < rows.true).cumprod(axis=1)
-            accepted[np.arange(K) >= rows.drafts[:, None]] = 0
-            nums = np.minimum(np.where(gets, 1 + accepted.sum(axis=1), 0), rows.left)
-            num_tokens, context = num_verified + num_prompt, int(rows.context[gets].sum())
+            gets = rows["behind"] == 0
+            drafted = bool(rows["drafts"].any()) or (s.ahead and wanted[0])
+            accepted = (self._rng.random(rows["true"].shape) < rows["true"]).cumprod(axis=1)
+            accepted[np.arange(K) >= rows["drafts"][:, None]] = 0
+            nums = np.minimum(np.where(gets, 1 + accepted.sum(axis=1), 0), rows["left"])
+            num_tokens, context = num_verified + num_prompt, int(rows["context"][gets].sum())
             weighed = num_verified + num_prompt * s.prompt_token
             took = self._took(weighed, num_tokens, context, drafted, number - 1, rollout)
-            self._count(rows, nums, took, num_prompt)
-            rows.left, rows.context = rows.left - nums, rows.context + nums
+            self._seconds += took
+            self._num_steps += 1
+            self._num_tokens += int(nums.sum())
+            is_full = len(rows) >= FULL * s.rows and not num_prompt
+            self._num_full += is_full
+            self._num_full_drafted += is_full and bool(rows["drafts"].any())
+            rows["left"] -= nums
+            rows["context"] += nums
             step = Step(
-                num_tokens, num_prompt, drafted, None, int(gets.sum()), int(rows.context[gets].sum()),
+                num_tokens, num_prompt, drafted, None, int(gets.sum()), int(rows["context"][gets].sum()),
                 int(nums.sum()), took if was_busy else None,
             )  # fmt: skip
             was_busy = True
             wanted = [wanted[1], self._draft(rows, gets, step, wanted[1]) or not s.ahead]
-            ended = gets & (rows.left <= 0)
-            sleeping += [(500, 150, int(turns) - 1, number + 40) for turns in rows.turns[ended] if turns > 1]
-            rows.keep(~ended)
+            ended = gets & (rows["left"] <= 0)
+            sleeping += [
+                (500, 150, int(turns) - 1, number + 40) for turns in rows["turns"][ended] if turns > 1
+            ]
+            rows = rows[~ended]
 
-    def _prefill(self, rows: _Rows, queue: list[Any], room: int) -> int:
-        """Spend `room` tokens on prompts; returns how many."""
+    def _prefill(self, rows: _Rows, queue: list[Any], room: int) -> tuple[_Rows, int]:
+        """Spend `room` tokens on prompts; returns the rows with those that begin, and how many tokens."""
         spent = 0
-        for row in np.flatnonzero(rows.behind):
-            part = min(room - spent, int(rows.behind[row]))
-            rows.behind[row] -= part
+        for row in np.flatnonzero(rows["behind"]):
+            part = min(room - spent, int(rows["behind"][row]))
+            rows["behind"][row] -= part
             spent += part
         while queue and len(rows) < self._scenario.rows and spent < room:
             to_prefill, to_say, turns, _ = queue.pop(0)
             part = min(room - spent, to_prefill)
             spent += part
-            rows.add(to_say, self._scenario.prompt, to_prefill - part, turns)
-        return spent
-
-    def _count(self, rows: _Rows, nums: _Ints, took: float, num_prompt: int) -> None:
-        self._seconds += took
-        self._num_steps += 1
-        self._num_tokens += int(nums.sum())
-        if len(rows) >= FULL * self._scenario.rows and not num_prompt:
-            self._num_full += 1
-            self._num_full_drafted += bool(rows.drafts.any())
+            row = (to_say, self._scenario.prompt, to_prefill - part, turns, 0, np.zeros(K))
+            rows = np.append(rows, np.array([row], _ROWS))
+        return rows, spent
 
     def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: Step, takes_drafts: bool) -> bool:
         """Let the chooser draft for the next step; returns whether the one after it gets room."""
@@ -293,16 +243,16 @@ class Engine:
         does_repeat = self._rng.random(n) < s.repeats[0]
         wrong = 1.0 - np.where(does_repeat, s.repeats[1], s.repeats[2])
         p = np.clip(1.0 - wrong * np.exp(self._rng.normal(0, 0.3, n)), 0.01, 0.995)  # no two rows are alike
-        rows.true = np.repeat(p[:, None], K, axis=1)
-        rows.drafts = np.zeros(n, np.int32)
-        self.next_prompt_tokens = int(min(s.budget, rows.behind.sum()))
+        rows["true"] = np.repeat(p[:, None], K, axis=1)
+        rows["drafts"] = np.zeros(n, np.int32)
+        self.next_prompt_tokens = int(min(s.budget, rows["behind"].sum()))
         if not step.num_rows:
             return self._chooser.drafts_wanted
-        most = np.minimum(np.where(does_repeat, K, 2), np.maximum(rows.left - 1, 0))
+        most = np.minimum(np.where(does_repeat, K, 2), np.maximum(rows["left"] - 1, 0))
         survivals = p[gets, None] ** np.arange(1, K + 1)
         promised = (survivals**s.calibrated).astype(np.float32)
         situation = Situation(most[gets].astype(np.int32), survivals, promised)
-        rows.drafts[gets] = self._chooser.choose(step, situation, self, takes_drafts)
+        rows["drafts"][gets] = self._chooser.choose(step, situation, self, takes_drafts)
         return self._chooser.drafts_wanted
 
 
@@ -322,21 +272,3 @@ def judge(scenarios: Mapping[str, Scenario], num_seeds: int) -> Iterator[dict[st
             "full_drafted_gate": float(np.mean([run.share_full_drafted for run in speeds["gated"]])),
             "full_drafted_oracle": float(np.mean([run.share_full_drafted for run in speeds["oracle"]])),
         }
-
-
-def draw(results: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG: of each scenario what the gate and plain steps reach of the oracle."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.6 + 0.25 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    names, places = [row["scenario"] for row in results][::-1], np.arange(len(results))
-    gate = [row["gate_over_oracle"] for row in results][::-1]
-    plain = [1.0 / row["oracle_over_plain"] for row in results][::-1]
-    axes.barh(places, gate, color="tab:blue", label="gate")
-    axes.barh(places, plain, height=0.3, color="lightgray", label="no drafts")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_yticks(places, names, fontsize=8)
-    axes.set_xlabel("tokens per second / the oracle's")
-    axes.legend(loc="lower left", fontsize=8)
-    return png(figure, dpi=110)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_spec.config import ConfigError, UserError
+from rollout_spec.config import ConfigError
 from rollout_spec.environment import environment
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
@@ -26,7 +26,6 @@ from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
 
 WORKER = "rollout_spec_lab.bench.host_worker"
-WORKER_V2 = "rollout_spec_lab.bench.host_worker_v2"
 V1 = "/v1"  # after a method: on MRV1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
@@ -39,20 +38,12 @@ _SHIFT = 7919  # of the token ids from one copy of the recording to the next
 Request = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]  # prompt and response
 
 
-class HostError(UserError):
-    """A measurement that is not one; the message says why."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """So many rows decode on a device whose steps take what `step` says.
-
-    Attributes:
-        step: as `StepTimes.parse` takes it; or of a `Roofline`: config.json, device, tensor parallelism.
-    """
+    """So many rows decode on a device whose steps take what `step` says."""
 
     rows: int
-    step: str | tuple[str, str, int]
+    step: str | tuple[str, str, int]  # for `StepTimes.parse`, or a `Roofline`: config.json, device, --tp
     name: str
 
     def times(self) -> Times:
@@ -106,12 +97,9 @@ class HostPlan:
             method, engine["async_scheduling"] = "off", False
         elif v2:
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
-        return {
+        return dataclasses.asdict(self) | {
             "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
-            "engine": engine, "spec": self.spec, "num_speculative_tokens": self.num_speculative_tokens,
-            "trace": str(self.trace), "limit_groups": self.limit_groups, "vocab_size": vocab_size,
-            "cells": [dataclasses.asdict(cell) for cell in self.cells], "max_tokens": self.max_tokens,
-            "warm_up_steps": self.warm_up_steps, "steps": self.steps,
+            "engine": engine, "trace": str(self.trace), "vocab_size": vocab_size,
         }  # fmt: skip
 
 
@@ -119,22 +107,17 @@ def requests_of(
     lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int | None,
     vocab_size: int,
 ) -> list[Request]:  # fmt: skip
-    """Requests for a cell, more than its rows take in `num_steps`; siblings are next to each other.
+    """Requests for a cell, more than its rows take in `num_steps`; None: `one_rollout`, as it is.
 
-    The recording begins again where it ends. Each time and in each cell it has tokens of its own, so nothing
-    is known of them from before.
-
-    Args:
-        number: the cell's.
-        num_steps: None: `one_rollout`, as it is.
+    Siblings are next to each other. The recording begins again where it ends. Each time and in each cell, it
+    has tokens of its own, so nothing is known of them from before.
     """
     if num_steps is None:
         lines = one_rollout(lines, rows)
     found: list[Request] = []
     num_tokens, copy = 0, 1000 * number
-    while not found or (
-        num_steps is not None and num_tokens < rows * (num_steps * _SPARE + (max_tokens or 0))
-    ):
+    wanted = 1 if num_steps is None else rows * (num_steps * _SPARE + (max_tokens or 0))
+    while num_tokens < wanted:
         for line in lines:
             for response in line.responses:
                 prompt, tokens = (
@@ -176,7 +159,8 @@ def measure(
 
         def serve(_: int, method: str) -> dict[str, Any]:
             job = plan.job(method, model, longest, vocab_size)
-            return last(answers(WORKER_V2 if job["v2"] else WORKER, job, method, folder))
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(job["v2"]))}
+            return last(answers(WORKER, job, method, folder, environment=runner))
 
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)
 

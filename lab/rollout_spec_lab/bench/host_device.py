@@ -2,9 +2,10 @@
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
 replaced, and a clock says when it would be done. `Device.install` lists the replacements in MRV1,
-`host_device_v2` those in MRV2.
+`DeviceV2.install` those in MRV2, where launches of kernels return at once too.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +19,23 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.predict.step_times import Times
 from rollout_spec_lab.bench.recorded import Recorded
 
+# What Triton takes on the host to launch a compiled kernel: vLLM's pull request 34838 measured 8.7 us with
+# kernels of MRV2 on a GB200, tritonbench's 1002 about 11.
+LAUNCH_SECONDS = 10e-6
+
 
 class Clock:
     """The host's time and the device's: nothing sleeps, and what else runs on the machine takes none of it.
 
-    The host's is its CPU time, and what it would have waited.
-
-    Args:
-        cpu: seconds, as time.thread_time: all of an engine is in one thread.
-
-    Attributes:
-        free: when the device has done all that it was given, one step after the other.
-        num_steps: that were given.
-        num_ahead: of them, those that found it busy with another.
-        kernel_s: CPU seconds of what stands in for kernels, which are none of the host's.
-        launch_s: seconds that the host takes besides its CPU time, for what is not launched here.
+    The host's is the CPU time of its thread, in which all of an engine is, and what it would have waited.
     """
 
     def __init__(self, cpu: Callable[[], float] = time.thread_time) -> None:
-        self._cpu = cpu
-        self._waited = 0.0
-        self.kernel_s = self.launch_s = 0.0
-        self.num_steps = self.num_ahead = 0
-        self.free = self.now()
+        self._cpu, self._waited = cpu, 0.0
+        self.kernel_s = 0.0  # CPU seconds of what stands in for kernels, which are none of the host's
+        self.launch_s = 0.0  # that the host takes besides its CPU time, for what is not launched here
+        self.num_steps = self.num_ahead = 0  # given to the device; of them, those that found it busy
+        self.free = self.now()  # when the device has done all that it was given, one step after the other
 
     def now(self) -> float:
         return self.host_s() + self._waited
@@ -87,17 +82,11 @@ class Event:
 
 
 class Device:
-    """Stands in for a model runner's kernels.
-
-    Attributes:
-        times: what a step takes; to be set before the first.
-        recorded: what is sampled; to be started before the first.
-    """
+    """Stands in for a model runner's kernels. `times` is to be set, and `recorded` started, before a step."""
 
     def __init__(self, runner: Any, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self._runner = clock, runner
         self.times: Times | None = None
-        self._runner = runner
         self._hidden = torch.zeros((runner.max_num_tokens, 1), dtype=runner.dtype)  # nobody reads them
 
     def install(self) -> None:
@@ -153,6 +142,43 @@ class Device:
                 self.async_copy_ready_event = Event(clock)
 
         return AsyncOutput
+
+
+class DeviceV2(Device):
+    """Stands in for MRV2's kernels."""
+
+    def install(self) -> None:
+        # Not above: MRV2's modules take what vLLM replaces in torch for CPUs when the engine is made.
+        from triton.runtime.interpreter import InterpretedFunction
+        from vllm.v1.worker.gpu import model_runner
+
+        runner = self._runner
+        runner.model.forward = self._forward
+        runner.model.compute_logits = lambda hidden: hidden
+        self.recorded = Recorded(runner, self.clock.run)
+        InterpretedFunction.run = self._launch
+        # Where the host waits for a step's tokens.
+        torch.cuda.Event = torch.Event = lambda *_, **__: Event(self.clock)
+        torch.cuda.stream = lambda stream: stream  # as vLLM itself replaces it from 0.29 on
+        # Each attention backend makes its own; those of CPUs read what kernels have left.
+        for group in itertools.chain.from_iterable(runner.attn_groups):
+            group.get_metadata_builder(0).build = lambda *_, **__: None
+        # What kernels say here is used to index.
+        for name in ("combine_sampled_and_draft_tokens", "expand_idx_mapping"):
+            setattr(model_runner, name, _zeros_of(getattr(model_runner, name)))
+
+    def _launch(self, *_: Any, **__: Any) -> None:
+        self.clock.launch_s += LAUNCH_SECONDS
+
+
+def _zeros_of(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_zeros(*args: Any, **kwargs: Any) -> Any:
+        found = prepare(*args, **kwargs)
+        for tensor in found if isinstance(found, tuple) else (found,):
+            tensor.zero_()
+        return found
+
+    return prepare_zeros
 
 
 def schedule_as_on_gpus() -> None:

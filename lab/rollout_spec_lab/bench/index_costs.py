@@ -33,7 +33,6 @@ TARGETS = {
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Everything, with what is needed to read the figures later."""
     text = synthetic_text(4 * max(SIZES))
     return {
         "environment": environment(),
@@ -58,39 +57,38 @@ def synthetic_text(num_tokens: int, seed: int = 0) -> Int32Array:
 
 
 def measure_sizes(text: Int32Array, repeats: int) -> dict[str, Any]:
-    """Microseconds and bytes per token of texts of each size.
+    """Microseconds per token of texts of each size, and the mean bytes per token of one alone in an index.
 
-    us_per_token: every size indexes the same tokens, cut into texts of this size that stay in one index: what
-    is compared is the length of a text, not one text that fits the cache with one that does not.
-    bytes_per_token: the mean over indexes that hold one such text and nothing else.
+    Every size indexes the same tokens, cut into texts of this size that stay in one index: what is compared
+    is the length of a text, not one text that fits the cache with one that does not.
     """
     sizes: dict[str, Any] = {}
     for size in SIZES:
         texts = text.reshape(-1, size)
-        times = np.stack([index_texts(texts)[0] for _ in range(repeats)])
+        seconds = np.min([index_texts(texts)[0] for _ in range(repeats)], axis=0).sum()
         num_bytes = [index_texts(alone[None])[1] for alone in texts]
         sizes[str(size)] = {
-            "us_per_token": float(times.min(axis=0).sum()) / 1e3 / text.size,
+            "us_per_token": 1e6 * float(seconds) / text.size,
             "bytes_per_token": float(np.mean(num_bytes)),
         }
     return sizes
 
 
-def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[NDArray[np.int64], float]:
+def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[list[float], float]:
     """Index texts, int32 [n, length], one after the other as groups of one index, `chunk` tokens a step.
-    Returns the nanoseconds of each step, [steps], and the bytes per token in the end."""
+    Returns the seconds of each step, and the bytes per token in the end."""
     zero = np.zeros(1, np.int32)
-    nanoseconds = []
+    seconds = []
     with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:
         for text in texts:
             sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
             for level in range(chunk, len(text) + 1, chunk):
                 levels = np.array([level], np.int32)
-                begin = time.perf_counter_ns()
+                begin = time.perf_counter()
                 index.index_and_draft(sequence, text[None], zero, levels, zero)
-                nanoseconds.append(time.perf_counter_ns() - begin)
+                seconds.append(time.perf_counter() - begin)
         stats = index.stats()
-    return np.array(nanoseconds), stats.num_bytes / stats.num_tokens
+    return seconds, stats.num_bytes / stats.num_tokens
 
 
 def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> dict[str, Any]:
@@ -113,10 +111,8 @@ def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> 
                 index.index_and_draft(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
             for i in range(num_steps):
                 levels = np.full(n, tokens_per_row + i + 1, np.int32)
-                begin = time.perf_counter()
-                result = index.index_and_draft(
-                    sequences, token_ids, rows, levels, budgets, SpecConfig.min_survival
-                )
+                least, begin = SpecConfig.min_survival, time.perf_counter()
+                result = index.index_and_draft(sequences, token_ids, rows, levels, budgets, least)
                 times[i] = time.perf_counter() - begin
                 drafted[i] = result.num_draft_tokens
     return {

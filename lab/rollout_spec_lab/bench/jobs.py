@@ -35,14 +35,8 @@ def answers(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Run `python -m WORKER JOB RESULT`; gives what it has found so far, whenever that is more.
 
-    Args:
-        name: the job's, for messages.
-        seconds: that it may take.
-        environment: variables, beside those of this process.
-
-    Raises:
-        EngineError: it has failed; job and log stay in `folder`.
-        TimeLimitError: it has taken longer.
+    Raises EngineError: it has failed, and job and log stay in `folder`. TimeLimitError: it took longer than
+    `seconds`. Messages say the job's `name`. The process has `environment` beside the variables of this one.
     """
     task, result, log = (folder / file for file in ("job.json", "result.json", "engine.log"))
     task.write_text(json.dumps(job))

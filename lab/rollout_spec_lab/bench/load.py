@@ -16,40 +16,31 @@ from rollout_spec.trace import Rollout
 
 MIN_RESPONSE_TOKENS = 8
 RANDOM_PROMPT_TOKENS = 64
-LEAST_REQUESTS = 32
-"""That `one_rollout` has at least: with fewer, one long response decides."""
+LEAST_REQUESTS = 32  # that `one_rollout` has at least: with fewer, one long response decides
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
     """Requests shaped like GRPO's: groups of samples of one prompt, a few of them much longer than the rest.
 
-    Args:
-        prompts: token ids of each prompt.
-        group_size: samples of each prompt.
-        median_tokens, sigma: of the log-normal distribution that response lengths are drawn from. Every
-            request generates exactly its length, whatever the method: ends of text are ignored.
-        max_tokens: no response is longer.
-        natural_ends: responses end where the model ends them, or at `max_tokens`; the method changes lengths.
-        recorded: responses to each prompt, which come whatever is sampled. They decide on the lengths; of
-            the other fields only `temperature` and `seed` count then.
+    Lengths are log-normal. Every request generates exactly its length, whatever the method: it ignores ends.
     """
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # token ids
     group_size: int = 8
     median_tokens: float = 96.0
     sigma: float = 0.9
     max_tokens: int = 512
-    natural_ends: bool = False
+    natural_ends: bool = False  # instead, the model ends a response, or `max_tokens`; methods change lengths
     temperature: float = 1.0
     seed: int = 0
+    # To each prompt, which come whatever is sampled; beside them only `temperature` and `seed` count.
     recorded: Sequence[Sequence[Sequence[int]]] | None = None
 
     def requests(self, repeat: int) -> list[dict[str, Any]]:
         """The requests of one repeat, the same for every method, siblings next to each other.
 
-        Returns:
-            For each: `prompt`, the number of its prompt; `max_tokens`; `name`, which keys its noise.
+        Each has the number of its `prompt`, `max_tokens`, and a `name`, which keys its noise.
         """
         return [
             {"prompt": i, "max_tokens": int(length), "name": ["bench", self.seed, repeat, i, sample]}

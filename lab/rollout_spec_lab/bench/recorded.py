@@ -44,14 +44,10 @@ class Recording:
 def verified(
     recorded: npt.NDArray[np.int32], drafts: npt.NDArray[np.int32], nums_drafts: npt.ArrayLike
 ) -> npt.NDArray[np.int32]:
-    """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more.
+    """What a verification gives: each row's drafts as far as they are the recorded tokens, and one more; then
+    PLACEHOLDER_TOKEN_ID.
 
-    Args:
-        recorded: [rows, width], what comes next in each row; width is above every number of drafts.
-        drafts: those of all rows, one after the other.
-
-    Returns:
-        As `recorded`, with PLACEHOLDER_TOKEN_ID after what a row gets.
+    recorded: [rows, width], what comes next in each row; drafts: those of all rows, one after the other.
     """
     nums = np.asarray(nums_drafts)
     columns = np.arange(recorded.shape[1])
@@ -67,16 +63,12 @@ class Recorded:
 
     Drafts and levels are known on the host, so the tokens are looked up there. They go to the device in a
     copy that nothing waits for.
-
-    Attributes:
-        recording: None: what is sampled stays, as in a warm-up.
-        step: vLLM's SchedulerOutput of the last step that was begun.
     """
 
     def __init__(self, runner: Any, run: Callable[..., Any] = lambda call, *args: call(*args)) -> None:
         """`run` calls what stands in for a kernel."""
-        self.recording: Recording | None = None
-        self.step: Any = None
+        self.recording: Recording | None = None  # None: what is sampled stays, as in a warm-up
+        self.step: Any = None  # vLLM's SchedulerOutput of the last step that was begun
         self._runner, self._run = runner, run
         self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
         if hasattr(runner, "_sample"):  # MRV1
@@ -108,7 +100,7 @@ class Recorded:
             rows = slice(batch.num_reqs)
             levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
             tokens, _ = self._run(self._tokens, batch.req_ids, levels, None)
-            return dataclasses.replace(output, sampled_token_ids=self._sent(tokens))
+            return dataclasses.replace(output, sampled_token_ids=sent(tokens, self._runner.device))
 
         return sample_recorded
 
@@ -135,8 +127,8 @@ class Recorded:
         for name, num in zip(batch.req_ids, nums.tolist(), strict=True):
             self._levels[name] += num
         rejected = np.where(nums, nums_drafts + 1 - nums, 0)
-        sampled = self._sent(np.stack([nums, rejected]).astype(np.int32))
-        return self._sent(tokens.astype(np.int64)), sampled[0], sampled[1]
+        sampled = sent(np.stack([nums, rejected]).astype(np.int32), self._runner.device)
+        return sent(tokens.astype(np.int64), self._runner.device), sampled[0], sampled[1]
 
     def _tokens(
         self, names: Sequence[str], levels: npt.NDArray[Any], width: int | None
@@ -148,6 +140,3 @@ class Recorded:
         width = 1 if not nums.any() else width or 1 + int(nums.max())
         recorded = self.recording.after(names, levels, width)
         return verified(recorded, np.fromiter(itertools.chain(*drafts), np.int32), nums), nums
-
-    def _sent(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return sent(values, self._runner.device)

@@ -50,11 +50,9 @@ def write_rollouts(
 
 
 def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
-    """A PNG: by method the running requests over time, shaded where draft tokens were verified.
+    """A PNG of one repeat's timelines: the running requests, shaded where draft tokens were verified.
 
-    Args:
-        timelines: the columns of a `Timeline` by method, all of one repeat.
-        threshold: the number of running requests at which the tail begins.
+    threshold: the number of running requests at which the tail begins.
     """
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 

@@ -12,11 +12,15 @@ SETTING = ("method", "P", "K", "history")
 
 def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench drafters` measured: for each trace the drafters, and `sam` over vLLM's suffix."""
-    for make in (_figures, _ratios):
-        for trace, of_trace in groupby(record["results"], key=lambda row: row["trace"]):
-            table = make(trace, list(of_trace))
-            if table[-1]:
-                yield table
+    for trace, of_trace in groupby(record["results"], key=lambda row: row["trace"]):
+        results = list(of_trace)
+        baselines = list(dict.fromkeys(name for row in results for name in row["over"]))
+        title = f"{trace}; sam over vLLM's suffix: tokens per step @ draft tokens per step" * bool(baselines)
+        yield title or trace, [*SETTING, *FIGURES.values(), *(f"over {name}" for name in baselines)], [
+            [*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES),
+             *(_over(row, name) for name in baselines)]
+            for row in results
+        ]  # fmt: skip
 
 
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
@@ -29,23 +33,9 @@ def _setting(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _figures(trace: str, results: list[dict[str, Any]]) -> Table:
-    rows = [[*_setting(row), *(f"{row[figure]:.3f}" for figure in FIGURES)] for row in results]
-    return trace, [*SETTING, *FIGURES.values()], rows
-
-
-def _ratios(trace: str, results: list[dict[str, Any]]) -> Table:
-    """A column for each baseline: tokens per step over its @ draft tokens per step over its."""
-    of_sam = [row for row in results if row["method"] == "sam" and row["over"]]
-    baselines = list(dict.fromkeys(name for row in of_sam for name in row["over"]))
-    rows = []
-    for row in of_sam:
-        pairs = [row["over"].get(name) for name in baselines]
-        rows.append(
-            [*_setting(row), *("" if each is None else f"{each[0]:.3f} @ {each[1]:.3f}" for each in pairs)]
-        )
-    title = f"{trace}: sam over vLLM's suffix, tokens per step @ draft tokens per step"
-    return title, [*SETTING, *baselines], rows
+def _over(row: dict[str, Any], baseline: str) -> str:
+    ratios = row["over"].get(baseline) if row["method"] == "sam" else None
+    return "" if ratios is None else f"{ratios[0]:.3f} @ {ratios[1]:.3f}"
 
 
 def gate_table(record: dict[str, Any]) -> Table:

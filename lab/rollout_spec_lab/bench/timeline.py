@@ -17,9 +17,6 @@ RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
     "tail_tokens_per_s": ("tail_tokens", "tail_s"),
 }
 
-StepSeconds = dict[tuple[bool, int], list[float]]
-"""Seconds of steps by whether they verified draft tokens, and by how many tokens they verified."""
-
 
 @dataclasses.dataclass
 class Timeline:
@@ -63,15 +60,10 @@ def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """One result per method.
+    """One result per method: means of the seconds, ratios of the sums, `ratios` to the first method with 95 %
+    intervals (see `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
 
-    Args:
-        runs: per method what `measure` said of every repeat, and `draft_cpu_s`; repeats with the same number
-            are pairs, and the first method is what the others are compared with.
-
-    Returns:
-        Means of the seconds, ratios of the sums, `ratios` to the first method with their 95 % intervals (see
-        `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
+    runs: per method what `measure` said of every repeat, and `draft_cpu_s`; equal numbers are pairs.
     """
     first = next(iter(runs.values()))
     results = []
@@ -102,20 +94,17 @@ def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
 
 
 def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """What `mean_times` says of the steps of rollouts of plain vLLM and of our drafter; steps with a prefill
-    are left out."""
-    found: StepSeconds = defaultdict(list)
+    """Mean seconds of the steps of rollouts of plain vLLM and of our drafter, those with a prefill left out.
+
+    Rows of `drafted` (the step verified draft tokens), `num_tokens` (verified: running requests and draft
+    tokens), `seconds` and `num_steps`; sorted.
+    """
+    found: defaultdict[tuple[bool, int], list[float]] = defaultdict(list)
     for line in timelines:
         columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)
         for seconds, running, rows, drafts in zip(*columns, strict=True):
             if rows == running:
                 found[drafts > 0, rows + drafts].append(seconds)
-    return mean_times(found)
-
-
-def mean_times(found: StepSeconds) -> list[dict[str, Any]]:
-    """Mean seconds of an engine step by what it had to do: rows of `drafted` (the step verified draft
-    tokens), `num_tokens` (verified: running requests and draft tokens), `seconds` and `num_steps`; sorted."""
     return [
         {"drafted": drafted, "num_tokens": num, "seconds": statistics.fmean(steps), "num_steps": len(steps)}
         for (drafted, num), steps in sorted(found.items())

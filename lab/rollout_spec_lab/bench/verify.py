@@ -19,7 +19,7 @@ import torch
 from rollout_spec.config import UserError
 from rollout_spec.verification import coupled, noise
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
-from rollout_spec_lab.bench.waits import can_count_waits, sentence, synchronize, waits
+from rollout_spec_lab.bench.waits import sentence, synchronize, waits
 
 SECONDS, LEAST, MOST = 0.5, 3, 50  # of a method in a cell; rounds, at least and at most
 NUM_ALONE = 64  # rows whose tokens are drawn alone too
@@ -69,25 +69,22 @@ class Step:
         logits = self.logits.float()  # changed in place
         return cut(logits, number, None) if kind == "top-k" else cut(logits, None, number)
 
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 logits at the draft positions, and after the drafts."""
-        ahead = self.rows * self.k
-        return self.logits[:ahead].float(), self.logits[ahead:].float()
-
     def _coupled(self) -> torch.Tensor:
-        ahead, after = self._parts()
         step = coupled.CoupledStep(self.keys, self.positions, self.counts)
-        bonus = step.sample_after(after).unsqueeze(-1)
-        if not self.k:
-            return bonus
-        return coupled.coupled_sample(self.drafts, self.k, ahead, bonus, self.metadata, step)
+        verify = functools.partial(coupled.coupled_sample, self.drafts, self.k)
+        return self._tokens(verify, step.sample_after, step)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
-        ahead, after = self._parts()
-        bonus = sample(after).view(-1, 1)
+        verify = functools.partial(verify, self.drafts, self.counts, self.k, self.ends, None)
+        return self._tokens(verify, sample)
+
+    def _tokens(self, verify: Callable[..., Any], sample: Callable[..., Any], *further: Any) -> torch.Tensor:
+        """In float32: `sample` draws after the drafts."""
+        ahead = self.rows * self.k
+        bonus = sample(self.logits[ahead:].float()).view(-1, 1)
         if not self.k:
             return bonus
-        return verify(self.drafts, self.counts, self.k, self.ends, None, ahead, bonus, self.metadata)
+        return verify(self.logits[:ahead].float(), bonus, self.metadata, *further)
 
 
 @functools.cache
@@ -136,14 +133,13 @@ def record_of(
 ) -> Iterator[dict[str, Any]]:
     """What `bench verify --json` prints, after each cell; a UserError if there is no device `name`.
 
-    Returns:
-        device, torch, vocab_size, comparison (see `compare`), cells: rows, k, ms and waits of each method
-        (None: not counted), and `skipped`, those that are still to come.
+    cells: rows, k, ms and waits of each method (None: not counted); `skipped`: those still to come.
     """
-    device = device_of(name)
+    device, label = device_of(name), "cpu"
     if device.type == "cpu":
         torch.set_num_threads(1)
-    label = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    else:
+        label = torch.get_device_module(device).get_device_name()
     wanted = [(rows, k) for rows in nums_rows for k in nums_drafts]
     record = {"device": label, "torch": torch.__version__, "vocab_size": vocab_size, "cells": []}
     with torch.inference_mode():  # as in vLLM
@@ -168,8 +164,6 @@ def device_of(name: str | None) -> torch.device:
 
 
 def _waits(call: Call) -> list[str] | None:
-    if not can_count_waits():
-        return None
     with waits() as places:
         call()
     return places
@@ -195,10 +189,7 @@ def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, flo
 def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
     """The device against the CPU: bits of noise, tokens of the same logits; tokens alone and in a batch.
 
-    Returns:
-        words, words_that_differ, noise_that_differs, noise_largest_ulps; of `peaked` and `flat` logits
-        tokens, differ_from_cpu, largest_shortfall (of a token that differs: the error of a logit that makes
-        it win) and differ_alone.
+    largest_shortfall: of the tokens that differ, the error of a logit that makes one win.
     """
     noise.check(device)
     cpu, number = torch.device("cpu"), coupled.num_drawn(vocab_size)
@@ -234,8 +225,7 @@ def sentences(record: Mapping[str, Any]) -> Iterator[str]:
     """Whether the device draws what a CPU draws and the host waits as documented, and the time it takes."""
     cells = record["cells"]
     yield from _of_comparison(record["comparison"])
-    counted = [cell for cell in cells if cell["waits"]["coupled"] is not None]
-    yield sentence({"with drafts" if cell["k"] else "plain": cell["waits"]["coupled"] for cell in counted})
+    yield sentence({"with drafts" if cell["k"] else "plain": cell["waits"]["coupled"] for cell in cells})
     beside = [cell for cell in cells if "vllm" in cell["ms"]]
     for cell in [cell for cell in beside if (cell["rows"], cell["k"]) == JUDGED] or beside[-1:]:
         ours, theirs = cell["ms"]["coupled"], cell["ms"]["vllm"]

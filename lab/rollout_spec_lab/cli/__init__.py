@@ -1,8 +1,8 @@
 """The command `rollout-spec-lab`: demo, bench and gpu-check, one thin module each.
 
 In: arguments. Out: tables, JSON, files and an exit code, as `rollout-spec` gives them.
-May import: rollout_spec, `bench`, `demo`, `gpu_check`, `roofline`, rich, torch. It imports what is
-slow inside `run`.
+May import: rollout_spec, `bench`, `demo`, `gpu_check`, `roofline`, torch. It imports what is slow
+inside `run`.
 """
 
 import argparse

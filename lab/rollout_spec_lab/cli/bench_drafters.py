@@ -7,11 +7,10 @@ from typing import Any
 from rollout_spec.cli import add_example, rollouts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import add_output, installed, write
+from rollout_spec_lab.cli.inputs import add_output, installed, report
 
 HELP = "compare drafters on the same steps of recorded rollouts"
 METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
-DEVICE_SUFFIX = "suffix_mrv2"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
@@ -29,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drafters = parser.add_argument_group("drafters; of several values every combination is replayed")
     help_ = (
         "by commas; suffix_server: vLLM's suffix with one cache for all prompts, as vLLM serves it "
-        f"({','.join(METHODS)}, without what is not installed); {DEVICE_SUFFIX}: the rule of vLLM's "
-        "suffix for MRV2, of a branch; with a model also model alone, "
+        f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert"
     )
     add_options(drafters, ("--methods", str, "M,M", None, help_))
@@ -57,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import quiet_vllm, show
+    from rollout_spec.cli.console import quiet_vllm
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.environment import environment
     from rollout_spec_lab.bench.drafters import SUFFIX
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
-    config = SpecConfig.from_mapping(spec_options(args.spec, REFUSED))
+    config = SpecConfig.from_mapping(spec_options(args.spec, args.refused))
     try:
         results = [
             {"trace": trace.name, **row}
@@ -78,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
         message = "one prompt with its responses needs more memory; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
     record = {"environment": environment(), "results": results}
-    if args.output:
-        write(record, args.output / "drafters.json")
-    show(record, args.json, *drafters_tables(record))
-    return 0
+    return report(args, record, *drafters_tables(record), name="drafters.json")
 
 
 def _methods(named: str | None, has_model: bool) -> list[str]:
@@ -92,7 +87,7 @@ def _methods(named: str | None, has_model: bool) -> list[str]:
         return installed("bench drafters", METHODS, require) + (list(OF_MODELS) if has_model else [])
     methods = named.split(",")
     for method in methods:
-        if method not in (known := (*METHODS, DEVICE_SUFFIX, *OF_MODELS)):
+        if method not in (known := (*METHODS, *OF_MODELS)):
             raise UserError(f"--methods {method}: must be one of {', '.join(known)}")
         if method in OF_MODELS and not has_model:
             raise UserError(f"--methods {method}: needs --model-acceptance")

@@ -21,32 +21,11 @@ if TYPE_CHECKING:
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
 METHODS = ("off", "ngram", "suffix", "sam")
-REFUSED = {  # as --spec, and why
-    "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "--model-drafter sets it",
-}
 WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 OURS = ("engine.json", "engine.png")  # have our mark
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_load(parser)
-    compared = inputs.add_compared_arguments(
-        parser, "off, off:coupled (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
-        METHODS, REFUSED,
-    )  # fmt: skip
-    add_options(compared, inputs.TAIL)
-    drawn = parser.add_argument_group("what is drawn, and by which model")
-    add_model_drafter(drawn)
-    add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
-    inputs.add_output(parser, WRITTEN, *OURS)
-    add_example(
-        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
-    )
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
     count = number(int, 1)
     served = parser.add_argument_group("what is served")
     add_options(
@@ -73,6 +52,19 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
     lengths.add_argument(
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
+    )
+    compared = inputs.add_compared_arguments(
+        parser, "off, off:coupled (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
+        METHODS, "--model-drafter sets it",
+    )  # fmt: skip
+    add_options(compared, inputs.TAIL)
+    drawn = parser.add_argument_group("what is drawn, and by which model")
+    add_model_drafter(drawn)
+    add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
+    inputs.add_output(parser, WRITTEN, *OURS)
+    add_example(
+        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
     )
 
 
@@ -118,8 +110,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
-    spec = inputs.spec_of(args, REFUSED)
-    methods = inputs.checked_methods("bench engine", METHODS, args.methods, spec)
+    methods, spec = inputs.compared(args, "bench engine")
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
     drafter = inputs.needed_model_drafter(args.model_drafter, methods, most)
     # Before the model is made, which takes longer.

@@ -4,7 +4,7 @@ import argparse
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
-from rollout_spec_lab.cli.inputs import add_output
+from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "judge the gate: scenarios that hurt, beside plain steps and an oracle"
 
@@ -17,25 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--file", path, "FILE", None, "JSON with scenarios of your own, in place of ours"),
         ("--seeds", number(int, 1), "N", 2, "serve each scenario N times"),
     )
-    add_output(parser, "the JSON, and a picture beside it")
+    add_output(parser, "the JSON")
     add_example(parser, "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json")
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import counted, show
+    from rollout_spec.cli.console import counted
     from rollout_spec.environment import environment
-    from rollout_spec.files import as_json, refuse_others, write_files
-    from rollout_spec_lab.bench.gate import SCENARIOS, draw, judge, read_scenarios
+    from rollout_spec_lab.bench.gate import SCENARIOS, judge, read_scenarios
     from rollout_spec_lab.bench.tables import gate_table
 
-    if args.output:
-        picture = args.output.with_suffix(".png").name
-        refuse_others(args.output.parent, [picture])
     found = read_scenarios(args.file or SCENARIOS, args.scenarios)
     with counted("scenarios", len(found)) as advance:
         results = [row for row in judge(found, args.seeds) if advance(1) is None]
     record = {"environment": environment(), "seeds": args.seeds, "results": results}
-    if args.output:
-        write_files(args.output.parent, {args.output.name: as_json(record), picture: draw(results)})
-    show(record, args.json, gate_table(record))
-    return 0
+    return report(args, record, gate_table(record))

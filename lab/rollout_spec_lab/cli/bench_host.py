@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec.config import UserError
 from rollout_spec_lab.cli import devices, inputs
 
 if TYPE_CHECKING:
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
 
 HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
-REFUSED = {  # as --spec, and why
-    "num_speculative_tokens": "--num-speculative-tokens sets it",
-    "model_tokens": "no model drafts here",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     inputs.add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS, REFUSED,
+        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS,
     )  # fmt: skip
     inputs.add_output(parser, "host.json", "host.json")
     add_example(
@@ -77,13 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> HostPlan:
-    from rollout_spec_lab.bench.engine import Method
     from rollout_spec_lab.bench.host import HostPlan, drafting
 
-    spec = inputs.spec_of(args, REFUSED)
-    methods = inputs.checked_methods("bench host", METHODS, args.methods, spec, drafting)
-    if any(Method(drafting(label)).has_model for label in methods):
-        raise UserError(f"--methods {args.methods}: no model drafts here")
+    methods, spec = inputs.compared(args, "bench host", drafting)
     longest = args.max_tokens or (None if args.rollout else 1024)
     return HostPlan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),

@@ -4,7 +4,7 @@ import argparse
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, write
+from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "simulate a training by epochs with less and less memory"
 
@@ -27,22 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.memory import Training, measure
     from rollout_spec_lab.bench.tables import memory_table
 
-    record = measure(
-        Training(
-            args.prompts,
-            num_epochs=args.epochs,
-            num_engines=args.engines,
-            drift=args.drift,
-            shuffled=args.shuffle,
-            num_turns=args.turns,
-            rewrites=args.rewrites,
-        )
-    )
-    if args.output:
-        write(record, args.output)
-    show(record, args.json, memory_table(record))
-    return 0
+    training = Training(
+        args.prompts, num_epochs=args.epochs, num_engines=args.engines, drift=args.drift,
+        shuffled=args.shuffle, num_turns=args.turns, rewrites=args.rewrites,
+    )  # fmt: skip
+    record = measure(training)
+    return report(args, record, memory_table(record))

@@ -4,7 +4,7 @@ import argparse
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, write
+from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 
@@ -17,12 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.index_costs import measure
     from rollout_spec_lab.bench.tables import native_tables
 
     record = measure(args.repeats)
-    if args.output:
-        write(record, args.output)
-    show(record, args.json, *native_tables(record))
-    return 0
+    return report(args, record, *native_tables(record))

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
-from rollout_spec.config import UserError
 from rollout_spec_lab.cli import devices, inputs
-from rollout_spec_lab.cli.bench_engine import OURS, REFUSED, WRITTEN, serve
+from rollout_spec_lab.cli.bench_engine import OURS, WRITTEN, serve
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         inputs.ENGINE,
     )
     known = "as in `bench engine`, without models"
-    add_options(inputs.add_compared_arguments(parser, known, METHODS, REFUSED), inputs.TAIL)
+    add_options(inputs.add_compared_arguments(parser, known, METHODS), inputs.TAIL)
     inputs.add_output(parser, WRITTEN, *OURS)
     add_example(
         parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
@@ -56,27 +55,20 @@ def run(args: argparse.Namespace) -> int:
     predicted = devices.rooflines(args.model_config, args.gpu)
     with inputs.output_folder(args.output) as folder:
         model = inputs.dummy_model(args.model_config, folder)
-        if not args.rows:
-            record = serve(args, _plan(args, model), folder, predicted)
-            show(record, args.json, *tables(record))
-            return 0
-        plans = {rows: _plan(args, model, rows) for rows in args.rows}
+        plans = {f"rows-{rows}" if rows else ".": _plan(args, model, rows) for rows in args.rows or [None]}
         found = {}
-        for rows, plan in plans.items():
-            (of_rows := folder / f"rows-{rows}").mkdir(exist_ok=True)
-            found[str(rows)] = serve(args, plan, of_rows, predicted)
-    show(found, args.json, *chain.from_iterable(map(tables, found.values())))
+        for name, plan in plans.items():
+            (folder / name).mkdir(exist_ok=True)
+            found[name.removeprefix("rows-")] = serve(args, plan, folder / name, predicted)
+    show(found.get(".", found), args.json, *chain.from_iterable(map(tables, found.values())))
     return 0
 
 
 def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
-    from rollout_spec_lab.bench.engine import Method, Plan
+    from rollout_spec_lab.bench.engine import Plan
     from rollout_spec_lab.bench.load import first_responses, recorded_load
 
-    spec = inputs.spec_of(args, REFUSED)
-    methods = inputs.checked_methods("bench rollout", METHODS, args.methods, spec)
-    if any(Method(label).has_model for label in methods):
-        raise UserError(f"--methods {args.methods}: no model drafts here")
+    methods, spec = inputs.compared(args, "bench rollout")
     lines = inputs.recording(args.trace, args.limit_groups)
     if rows:
         lines = first_responses(lines, rows)

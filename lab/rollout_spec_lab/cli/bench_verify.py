@@ -4,7 +4,7 @@ import argparse
 
 from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, write
+from rollout_spec_lab.cli.inputs import add_output, report, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
 SIZES = {True: ([1, 8, 64, 256], [0, 7, 15]), False: ([1, 8, 64], [0, 7])}  # rows, drafts: is it a device?
@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import quiet_vllm
 
     quiet_vllm()
-    from rollout_spec.cli.console import show
     from rollout_spec_lab.bench.tables import verify_tables
     from rollout_spec_lab.bench.verify import device_of, record_of, sentences
 
@@ -34,5 +33,4 @@ def run(args: argparse.Namespace) -> int:
     for record in record_of(args.device, args.rows or rows, args.drafts or drafts, args.vocab_size):
         if args.output:
             write(record, args.output)
-    show(record, args.json, *verify_tables(record), *sentences(record))
-    return 0
+    return report(args, record, *verify_tables(record), *sentences(record))

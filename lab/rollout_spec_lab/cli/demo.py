@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,13 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show
-    from rollout_spec_lab.cli.progress import told
     from rollout_spec_lab.demo import report
-    from rollout_spec_lab.demo.runner import METHODS, run_demo
+    from rollout_spec_lab.demo.runner import run_demo
 
     plan = make_plan(args)
-    with told(len(METHODS) * plan.steps) as say:
-        comparison, turns = run_demo(plan, say)
+    comparison, turns = run_demo(plan, lambda text: print(text, file=sys.stderr, flush=True))
     paths = report.write(comparison, turns, plan.output, facts(plan))
     tables = report.tables(comparison, turns, intervals=False)
     show(report.to_dict(comparison, turns), args.json, *tables, *report.text(comparison, turns))

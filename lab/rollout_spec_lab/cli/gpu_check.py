@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,22 @@ SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_served(parser.add_argument_group("what is served"))
+    served = parser.add_argument_group("what is served")
+    add_options(
+        served,
+        inputs.MODEL,
+        ("--model-config", path, "FILE", None,
+         "a config.json instead of --model: random weights; its rollouts need --recording"),
+        ("--recording", path, "TRACE", None,
+         "its prompts instead of the demo's; with --model-config its first `step` is served, as "
+         "`bench rollout` does it"),
+        ("--methods", str, "M,M", None,
+         "of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
+         f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
+         f"{','.join(OF_MODEL)})"),
+    )  # fmt: skip
+    add_model_drafter(served)
+    add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
     add_options(
         parser.add_argument_group("what is asked"),
         ("--minutes", number(float, 1, 1440), "N", 15.0,
@@ -46,27 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
-def _add_served(served: Any) -> None:
-    add_options(
-        served,
-        inputs.MODEL,
-        ("--model-config", path, "FILE", None,
-         "a config.json instead of --model: random weights; its rollouts need --recording"),
-        ("--recording", path, "TRACE", None,
-         "its prompts instead of the demo's; with --model-config its first `step` is served, as "
-         "`bench rollout` does it"),
-        ("--methods", str, "M,M", None,
-         "of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
-         f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
-         f"{','.join(OF_MODEL)})"),
-    )  # fmt: skip
-    add_model_drafter(served)
-    add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
-
-
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show
-    from rollout_spec_lab.cli.progress import timed
     from rollout_spec_lab.gpu_check.gpu_check import Check
     from rollout_spec_lab.gpu_check.page import tables, verdict, write_check
 
@@ -75,20 +72,19 @@ def run(args: argparse.Namespace) -> int:
     drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
-    with timed("gpu-check", plan.seconds) as say:
-        # What there is so far is kept, if the command is stopped early.
-        for record in Check(plan, args.output, say).run():
-            record["plan"] = {
-                "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
-                "dtype": inputs.default_dtype(),
-                "minutes": args.minutes,
-                "methods": ",".join(methods),
-                "model_drafter": args.model_drafter,
-                "recording": args.recording and args.recording.name,
-                "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
-            }
-            record["verdict"] = verdict(record)
-            paths = write_check(record, args.output)
+    # What there is so far is kept, if the command is stopped early.
+    for record in Check(plan, args.output, lambda text: print(text, file=sys.stderr, flush=True)).run():
+        record["plan"] = {
+            "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
+            "dtype": inputs.default_dtype(),
+            "minutes": args.minutes,
+            "methods": ",".join(methods),
+            "model_drafter": args.model_drafter,
+            "recording": args.recording and args.recording.name,
+            "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
+        }
+        record["verdict"] = verdict(record)
+        paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
     show(record, args.json, *tables(record), *record["verdict"], files)
     return 0

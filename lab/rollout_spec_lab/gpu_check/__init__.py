@@ -4,5 +4,5 @@ In: a model and minutes. Out: a record and its page.
 May import: rollout_spec, `bench`, numpy, torch, vllm. Each part runs in a process of its own.
 """
 
-PARTS = ("doctor", "latency", "start", "verify", "certify", "steps", "rollouts", "thresholds")
+PARTS = ("doctor", "latency", "start", "verify", "certify", "steps", "rollouts")
 V2 = " on MRV2"  # after the name of a part

@@ -6,18 +6,15 @@ fails, or has no time, is named in its place, and the others go on.
 
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.environment import environment
-from rollout_spec.trace import trace_file
 from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
-from rollout_spec_lab.bench.timeline import StepSeconds, mean_times
 from rollout_spec_lab.gpu_check import PARTS, V2
 from rollout_spec_lab.gpu_check.plan import CheckPlan
 
@@ -25,14 +22,12 @@ WORKER = "rollout_spec_lab.gpu_check.worker"
 RESERVE = 0.05  # of all the time, for what comes after the rollouts
 DONE, FAILED, DROPPED = "done", "failed", "dropped"
 
-Show = Callable[[str, float], None]  # what is being done, and how many seconds have passed
-
 
 class Check:
-    """A run of a plan."""
+    """A run of a plan; `say` takes a line about what is being done."""
 
-    def __init__(self, plan: CheckPlan, folder: Path, show: Show = lambda text, seconds: None) -> None:
-        self._plan, self._folder, self._show = plan, folder, show
+    def __init__(self, plan: CheckPlan, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self._plan, self._folder, self._say = plan, folder, say
         self._began = time.monotonic()
         self._found: dict[str, Any] = dict.fromkeys([*plan.jobs, *PARTS])
         self.parts: list[dict[str, Any]] = []
@@ -46,17 +41,14 @@ class Check:
         one all of it; the rollouts leave RESERVE.
         """
         for name, job in self._plan.jobs.items():
-            special = {"rollouts": self._rollouts, "thresholds": self._thresholds}.get(name)
-            for found in special() if special else self._part(name, job):
+            for found in self._rollouts() if name == "rollouts" else self._part(name, job):
                 self._found[name] = found
                 yield self._record()
 
     def _record(self) -> dict[str, Any]:
-        steps = (self._found[name] for name in self._found if name.startswith("steps"))
         engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
-        settings: dict[str, Any] = next(
-            filter(None, [*engines, *((one or {}).get("settings") for one in steps)]), {}
-        )
+        engines += [(self._found.get(name) or {}).get("settings") for name in ("steps" + V2, "steps")]
+        settings = next(filter(None, engines), {})
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
         return {"environment": environment() | where, "parts": self.parts} | self._found
 
@@ -64,14 +56,11 @@ class Check:
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    @property
-    def _left(self) -> float:
-        return self._plan.seconds - self._elapsed
-
     def _part(self, name: str, job: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
         """What a part has found so far; the last once more when its end is noted."""
-        self._show(name, self._elapsed)
-        began, seconds = self._elapsed, self._left
+        self._show(name)
+        began = self._elapsed
+        seconds = self._plan.seconds - began
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
         # So that it can end by itself.
@@ -102,6 +91,9 @@ class Check:
                 num_tokens, num_context = rows * (1 + drafts), rows * row["context"]
                 row["roofline_s"] = roofline.seconds(num_tokens, drafts > 0, num_context, num_rows=rows)
 
+    def _show(self, doing: str) -> None:
+        self._say(f"gpu-check: {self._elapsed:.0f} s: {doing}")
+
     def _environment(self, name: str) -> dict[str, str]:
         if name.endswith(V2) or name + V2 in self._plan.jobs:
             return {"VLLM_USE_V2_MODEL_RUNNER": str(int(name.endswith(V2)))}
@@ -126,7 +118,7 @@ class Check:
                 break
             if method in failed:
                 continue
-            self._show(f"rollouts: {method}, repeat {repeat + 1}", self._elapsed)
+            self._show(f"rollouts: {method}, repeat {repeat + 1}")
             start = self._elapsed
             try:
                 served[method].append(plan.serve(repeat, method, self._folder, until - start))
@@ -137,7 +129,18 @@ class Check:
             longest = max(longest, self._elapsed - start)
             yield self._served(plan, served, failed)
         record = self._served(plan, served, failed, predicts=True)
-        self._note_rollouts(plan, record, failed, began)
+        if record is None:
+            reason = f"nothing to compare with: {plan.methods[0]} has not served"
+            self._note("rollouts", FAILED if failed else DROPPED, began, reason)
+        else:
+            self._note("rollouts", DONE, began)
+            if (repeats := record["load"]["repeats"]) < plan.repeats:
+                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
+        for method in plan.methods:
+            if method in failed:
+                self._note(f"rollouts: {method}", FAILED, None, failed[method])
+            elif not served[method]:
+                self._note(f"rollouts: {method}", DROPPED, None, "no time")
         yield record
 
     def _served(
@@ -156,47 +159,6 @@ class Check:
         write_rollouts(record, complete, plan.load, self._folder)
         return record
 
-    def _note_rollouts(
-        self, plan: engine.Plan, record: Mapping[str, Any] | None, failed: Mapping[str, str], began: float
-    ) -> None:
-        if record is None:
-            reason = f"nothing to compare with: {plan.methods[0]} has not served"
-            self._note("rollouts", FAILED if failed else DROPPED, began, reason)
-        else:
-            self._note("rollouts", DONE, began)
-            if (repeats := record["load"]["repeats"]) < plan.repeats:
-                self._note("rollouts: repeats", DROPPED, None, f"no time for more than {repeats}")
-        have_served = record["engines"] if record else ()
-        for method in plan.methods:
-            if method in failed:
-                self._note(f"rollouts: {method}", FAILED, None, failed[method])
-            elif method not in have_served:
-                self._note(f"rollouts: {method}", DROPPED, None, "no time")
-
-    def _thresholds(self) -> Iterator[dict[str, Any] | None]:
-        """By simulation of what the first method has served, with the step times found."""
-        rollouts = self._found["rollouts"]
-        steps = self._found.get("steps" + V2) or self._found["steps"]
-        if rollouts is None:
-            self._note("thresholds", DROPPED, None, "no rollouts to simulate")
-            yield None
-            return
-        times = step_times(steps["steps"]) if steps and steps["steps"] else rollouts["step_times"]
-        trace = str(trace_file(self._folder, 0))
-        job = {"trace": trace, "step_times": times, "max_num_seqs": rollouts["load"]["max_num_seqs"]}
-        yield from self._part("thresholds", job)
-
 
 def _reason(name: str, error: Exception) -> str:
     return str(error).removeprefix(f"{name}: ")
-
-
-def step_times(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as `timeline.step_times` has them, of the shortest context."""
-    shortest = min(row["context"] for row in steps)
-    found: StepSeconds = defaultdict(list)
-    for row in steps:
-        if row["context"] == shortest:
-            num_tokens = row["num_rows"] * (1 + row["num_drafts"])
-            found[row["num_drafts"] > 0, num_tokens] += [row["seconds"]] * row["num_steps"]
-    return mean_times(found)

@@ -39,7 +39,7 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
     says: dict[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
         "doctor": _doctor, "latency": _latency, "start": _start, "verify": verified,
         "certify": lambda found: _certify(found, record["plan"]["batch_invariant"]),
-        "rollouts": _rollouts, "steps": _steps, "thresholds": _thresholds,
+        "rollouts": _rollouts, "steps": _steps,
     }  # fmt: skip
     found = [
         f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
@@ -118,7 +118,7 @@ def _name(method: str) -> str:
 
 
 def _steps(found: Mapping[str, Any]) -> Iterator[str]:
-    yield waits.sentence(found["waits"])
+    yield waits.sentence(found["waits"], found["settings"]["model_runner"])
     for context in sorted({row["context"] for row in found["steps"]}):
         rows = [row for row in found["steps"] if row["context"] == context]
         largest = max(rows, key=_num_tokens)
@@ -137,14 +137,6 @@ def _num_tokens(row: Mapping[str, Any]) -> int:
     return row["num_rows"] * (1 + row["num_drafts"])
 
 
-def _thresholds(found: Mapping[str, Any]) -> Iterator[str]:
-    speedups, best = found["speedups"], found["best"]
-    yield (
-        f"By simulation of this load with these step times, batch_threshold={best} is best "
-        f"({speedups[best]:.2f} times as fast as without drafts); the default, auto: {speedups['auto']:.2f}."
-    )
-
-
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     """Title, columns and rows of each table that has rows."""
     yield "Parts", ["part", "", "seconds", "reason"], [
@@ -154,16 +146,8 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     if record["rollouts"]:
         yield from rollouts.tables(record["rollouts"])
     for runner in (V2, ""):
-        for title, name in (
-            ("A step{}, ms (the roofline)", "steps"),
-            ("Of it, sampling and verification alone{}, ms", "sampling"),
-        ):
-            if found := record.get(f"steps{runner}"):
-                yield title.format(runner), *_by_drafts(found[name])
-    if record["thresholds"]:
-        yield "batch_threshold, simulated: times as fast as without drafts", ["threshold", "times"], [
-            [threshold, f"{speedup:.2f}"] for threshold, speedup in record["thresholds"]["speedups"].items()
-        ]  # fmt: skip
+        if found := record.get(f"steps{runner}"):
+            yield f"A step{runner}, ms (the roofline)", *_by_drafts(found["steps"])
 
 
 def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -176,7 +160,7 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
             + (f" ({1e3 * row['roofline_s']:.2f})" if "roofline_s" in row else "")
         )
     lines = [
-        [f"{context:,}" if context else "", str(num_rows), *(line.get(num, "") for num in drafts)]
+        [f"{context:,}", str(num_rows), *(line.get(num, "") for num in drafts)]
         for (context, num_rows), line in cells.items()
     ]
     return ["context", "rows", *(f"{num} drafts" if num else "plain" for num in drafts)], lines

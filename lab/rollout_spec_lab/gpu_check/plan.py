@@ -48,20 +48,12 @@ CPU = Size(
 
 @dataclasses.dataclass(frozen=True)
 class CheckPlan:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        seconds: the time for all of it.
-        jobs: what `worker` takes, by the names of the parts, in their order; rollouts and thresholds have
-            none.
-        rollouts: what is served, as many of its `repeats` as there is time for; or why there are none.
-        rooflines: the device's, by model runner, to predict steps and rollouts with (`engine.predict`).
-    """
-
-    seconds: float
-    jobs: Mapping[str, Mapping[str, Any]]
-    rollouts: engine.Plan | str
-    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)
+    seconds: float  # for all of it
+    jobs: Mapping[str, Mapping[str, Any]]  # for `worker`, by the parts in their order; rollouts have none
+    rollouts: engine.Plan | str  # with as many `repeats` as there is time for; or why there are none
+    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)  # as `engine.predict` has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +97,8 @@ def rollouts(
 
 def start(policy: Policy, folder: Path) -> dict[str, Any]:
     """The job that starts engines, with a tiny policy of its own, made in `folder`."""
-    engine, vocab_size = {**policy.on_device, **policy.given}, policy.size.vocab_size
-    return {"folder": str(folder), "dtype": policy.dtype, "engine": engine, "vocab_size": vocab_size}
+    own = {"folder": str(folder), "dtype": policy.dtype, "vocab_size": policy.size.vocab_size}
+    return own | {"engine": {**policy.on_device, **policy.given}}
 
 
 def verify(size: Size) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""What a decode step takes by rows, draft tokens and context, what sampling takes of it, where it waits."""
+"""What a decode step takes by rows, draft tokens and context, and where it waits."""
 
-import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from vllm import SamplingParams
 from rollout_spec.drafting.drafts import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.load import random_prompts
-from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
+from rollout_spec_lab.bench.waits import waits
 
 BEGAN = time.monotonic()
 
@@ -24,13 +23,8 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
-    Args:
-        job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
-            num_steps, of each kind; seconds, after which nothing more is begun.
-
-    Returns:
-        steps and sampling (both tables of `Steps`), skipped (cells without memory, and those that are still
-        to come), waits (see `Sampling`) and settings (of the engine).
+    job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
+    num_steps, of each kind; seconds, after which nothing more is begun.
     """
     timing = Timing(job)
     # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
@@ -59,11 +53,12 @@ class Timing:
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
         self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
         runner.drafter.draft = self._drafts.step
-        self._watch, self._sampling = Watch(self._engine), Sampling(runner)
+        self._watch, self._waits = Watch(self._engine), Waits(runner)
         cache = core.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._most = core.scheduler.max_num_scheduled_tokens
-        self._steps, self._skipped, self._longest = Steps(), list[str](), 0.0
+        self._seconds: dict[tuple[int, int, float], list[float]] = defaultdict(list)
+        self._skipped, self._longest = list[str](), 0.0
 
     def time(self, cell: Cell) -> None:
         """Serve a cell, or note why it is left out."""
@@ -88,8 +83,8 @@ class Timing:
         vocab_size = self._engine.vllm_config.model_config.get_vocab_size()
         prompts = random_prompts(cell.num_rows, vocab_size, seed=cell.context, num_tokens=cell.context)
         params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)] * cell.num_rows
-        for mode in ("time", "waits", None) if cell.context == self._job["contexts"][0] else (None,):
-            self._sampling.mode = mode
+        for counts in (True, False) if cell.context == self._job["contexts"][0] else (False,):
+            self._waits.counts = counts
             self._drafts.start(cell.num_rows, self._most)
             self._watch.start()
             serve(self._engine, prompts, params)
@@ -97,16 +92,21 @@ class Timing:
         columns = zip(line.num_running, line.num_rows, line.num_draft_tokens, line.seconds, strict=True)
         for running, rows, num_drafts, seconds in columns:
             if rows == running == cell.num_rows:
-                self._steps.add(cell.context, rows, num_drafts / rows, seconds)
+                self._seconds[cell.context, rows, num_drafts / rows].append(seconds)
 
     def found(self, left: Sequence[Cell]) -> dict[str, Any]:
         """What `measure` gives while these cells are still to come."""
-        nums_drafts, nums_rows = self._job["nums_drafts"], self._job["nums_rows"]
-        sampling = self._sampling.steps.table(nums_drafts)
+        steps = [  # medians of the steps whose rows all had one of these numbers of draft tokens
+            {
+                "context": context, "num_rows": rows, "num_drafts": int(drafts),
+                "seconds": statistics.median(seconds), "num_steps": len(seconds),
+            }
+            for (context, rows, drafts), seconds in sorted(self._seconds.items())
+            if drafts in self._job["nums_drafts"]
+        ]  # fmt: skip
         return {
-            "steps": self._steps.table(nums_drafts),
-            "sampling": [row for row in sampling if row["num_rows"] in nums_rows],
-            "waits": self._sampling.waits if can_count_waits() else None,
+            "steps": steps,
+            "waits": self._waits.places,
             "skipped": [*self._skipped, *(f"{cell}: not reached" for cell in left)],
             "settings": settings_of(self._engine.vllm_config),
         }
@@ -134,77 +134,22 @@ class ForcedDrafts:
         )
 
 
-class Steps:
-    """Seconds of steps of one kind."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int, float], list[float]] = defaultdict(list)
-
-    def add(self, context: int, num_rows: int, num_drafts: float, seconds: float) -> None:
-        self._seconds[context, num_rows, num_drafts].append(seconds)
-
-    def table(self, nums_drafts: Sequence[int]) -> list[dict[str, Any]]:
-        """The median seconds of the steps whose rows all had one of these numbers of draft tokens, sorted."""
-        return [
-            {
-                "context": context, "num_rows": rows, "num_drafts": int(drafts),
-                "seconds": statistics.median(seconds), "num_steps": len(seconds),
-            }
-            for (context, rows, drafts), seconds in sorted(self._seconds.items())
-            if drafts in nums_drafts
-        ]  # fmt: skip
-
-
-class Sampling:
-    """Watches what a model runner does from logits to tokens.
-
-    Attributes:
-        mode: time (how long it takes alone, by rows and draft tokens; its context is 0), waits or None.
-        waits: by plain and with drafts, the places where the host waited for the device in the last step of
-            the kind.
-    """
+class Waits:
+    """Where the host waits for the device from logits to tokens, while `counts` is true."""
 
     def __init__(self, runner: Any) -> None:
-        self.mode: str | None = None
-        self.steps, self.waits = Steps(), dict[str, list[str]]()
-        if hasattr(runner, "_sample"):  # MRV1
-            self._runner, self._sample = runner, runner._sample
-            runner._sample = self._sample_v1
-        else:
-            runner.sampler = _Sampler(runner.sampler, self)
-            runner.rejection_sampler = _Sampler(runner.rejection_sampler, self)
+        self.counts = False
+        self.places: dict[str, list[str] | None] = {}  # by plain and with drafts, of the last step
+        name = "_sample" if hasattr(runner, "_sample") else "sample"  # MRV1; MRV2
+        self._sample = getattr(runner, name)
+        setattr(runner, name, self._watched)
 
-    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
-        num_draft_tokens = 0 if metadata is None else len(metadata.draft_token_ids)
-        sample = functools.partial(self._sample, logits, metadata)
-        return self.watch(sample, self._runner.input_batch.num_reqs, num_draft_tokens)
-
-    def watch(self, sample: Callable[[], Any], num_rows: int, num_draft_tokens: int) -> Any:
-        """What `sample` returns."""
-        if self.mode == "waits":
-            with waits() as places:
-                output = sample()
-            self.waits["with drafts" if num_draft_tokens else "plain"] = places
-            return output
-        if self.mode != "time":
-            return sample()
-        synchronize()
-        begin = time.perf_counter()
-        output = sample()
-        synchronize()
-        self.steps.add(0, num_rows, num_draft_tokens / num_rows, time.perf_counter() - begin)
+    def _watched(self, logits: torch.Tensor, given: Any, *args: Any) -> Any:
+        """`given`: on MRV1 what its drafts are, None without any; on MRV2 the batch."""
+        if not self.counts:
+            return self._sample(logits, given, *args)
+        with waits() as places:
+            output = self._sample(logits, given, *args)
+        has_drafts = given is not None and np.any(given.num_draft_tokens)
+        self.places["with drafts" if has_drafts else "plain"] = places
         return output
-
-
-class _Sampler:
-    """One of MRV2's two samplers, watched."""
-
-    def __init__(self, sampler: Any, sampling: Sampling) -> None:
-        self._sampler, self._sampling = sampler, sampling
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
-        sample = functools.partial(self._sampler, logits, input_batch, *args)
-        return self._sampling.watch(sample, input_batch.num_reqs, input_batch.num_draft_tokens)

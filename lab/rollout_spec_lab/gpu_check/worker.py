@@ -6,14 +6,11 @@ Each imports what it needs, so that a package that cannot be imported costs only
 
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout_spec.config import AUTO, SpecConfig
 from rollout_spec_lab.bench.jobs import reply
 
-THRESHOLDS: tuple[int | str, ...] = (0, AUTO, 4, 8, 16, 32, 64)
 BEGAN = time.monotonic()
 
 
@@ -43,36 +40,11 @@ def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def thresholds(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Which `batch_threshold` recorded rollouts are served fastest with, by simulation; job: trace (a file),
-    step_times (rows of `timeline.step_times`), max_num_seqs."""
-    from rollout_spec.predict.engine import Cluster
-    from rollout_spec.predict.simulate import simulate
-    from rollout_spec.predict.step_times import StepTimes
-    from rollout_spec.trace import read_trace
-
-    lines, times = list(read_trace(Path(job["trace"]))), StepTimes.of_rows(job["step_times"])
-    cluster, seconds = Cluster(1, job["max_num_seqs"]), dict[str, float]()
-    for number, threshold in enumerate(THRESHOLDS, start=1):
-        config = SpecConfig(batch_threshold=threshold)
-        seconds[str(threshold)] = simulate(lines, cluster, config, times)["makespan_s"]
-        speedups = {name: seconds["0"] / own for name, own in seconds.items()}
-        if number > 1:
-            best = max(speedups, key=lambda name: speedups[name])
-            skipped = [f"{left}: not reached" for left in THRESHOLDS[number:]]
-            yield {"speedups": speedups, "best": best, "skipped": skipped}
-
-
-PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any] | Iterator[dict[str, Any]]]] = {
-    "doctor": doctor, "verify": verification, "certify": certificate, "thresholds": thresholds,
-}  # fmt: skip
-
-
 def run(job: Mapping[str, Any]) -> dict[str, Any] | Iterator[dict[str, Any]]:
     """A job's part: one of the above, or `measure` of the module that has its name."""
-    part = job["part"]
-    if part in PARTS:
-        return PARTS[part](job)
+    own: Any = {"doctor": doctor, "verify": verification, "certify": certificate}
+    if (part := job["part"]) in own:
+        return own[part](job)
     return importlib.import_module(f"rollout_spec_lab.gpu_check.{part}").measure(job)
 
 

@@ -50,11 +50,9 @@ class Model:
 
     @classmethod
     def read(cls, path: str | Path) -> Model:
-        """From a Hugging Face config.json, or its folder.
+        """From a Hugging Face config.json, or its folder; an OSError where it cannot be opened.
 
-        Raises:
-            OSError: the file cannot be opened.
-            RooflineError: a field is missing or wrong, or says that the model is of another kind.
+        Raises RooflineError: a field is missing or wrong, or says that the model is of another kind.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path

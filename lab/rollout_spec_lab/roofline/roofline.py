@@ -68,41 +68,29 @@ HOSTS: Mapping[str, Host] = {
 
 @dataclasses.dataclass(frozen=True)
 class Roofline(Times):
-    """Seconds of a step of one data-parallel rank.
-
-    Args:
-        tensor_parallel: devices of a rank.
-        data_parallel: ranks that step together and spread the experts over all their devices.
-        expert_parallel: a device has whole experts, not a slice of each; always with several ranks.
-        host: what steps wait for; None: they are scheduled ahead, as without a drafter.
-        stretch: a recorded step stands for this many steps, with a context as many times as long.
-
-    Raises RooflineError: the model has no such layout, or does not fit.
-    """
+    """Seconds of a step of one data-parallel rank. RooflineError: the model has no such layout or room."""
 
     model: Model
     device: Device
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    expert_parallel: bool = False
+    tensor_parallel: int = 1  # devices of a rank
+    data_parallel: int = 1  # ranks that step together and spread the experts over all their devices
+    expert_parallel: bool = False  # a device has whole experts, no slices; always with several ranks
     memory_share: float = 0.9
-    host: Host | None = None
-    stretch: float = 1.0
+    host: Host | None = None  # what steps wait for; None: they are scheduled ahead, as without a drafter
+    stretch: float = 1.0  # a recorded step stands for so many, with a context as many times as long
 
     def __post_init__(self) -> None:
-        model, tp = self.model, self.tensor_parallel
+        model, tp, dp = self.model, self.tensor_parallel, self.data_parallel
         if model.num_heads % tp or max(model.num_kv_heads, tp) % min(model.num_kv_heads, tp):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} KV heads"
             raise RooflineError(f"--tp {tp}: does not divide the model's {heads}")
-        if self.data_parallel > 1 and not model.num_experts:
-            raise RooflineError(
-                f"--dp {self.data_parallel}: a dense model's ranks do not wait for each other: use --replicas"
-            )
+        if dp > 1 and not model.num_experts:
+            raise RooflineError(f"--dp {dp}: a dense model's ranks do not wait for others: use --replicas")
         if self.expert_parallel and not model.num_experts:
             raise RooflineError("--expert-parallel: a dense model has no experts")
         if self.kv_tokens * self.stretch < 1:
             raise RooflineError(
-                f"--tp {tp} --dp {self.data_parallel}: {self._weight_bytes / 1e9:.0f} GB of weights a device "
+                f"--tp {tp} --dp {dp}: {self._weight_bytes / 1e9:.0f} GB of weights a device "
                 f"do not fit into {self.memory_share:g} of its {self.device.memory_bytes / 1e9:.0f} GB"
             )
 

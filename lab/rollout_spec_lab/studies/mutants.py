@@ -1,17 +1,15 @@
 """Break the code in many small ways, and see which changes the fast tests do not notice: `make mutants`.
 
-    python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2] [--sample 60]
+    python -m rollout_spec_lab.studies.mutants [FILE ...] [--jobs 2]
 
-mutmut changes the Python, and runs the tests named for each file; none of them starts an engine. --sample
-takes 60 mutants of each file, drawn with a fixed seed, but all of a file whose errors nobody would see.
-mutmut knows no C: native_mutants.json lists the changes of the C core, each of them built in a copy. What
-lives is written to build/mutants; lab/record/mutants.md says why.
+mutmut changes the Python, and runs the tests that python_mutants.json names for each file, none of which
+starts an engine. It knows no C: native_mutants.json lists the changes of the C core, each of them built in a
+copy. What lives is written to build/mutants; lab/record/mutants.md says why.
 """
 
 import argparse
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -33,65 +31,23 @@ HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
 class Target(NamedTuple):
     """Files, and the tests that are for them."""
 
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
+    files: list[str]
+    tests: list[str]
     chosen: str = ""  # pytest's -k; by default all
     is_silent: bool = False  # nobody would see a wrong token or a wrong name
 
 
-TARGETS = (
-    Target(
-        tuple(
-            f"rollout_spec/verification/{name}.py"
-            for name in ("blocks", "prefixes", "noise", "coupled", "transfers")
-        ),
-        ("tests/test_coupled.py", "tests/test_device_waits.py", "tests/test_ascend.py"),
-        "races or little or a_step_draws or a_step_keeps or shortfall or infinity or lowest or number "
-        "or words or every_part or arithmetic or extreme or known or by_hand or accelerator or not_copied "
-        "or npus or waits_first",
-        is_silent=True,
-    ),
-    Target(("rollout_spec/vllm/keys.py",), ("tests/test_keys.py",), is_silent=True),
-    Target(
-        ("rollout_spec/verl/samples.py", "rollout_spec/verl/client.py"),
-        ("tests/test_verl_adapter.py", "tests/test_verl_client.py"),
-        "test_verl_client or rows_name or drawn_again or name_samples or with_names_and or other_images",
-        is_silent=True,
-    ),
-    Target(
-        tuple(
-            f"rollout_spec/drafting/{name}.py"
-            for name in ("gate/step_seconds", "gate/gate", "gate/gains", "groups", "history")
-        ),
-        tuple(
-            f"tests/test_{name}.py"
-            for name in ("gate", "step_seconds", "drafter", "groups", "history", "proposer")
-        ),
-        "not promises_that",
-    ),
-    Target(
-        ("rollout_spec/report/runs.py", "rollout_spec/report/measures.py"),
-        ("tests/test_report.py", "tests/test_logs.py"),
-        "not runs_summary and not at_wandb and not does_not_know and not the_summary_has "
-        "and not every_logger",
-    ),
-)
+TARGETS = [Target(**each) for each in json.loads(Path(__file__).with_name("python_mutants.json").read_text())]
 FILES = [file for target in TARGETS for file in target.files]
 
 
-class CoreMutant(NamedTuple):
-    file: str
-    old: str
-    new: str
-
-
-def core_mutants() -> list[CoreMutant]:
-    """Those of native_mutants.json; SystemExit if what one replaces is not in its file, or not once."""
+def core_mutants() -> list[tuple[str, str, str]]:
+    """File, old and new of native_mutants.json; SystemExit if what one replaces is not once in its file."""
     listed = json.loads(Path(__file__).with_name("native_mutants.json").read_text())
-    found = [CoreMutant(file, old, new) for file, pairs in listed.items() for old, new in pairs]
-    stale = [each for each in found if (ROOT / "native" / each.file).read_text().count(each.old) != 1]
+    found = [(file, old, new) for file, pairs in listed.items() for old, new in pairs]
+    stale = [(file, old) for file, old, _ in found if (ROOT / "native" / file).read_text().count(old) != 1]
     if stale:
-        lines = "".join(f"\n  native/{each.file}: {each.old!r}" for each in stale)
+        lines = "".join(f"\n  native/{file}: {old!r}" for file, old in stale)
         raise SystemExit(f"native_mutants.json: not once in its file:{lines}")
     return found
 
@@ -102,16 +58,12 @@ MOST_SECONDS = 300  # in which they are done many times over
 
 class Result(NamedTuple):
     num: int
-    num_tried: int
     survivors: list[str]  # their diffs
 
     @property
-    def num_killed(self) -> int:
-        return self.num_tried - len(self.survivors)
-
-    @property
     def share(self) -> float:
-        return self.num_killed / self.num_tried if self.num_tried else 1.0
+        """Of the mutants, those that die."""
+        return 1.0 - len(self.survivors) / max(1, self.num)
 
 
 def copy_tree(folder: Path) -> None:
@@ -127,8 +79,8 @@ def copy_tree(folder: Path) -> None:
     patches.write_text(patches.read_text().replace(guarded, f'{guarded} and "mutmut" not in name'))
 
 
-def mutate_python(files: list[str], target: Target, jobs: int, sample: int | None) -> dict[str, Result]:
-    """What became of each file's mutants; sample: how many of a file are tried, None: all."""
+def mutate_python(files: list[str], target: Target, jobs: int) -> dict[str, Result]:
+    """What became of each file's mutants."""
     folder = BUILD / "_".join(Path(file).stem for file in files)
     copy_tree(folder)
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", *HYPOTHESIS]
@@ -137,36 +89,21 @@ def mutate_python(files: list[str], target: Target, jobs: int, sample: int | Non
         "only_mutate": files,
         "also_copy": [name for name in COPIED if name != "rollout_spec"] + ["rollout_spec_configs"],
         "pytest_add_cli_args": options + ["-k", target.chosen] * bool(target.chosen),
-        "pytest_add_cli_args_test_selection": list(target.tests),
+        "pytest_add_cli_args_test_selection": target.tests,
         "track_dependencies": False,
         "use_git_change_detection": False,
     }
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     with (folder / "pyproject.toml").open("a") as file:
         file.write("\n".join(["\n[tool.mutmut]", *lines, ""]))
-    run = ("run", "--max-children", str(jobs))
-    tried: set[str] = set()
-    if sample is not None:
-        run_mutmut(folder, *run, "*__mutmut_1", shown=True)  # it names the mutants of all
-        names = [sorted(exit_codes(folder, path)) for path in files]
-        tried.update(*(random.Random(0).sample(each, min(sample, len(each))) for each in names))
-    run_mutmut(folder, *run, *sorted(tried), shown=True)
+    run_mutmut(folder, "run", "--max-children", str(jobs), shown=True)
     results = {}
     for path in files:
-        codes = exit_codes(folder, path)
-        chosen = sorted(codes.keys() & tried if tried else codes)
-        diffs = [
-            f"# {codes[name]}: {run_mutmut(folder, 'show', name)}"
-            for name in chosen
-            if codes[name] not in KILLED
-        ]
-        results[path] = Result(len(codes), len(chosen), diffs)
+        codes = json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
+        alive = [name for name in sorted(codes) if codes[name] not in KILLED]
+        diffs = [f"# {codes[name]}: {run_mutmut(folder, 'show', name)}" for name in alive]
+        results[path] = Result(len(codes), diffs)
     return results
-
-
-def exit_codes(folder: Path, path: str) -> dict[str, int | None]:
-    """What pytest ended with for each mutant of a file; None where it has not been tried."""
-    return json.loads((folder / "mutants" / f"{path}.meta").read_text())["exit_code_by_key"]
 
 
 def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
@@ -186,43 +123,34 @@ def run_mutmut(folder: Path, *command: str, shown: bool = False) -> str:
 def mutate_core() -> Result:
     folder, mutants, living = BUILD / "core", core_mutants(), []
     copy_tree(folder)
-    for mutant in mutants:
-        file = folder / "native" / mutant.file
+    for name, old, new in mutants:
+        file = folder / "native" / name
         text = file.read_text()
-        file.write_text(text.replace(mutant.old, mutant.new))
+        file.write_text(text.replace(old, new))
         if core_lives(folder):
-            living.append(f"native/{mutant.file}\n-{mutant.old}\n+{mutant.new}\n")
+            living.append(f"native/{name}\n-{old}\n+{new}\n")
         file.write_text(text)
-    return Result(len(mutants), len(mutants), living)
+    return Result(len(mutants), living)
 
 
 def core_lives(folder: Path) -> bool:
     """Whether the C tests and those beside the oracle pass."""
-    if subprocess.run(
-        ["timeout", str(MOST_SECONDS), "make", "-C", "native", "test", f"BUILD={folder}/c"],
-        cwd=folder,
-        capture_output=True,
-    ).returncode:  # or it hangs
+    make = ["timeout", str(MOST_SECONDS), "make", "-C", "native", "test", f"BUILD={folder}/c"]
+    if subprocess.run(make, cwd=folder, capture_output=True).returncode:  # or it hangs
         return False
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
     options = ["-q", "-x", "-p", "no:cacheprovider", "--rootdir", ".", *HYPOTHESIS]
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder}/lab"}
-    pytest = [sys.executable, "-m", "pytest", *options, *CORE_TESTS]
-    try:
-        return not subprocess.run(
-            pytest, cwd=folder, env=environment, capture_output=True, timeout=MOST_SECONDS
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return False  # it hangs
+    pytest = ["timeout", str(MOST_SECONDS), sys.executable, "-m", "pytest", *options, *CORE_TESTS]
+    return not subprocess.run(pytest, cwd=folder, env=environment, capture_output=True).returncode
 
 
-def results_of(wanted: list[str], jobs: int, sample: int | None) -> Iterator[tuple[str, bool, Result]]:
+def results_of(wanted: list[str], jobs: int) -> Iterator[tuple[str, bool, Result]]:
     """Each file and the native core: its name, whether it is silent, and its result."""
     for target in TARGETS:
         if files := [file for file in target.files if file in wanted]:
-            of_target = None if target.is_silent else sample
-            for file, result in mutate_python(files, target, jobs, of_target).items():
+            for file, result in mutate_python(files, target, jobs).items():
                 yield file, target.is_silent, result
     if "native" in wanted:
         yield "native", False, mutate_core()
@@ -232,16 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="of those that are mutated, or native; by default all")
     parser.add_argument("--jobs", type=int, default=1, help="mutants of Python at a time")
-    parser.add_argument("--sample", type=int, help="mutants of each file that is not silent; by default all")
     arguments = parser.parse_args()
     wanted = arguments.files or [*FILES, "native"]
     if unknown := [file for file in wanted if file not in (*FILES, "native")]:
         parser.error(f"{unknown[0]}: must be native or one of {', '.join(FILES)}")
     too_few = []
-    print("| file | mutants | tried | killed | survived | share |\n|---|---|---|---|---|---|")
-    for file, is_silent, result in results_of(wanted, arguments.jobs, arguments.sample):
-        numbers = (result.num, result.num_tried, result.num_killed, len(result.survivors))
-        print(f"| {file} | {' | '.join(map(str, numbers))} | {result.share:.0%} |", flush=True)
+    print("| file | mutants | survived | killed |\n|---|---|---|---|")
+    for file, is_silent, result in results_of(wanted, arguments.jobs):
+        print(f"| {file} | {result.num} | {len(result.survivors)} | {result.share:.0%} |", flush=True)
         (BUILD / f"{file.replace('/', '_')}.txt").write_text("\n".join(result.survivors))
         if is_silent and result.share < LEAST_SHARE:
             too_few.append(file)

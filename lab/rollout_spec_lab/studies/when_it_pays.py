@@ -17,16 +17,14 @@ from rollout_spec.cli.console import counted
 from rollout_spec.config import SpecConfig
 from rollout_spec.files import write_files
 from rollout_spec.predict.engine import Cluster
-from rollout_spec.predict.load import copied
 from rollout_spec.predict.simulate import simulate
 from rollout_spec.report.page import png
-from rollout_spec.trace import Rollout, read_trace
-from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec.trace import read_trace
+from rollout_spec_lab.bench.load import one_rollout, rollout_of
 from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, HOSTS, Roofline
 
 ROWS = (1, 8, 64, 256)
-LEAST_REQUESTS = 32
 DEVICES_SHOWN = ("h100", "910b")
 _RECIPES = Path(__file__).parents[3] / "recipes" / "models"
 POLICIES = {  # with the devices of an engine, tensor-parallel
@@ -44,25 +42,15 @@ class Cell(NamedTuple):
     file: Path
 
 
-def load(lines: Sequence[Rollout], num_rows: int) -> list[Rollout]:
-    """The first training step's lines, copied until there is a request for each row, and LEAST_REQUESTS."""
-    lines, wanted = rollout_of(lines, None), max(LEAST_REQUESTS, num_rows)
-    num_responses = sum(len(line.responses) for line in lines)
-    many = copied(lines, -(-wanted // num_responses))
-    totals = itertools.accumulate(len(line.responses) for line in many)
-    return many[: next(i for i, total in enumerate(totals, 1) if total >= wanted)]
-
-
 def gains(cell: Cell) -> list[float]:
     """Of the rollout's speed without drafts: on MRV2 and on MRV1."""
     model, devices = POLICIES[cell.policy]
-    lines = load(list(read_trace(cell.file)), cell.num_rows)
-    hosts = (HOSTS["v2"], HOSTS["v1"])
+    lines = one_rollout(rollout_of(list(read_trace(cell.file)), None), cell.num_rows)
+    has_experts = bool(model.num_experts)
     times = [
-        Roofline(model, DEVICES[cell.device], devices[cell.device],
-                 expert_parallel=bool(model.num_experts), host=host)
-        for host in hosts
-    ]  # fmt: skip
+        Roofline(model, DEVICES[cell.device], devices[cell.device], expert_parallel=has_experts, host=host)
+        for host in (HOSTS["v2"], HOSTS["v1"])
+    ]
     cluster = Cluster(1, cell.num_rows, kv_tokens=times[0].kv_tokens)
     off = simulate(lines, cluster, SpecConfig(method="off"), times[0])["makespan_s"]
     return [off / simulate(lines, cluster, SpecConfig(), each)["makespan_s"] for each in times]

@@ -7,78 +7,39 @@ and verl imports it in every process that transfers weights.
 from __future__ import annotations
 
 import asyncio
-import json
+import pickle
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.distributed_c10d import BroadcastOptions
-from verl.checkpoint_engine.base import (
-    CheckpointEngine,
-    CheckpointEngineRegistry,
-    TensorMeta,
-    merge_weight_chunks,
-    split_weight_chunks,
-)
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 BACKEND = "gloo"
-SYNC_TIMEOUT_S = 180  # for one bucket of weights
-_ALIGNMENT = 16  # bytes; a tensor of any dtype can be seen at such an offset
+SYNC_TIMEOUT_S = 180  # in which all others must take part in a weight
 _OUTSIDE = -1  # the rank of an actor that sends nothing
 
-
-class Endpoint(NamedTuple):
-    """Where the sender's store listens."""
-
-    host: str
-    port: int
-
-
-class _Header(NamedTuple):
-    """What goes before the bytes of a bucket."""
-
-    metas: list[TensorMeta]
-    num_bytes: int
-    is_last: bool
-    failure: str = ""  # why the sender cannot go on
-
-    def to_json(self) -> bytes:
-        metas = [vars(meta) | {"dtype": str(meta.dtype).removeprefix("torch.")} for meta in self.metas]
-        return json.dumps(self._replace(metas=metas)).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> _Header:
-        metas, *rest = json.loads(content)
-        parsed = [
-            TensorMeta(**meta | {"shape": torch.Size(meta["shape"]), "dtype": getattr(torch, meta["dtype"])})
-            for meta in metas
-        ]
-        return cls(parsed, *rest)
+_Endpoint = tuple[str, int]  # where the sender's store listens: host and port
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class GlooCheckpointEngine(CheckpointEngine):
-    """Broadcasts buckets of weights from the first actor to all rollout workers.
+    """Broadcasts weights, one after the other, from the first actor to all rollout workers.
 
-    Store, process group and bucket are made for each sync, so replicas may come and go between two.
-
-    Args:
-        bucket_size: bytes sent at a time, and held in memory.
-        is_master: whether this is the first actor, which sends.
-        timeout_s: seconds that a process waits for another one to take part in a bucket.
+    Store and process group are made for each sync, so replicas may come and go between two.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = SYNC_TIMEOUT_S) -> None:
-        self.bucket_size = bucket_size // _ALIGNMENT * _ALIGNMENT
+        """bucket_size: verl's, but a weight is sent as a whole; is_master: the first actor, which sends."""
         self.is_master = is_master
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = _OUTSIDE
         self._store: TCPStore | None = None
         self._group: ProcessGroupGloo | None = None
 
-    def prepare(self) -> Endpoint | None:
+    def prepare(self) -> _Endpoint | None:
         """The sender's store; None from everybody else."""
         if not self.is_master:
             return None
@@ -86,11 +47,11 @@ class GlooCheckpointEngine(CheckpointEngine):
 
         host = ray.util.get_node_ip_address().strip("[]")
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return Endpoint(host, self._store.port)
+        return host, self._store.port
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Endpoint | None]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[_Endpoint | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         world_size = 1 + rollout_world_size
         ranks = [0] + [_OUTSIDE] * (actor_wg_world_size - 1), list(range(1, world_size))
@@ -102,7 +63,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         )
         return actors, rollouts
 
-    def init_process_group(self, rank: int, world_size: int, endpoint: Endpoint) -> None:
+    def init_process_group(self, rank: int, world_size: int, endpoint: _Endpoint) -> None:
         self._rank = rank
         if rank == _OUTSIDE:
             return
@@ -127,65 +88,46 @@ class GlooCheckpointEngine(CheckpointEngine):
             for _ in weights:
                 pass
             return
-        bucket = torch.empty(self.bucket_size, dtype=torch.uint8)
-        metas: list[TensorMeta] = []
-        num_bytes = 0
         try:
-            async for meta, chunk in split_weight_chunks(weights, self.bucket_size):
-                start = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-                if start + meta.chunk_size > self.bucket_size:
-                    await self._send(_Header(metas, num_bytes, is_last=False), bucket)
-                    metas, start = [], 0
-                meta.offset = start
-                num_bytes = start + meta.chunk_size
-                bucket[start:num_bytes] = chunk
-                metas.append(meta)
+            for name, weight in weights:
+                await self._say((name, weight.shape, weight.dtype))
+                await self._broadcast(_bytes_of(weight))
         except _TransferError:
             raise
         except Exception as error:
-            await self._send(_Header([], 0, is_last=True, failure=repr(error)), bucket)
+            await self._say(repr(error))
             raise
-        await self._send(_Header(metas, num_bytes, is_last=True), bucket)
+        await self._say(None)
 
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yields each weight's name and the weight, which is valid until the next one is asked for.
-
-        Raises RuntimeError: the sender failed, is gone or silent.
-        """
-        async for named in merge_weight_chunks(self._receive_chunks(), self.bucket_size):
-            yield named
-
-    async def _receive_chunks(self) -> AsyncIterator[tuple[TensorMeta, torch.Tensor]]:
-        bucket = torch.empty(self.bucket_size, dtype=torch.uint8)
-        is_last = False
+        """Yields names and weights. Raises RuntimeError: the sender failed, is gone or silent."""
+        said: Any = ""
         try:
-            while not is_last:
-                header = await self._receive(bucket)
-                if header.failure:
-                    raise _TransferError(f"the trainer could not send its weights: {header.failure}")
-                for meta in header.metas:
-                    yield meta, bucket[meta.offset : meta.offset + meta.chunk_size]
-                is_last = header.is_last
+            while (said := await self._hear()) is not None:
+                if isinstance(said, str):
+                    raise _TransferError(f"the trainer could not send its weights: {said}")
+                name, shape, dtype = said
+                weight = torch.empty(shape, dtype=dtype)
+                await self._broadcast(_bytes_of(weight))
+                yield name, weight
         finally:
-            if not is_last:
+            if said is not None:
                 self.finalize()  # also where whoever loads the weights has failed
 
-    async def _send(self, header: _Header, bucket: torch.Tensor) -> None:
-        content = torch.frombuffer(bytearray(header.to_json()), dtype=torch.uint8)
+    async def _say(self, what: tuple[str, torch.Size, torch.dtype] | str | None) -> None:
+        """Which weight comes next, or why none can come; None: there are no more."""
+        content = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
         await self._broadcast(torch.tensor([len(content)]))
         await self._broadcast(content)
-        await self._broadcast(bucket[: header.num_bytes])
 
-    async def _receive(self, bucket: torch.Tensor) -> _Header:
+    async def _hear(self) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
         await self._broadcast(length)
         content = torch.empty(int(length), dtype=torch.uint8)
         await self._broadcast(content)
-        header = _Header.from_json(content.numpy().tobytes())
-        await self._broadcast(bucket[: header.num_bytes])
-        return header
+        return pickle.loads(content.numpy().tobytes())
 
     async def _broadcast(self, tensor: torch.Tensor) -> None:
         """Send from rank 0 to all, in a thread: an actor's other calls go on."""
@@ -203,6 +145,10 @@ class GlooCheckpointEngine(CheckpointEngine):
                 f"the weight transfer broke off at rank {self._rank}: {error}. The process that failed first "
                 "has said why in its own log."
             ) from error
+
+
+def _bytes_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.reshape(-1).view(torch.uint8)
 
 
 class _TransferError(RuntimeError):

@@ -12,11 +12,10 @@ def engine_environment() -> dict[str, str]:
     the engine's process. verl's default (mp) stays possible.
     """
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    preload = os.environ.get("LD_PRELOAD", "")
+    preload, found = os.environ.get("LD_PRELOAD", ""), dict[str, str]()
     library = os.path.join(sys.prefix, "lib", "libiomp5.so")
-    if "omp" in preload or not os.path.exists(library):
-        return {name: os.environ.get(name, value) for name, value in defaults.items()}
-    # Milliseconds of spinning after a parallel region; vLLM's own choice when it binds the threads.
-    defaults["KMP_BLOCKTIME"] = "5"
-    values = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return values | {"LD_PRELOAD": ":".join(filter(None, (preload, library)))}
+    if "omp" not in preload and os.path.exists(library):
+        # Milliseconds of spinning after a parallel region; vLLM's own choice when it binds the threads.
+        defaults["KMP_BLOCKTIME"] = "5"
+        found["LD_PRELOAD"] = ":".join(filter(None, (preload, library)))
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | found

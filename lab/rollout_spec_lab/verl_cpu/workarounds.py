@@ -84,16 +84,14 @@ class _EngineDistribution(importlib.metadata.Distribution):
         self._engine = engine
 
     @property
-    def version(self) -> str:
-        version = self._engine.version
-        return version if "+" in version else f"{version}+cpu"
+    def metadata(self) -> Any:
+        found: Any = self._engine.metadata
+        found.replace_header("Name", "vllm")
+        found.replace_header("Version", f"{found['Version'].partition('+')[0]}+cpu")
+        return found
 
     def read_text(self, filename: str) -> str | None:
-        text = self._engine.read_text(filename)
-        if text and filename == "METADATA":
-            text = text.replace(f"\nName: {self._engine.name}\n", "\nName: vllm\n", 1)
-            text = text.replace(f"\nVersion: {self._engine.version}\n", f"\nVersion: {self.version}\n", 1)
-        return text
+        return self._engine.read_text(filename)
 
     def locate_file(self, path: Any) -> Any:
         return self._engine.locate_file(path)
@@ -152,12 +150,9 @@ def load_critics(model: Any) -> None:
     @wrap(model, "load_valuehead_model", _CRITIC)
     def load(_: Any, local_path: Any, torch_dtype: Any, model_config: Any, trust_remote_code: Any) -> Any:
         return AutoModelForTokenClassification.from_pretrained(
-            local_path,
-            dtype=torch_dtype,
-            config=model_config,
-            attn_implementation="sdpa",
+            local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
-        )
+        )  # fmt: skip
 
 
 def pack_positions(tensordict_utils: Any) -> None:
@@ -166,10 +161,9 @@ def pack_positions(tensordict_utils: Any) -> None:
     @wrap(tensordict_utils, "maybe_fix_3d_position_ids", _POSITIONS)
     def fix_all(fix: Any, data: Any) -> None:
         positions = data.get("position_ids", None)
-        if positions is not None and positions.is_nested and positions.dim() == 3:
-            # Values [samples x 4, length]; packed by length they are [4, all lengths].
-            is_packed_by_rows = positions.values().shape[0] == int(positions.offsets()[-1])
-            if is_packed_by_rows:
-                samples = list(positions.unbind())
-                data["position_ids"] = tensordict_utils.nested_tensor_from_tensor_list(samples)
+        is_nested = positions is not None and positions.is_nested and positions.dim() == 3
+        # Packed by rows, values are [samples x 4, length]; by length they are [4, all lengths].
+        if is_nested and positions.values().shape[0] == int(positions.offsets()[-1]):
+            samples = list(positions.unbind())
+            data["position_ids"] = tensordict_utils.nested_tensor_from_tensor_list(samples)
         fix(data)

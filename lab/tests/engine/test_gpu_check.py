@@ -65,10 +65,7 @@ def test_all_parts_in_one_file(chat_model: str, tmp_path: Path, capsys: pytest.C
     steps = {(row["context"], row["num_rows"], row["num_drafts"]): row for row in record["steps"]["steps"]}
     assert len(steps) == 2 * 3 * 3 and record["steps"]["skipped"] == []
     assert all(row["num_steps"] >= 2 for row in steps.values())
-    alone = {(row["num_rows"], row["num_drafts"]): row for row in record["steps"]["sampling"]}
-    assert {(64, *key) for key in alone} < steps.keys() and len(alone) == 9
-    assert all(row["seconds"] > 0 for row in (*steps.values(), *alone.values()))
-    assert record["thresholds"]["speedups"]["0"] == 1.0
+    assert all(row["seconds"] > 0 for row in steps.values())
     assert record["environment"]["device"] == record["steps"]["settings"]["device"]
 
     page = (tmp_path / "index.html").read_text()
