@@ -140,7 +140,7 @@ class HostDrafts:
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
         drafts = self._draft_after_arrivals(NextStep(room=of_rows))
-        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], room)), self._batch.levels[rows]
+        return Drafts(drafts.tokens[rows], drafts.numbers[rows]), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
