@@ -463,8 +463,8 @@ def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
     batch = Batch(drafter)
     for name in "abc":
         batch.add(name)
-    assert batch.step([[10, 11], [10], []]) == [[PAD] * 4, [PAD] * 4, []]
-    assert batch.step([[12], [11], [10]]) == [[], [], []]
+    assert batch.step([[10, 11], [12], []]) == [[PAD] * 4, [PAD] * 4, []]
+    assert batch.step([[10], [14], [10]]) == [[], [], []]
 
 
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
