@@ -38,8 +38,8 @@ PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64
 # Kernels of other models and GPUs, whose imports vLLM guards; its server in Rust; sources that it compiles
 # when it runs; what other packages do not need at run time.
 LEFT_OUT = re.compile(
-    r"vllm/(vllm-rs$|_rust_tool_parser|_qutlass_C|_flashmla|vllm_flash_attn/(_vllm_fa2_C|cute/)"
-    r"|third_party/(deep_gemm|fmha_sm100|flashmla)/)"
+    r"vllm/(vllm-rs$|_rust_tool_parser|_(qutlass|deepselect|flashkda)_C|_flashmla|third_party/"
+    r"(deep_gemm|fmha_sm100|flashmla)/|vllm_flash_attn/(_vllm_fa2_C|cute/))"
     r"|.*\.(a|pyi|h|hpp|cuh|cu|map)$|.*/swagger-ui|.*\.dist-info/(licenses/|LICENSE|sboms/)|.*/tests?/"
     r"|pycountry/locales/|mistral_common/data/|.*\.data/(scripts|data)/"
 )

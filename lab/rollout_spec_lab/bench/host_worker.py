@@ -63,7 +63,7 @@ class Ours(Stopwatch):
 
     def forget_costs(self) -> None:
         """Give our drafter a new gate: the old one knows what steps of another device take."""
-        drafter = getattr(self._proposer, "drafter", None)
+        drafter: Any = getattr(self._proposer, "drafter", None)
         if isinstance(getattr(drafter, "_gate", None), AutoGate):
             drafter._gate = AutoGate()
 

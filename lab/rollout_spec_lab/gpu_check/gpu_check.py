@@ -48,7 +48,7 @@ class Check:
     def _record(self) -> dict[str, Any]:
         engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
         engines += [(self._found.get(name) or {}).get("settings") for name in ("steps" + V2, "steps")]
-        settings = next(filter(None, engines), {})
+        settings: dict[str, Any] = next(filter(None, engines), {})
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
         return {"environment": environment() | where, "parts": self.parts} | self._found
 

@@ -7,7 +7,7 @@ and verl imports it in every process that transfers weights.
 from __future__ import annotations
 
 import asyncio
-import pickle
+import json
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -90,7 +90,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             return
         try:
             for name, weight in weights:
-                await self._say((name, weight.shape, weight.dtype))
+                await self._say([name, list(weight.shape), str(weight.dtype).removeprefix("torch.")])
                 await self._broadcast(_bytes_of(weight))
         except _TransferError:
             raise
@@ -109,16 +109,16 @@ class GlooCheckpointEngine(CheckpointEngine):
                 if isinstance(said, str):
                     raise _TransferError(f"the trainer could not send its weights: {said}")
                 name, shape, dtype = said
-                weight = torch.empty(shape, dtype=dtype)
+                weight = torch.empty(shape, dtype=getattr(torch, dtype))
                 await self._broadcast(_bytes_of(weight))
                 yield name, weight
         finally:
             if said is not None:
                 self.finalize()  # also where whoever loads the weights has failed
 
-    async def _say(self, what: tuple[str, torch.Size, torch.dtype] | str | None) -> None:
-        """Which weight comes next, or why none can come; None: there are no more."""
-        content = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
+    async def _say(self, what: list[Any] | str | None) -> None:
+        """Name, shape and dtype of the next weight, or why none can come; None: there are no more."""
+        content = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
         await self._broadcast(torch.tensor([len(content)]))
         await self._broadcast(content)
 
@@ -127,7 +127,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         await self._broadcast(length)
         content = torch.empty(int(length), dtype=torch.uint8)
         await self._broadcast(content)
-        return pickle.loads(content.numpy().tobytes())
+        return json.loads(content.numpy().tobytes())
 
     async def _broadcast(self, tensor: torch.Tensor) -> None:
         """Send from rank 0 to all, in a thread: an actor's other calls go on."""
