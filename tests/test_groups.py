@@ -14,7 +14,7 @@ from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
-from tests.oracle import Chain, GroupOracle, Options, PackedOracle, PackedText
+from tests.oracle import group_of, num_alike
 from tests.text import int32
 
 PROMPT = list(range(20))
@@ -68,35 +68,6 @@ def rows():
 
 def of_sample(name="sample"):
     return {"group": "group", "num_group_tokens": len(PROMPT), "sample": name}
-
-
-def test_a_sample_goes_on_in_its_sequence(rows):
-    """The history has what it says when it is said, and once."""
-    text = [*PROMPT, 30, 31]
-    first = rows.park(text, **of_sample())
-    assert rows.kept() == [[30, 31]]
-    for num_resumed in (1, 2):
-        again = rows.add([*text, 40], **of_sample())
-        assert again is first and rows.groups.num_resumed == num_resumed
-        rows.end(again, [*text, 40])
-    rows.groups.end_samples(["sample"])
-    assert not rows.is_open(first) and rows.kept() == [[30, 31, 40]]
-
-
-def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_again(rows):
-    """Each text once, the latest first."""
-    for number in range(3):
-        rows.history.add(group_key("group"), int32(30 + number))
-    runs = rows.park([*PROMPT, 40], **of_sample())
-    rows.index_all()
-    assert rows.index.stats().num_tokens == 20 + 4 and rows.groups.num_resumed == 0
-    other = History(4, 1 << 20)
-    other.add(group_key("group"), int32(50, 51))
-    for piece in other.take_new():
-        rows.history.merge(piece)
-    assert rows.add([*PROMPT, 40, 7], **of_sample()) is runs
-    rows.index_all()
-    assert rows.index.stats().num_tokens == 20 + 4 + 2
 
 
 def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypatch):
@@ -165,6 +136,72 @@ class WatchedIndex(SuffixIndex):
         self.left.append(group)
 
 
+@dataclasses.dataclass(eq=False)
+class PackedText:
+    """What a sample said after a prompt."""
+
+    prompt: object
+    sample: object
+    step: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+
+class PackedOracle:
+    """The packed texts of prompts: of each its samples, by the training step in which they spoke last."""
+
+    def __init__(self, num_samples, max_bytes):
+        self.num_samples, self.max_bytes, self.step = num_samples, max_bytes, 0
+        self.prompts: dict[object, list[list[PackedText]]] = {}  # that which has changed last is the last
+
+    def texts(self, prompt):
+        return [text for sample in self.prompts.get(prompt, ()) for text in sample]
+
+    @property
+    def num_bytes(self):
+        texts = [text for prompt in self.prompts for text in self.texts(prompt)]
+        return 200 * len(self.prompts) + sum(200 + 4 * len(text.tokens) for text in texts)
+
+    def keep(self, text, tokens):
+        """It says this now, and takes the place of what its sample said that this begins with."""
+        if not tokens or 400 + 4 * len(tokens) > self.max_bytes:
+            return
+        text.tokens = tokens
+        samples, own = self.prompts.pop(text.prompt, []), []
+        for sample in [each for each in samples if each[0].sample == text.sample]:
+            samples.remove(sample)
+            own = [e for e in sample if e is not text and e.tokens != tokens[: len(e.tokens)]]
+        samples.append([*own, text])
+        samples.sort(key=lambda sample: max(each.step for each in sample))
+        self.prompts[text.prompt] = samples[-self.num_samples :]
+        while self.num_bytes > self.max_bytes:
+            most = max(self.prompts, key=lambda prompt: len(self.prompts[prompt]))
+            if left := self.prompts.pop(most)[1:]:
+                self.prompts[most] = left
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """Requests of a sample of which each goes on after the one before; `place`: where, in the index."""
+
+    place: object
+    key: tuple
+    sample: object
+    prompt: list[int]
+    said: list[int] = dataclasses.field(default_factory=list)
+    text: PackedText | None = None
+    is_aborted: bool = False
+
+    def num_shared(self, prompt):
+        """Of what it said; -1: its prompt is another one."""
+        num = len(self.prompt)
+        return num_alike(prompt[num:], self.said) if prompt[:num] == self.prompt else -1
+
+    def goes_on_whole(self, prompt):
+        """Whether the prompt repeats all that it said; after an abort its sender may lack the end."""
+        num_known = len(prompt) - len(self.prompt) if self.is_aborted else len(self.said)
+        return self.num_shared(prompt) == min(num_known, len(self.said))
+
+
 @dataclasses.dataclass
 class Indexed:
     """A group of the index, when it was asked for, its packed texts, and all rows that it has."""
@@ -174,15 +211,6 @@ class Indexed:
     step: int
     texts: list = dataclasses.field(default_factory=list)
     rows: set = dataclasses.field(default_factory=set)
-
-    @property
-    def num_states(self):
-        group = GroupOracle((), Options(num_speculative_tokens=1))
-        for row in self.rows:
-            place = ()
-            for token in row:
-                place = group.extend(place, token)
-        return 1 + len({frozenset(ends) for ends in group.ends.values() if ends})
 
     def is_stale(self, packed):
         nums = [(len(text.tokens), text in packed.texts(text.prompt)) for text in self.texts]
@@ -329,7 +357,8 @@ class GroupsMachine(RuleBasedStateMachine):
             return
         if not self.index.max_bytes:
             self.rows.index_all()
-            assert self.index.stats().num_states == sum(at.num_states for at in self.indexed.values())
+            num_states = sum(group_of(at.rows).num_states for at in self.indexed.values())
+            assert self.index.stats().num_states == num_states
         self.index.validate()
         history = self.rows.history
         assert (len(history), history.num_bytes) == (len(self.packed.prompts), self.packed.num_bytes)

@@ -12,7 +12,7 @@ from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
-from tests.text import int32
+from tests.text import int32, speak
 
 
 @pytest.fixture
@@ -56,37 +56,6 @@ def test_a_models_log_odds_count(index, arguments):
     assert sure == sorted(sure) and len(set(sure)) > 3
     assert survival(-3.01) == survival(-4) == survival(float("-inf")) == survival(float("nan"))
     assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
-
-
-def test_a_models_second_token_is_trusted_apart_from_its_first(index):
-    """The first is right in every step, the second never."""
-    sequences, text = int32(index.open_sequence(index.open_group(int32()))), np.arange(202, dtype=np.int32)
-    for level in range(0, 201, 2):
-        model = ModelDrafts(int32(level, 999)[None], np.full((1, 2), 1, np.float32))
-        row = sequences, text[None], int32(0), int32(level), int32(2)
-        step = index.index_and_draft(*row, model_drafts=model)
-    first, both = step.survivals[0, :2]
-    assert first > 0.9 and both < 0.3 * first
-
-
-def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
-    def survivals(num_draft_tokens):
-        with SuffixIndex(num_speculative_tokens=4) as index:
-            sequences = int32(index.open_sequence(index.open_group(int32(5, 6, 7))))
-            rows = ([5, 6, 7, 5, 6, 7, 5], num_draft_tokens), ([5, 6, 7, 8, 8], 0), ([5, 6, 7, 8, 8, 5], 4)
-            for row, num in rows:
-                text, level = np.array([row], np.int32), int32(len(row))
-                step = index.index_and_draft(sequences, text, int32(0), level, int32(num))
-            return step.survivals.tolist()
-
-    assert survivals(4) == survivals(0) != [[0.0] * 4]
-
-
-def test_what_was_indexed_before_a_cut_counts_once(index):
-    sequences, one = int32(index.open_sequence(index.open_group(int32()))), np.ones(1, np.int32)
-    for row in ([5, 6, 7, 5, 6, 7, 8], [5, 6, 7, 5, 6, 9], [5, 6, 7, 5, 6, 9, 5]):
-        index.index_and_draft(sequences, np.array([row], np.int32), int32(0), int32(len(row)), one)
-    assert index.stats().num_tokens == 7 + 2
 
 
 DRAFTS = [[6, 7, 5, 6], [7, 5, 6, 7]]  # of `arguments`
@@ -268,40 +237,6 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
-def test_a_row_that_is_behind_drafts_nothing(index):
-    text, row = np.tile(int32(1, 2, 3), 40), int32(0)
-    sequence = int32(index.open_sequence(index.open_group(int32())))
-    for level, max_tokens, num_behind, num in ((20, 0, 0, 1), (120, 0, 1, 0), (120, 100, 0, 1)):
-        step = index.index_and_draft(sequence, text[None], row, int32(level), int32(1), max_tokens=max_tokens)
-        assert (step.num_behind, step.num_draft_tokens.tolist()) == (num_behind, [num])
-
-
-def test_what_is_behind_when_its_sequence_closes_is_indexed_yet(index):
-    sequence, text = index.open_sequence(index.open_group(int32(1, 2))), np.arange(1, 200, dtype=np.int32)
-    nothing = int32(0)
-    index.index_and_draft(int32(sequence), text[None], nothing, int32(199), nothing, max_tokens=2)
-    assert index.stats().num_tokens == 2
-    index.close_sequence(sequence)
-    with pytest.raises(UnknownId):
-        index.text(sequence)
-    index.catch_up()
-    assert index.stats().num_tokens == 199
-
-
-def test_short_rows_are_indexed_before_long_ones_and_these_before_texts(index):
-    """In whatever order they came; a group's prompt before what begins after it."""
-    prompt, text = int32(1, 2), np.arange(1, 400, dtype=np.int32)
-    groups = [index.open_group(prompt) for _ in range(3)]
-    index.catch_up()
-    index.add_text(groups[0], text[:100])
-    sequences = int32(*(index.open_sequence(group) for group in groups[1:]))
-    rows, levels = int32(0, 0), int32(399, 150)
-    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=148)
-    assert (step.num_behind, index.stats().num_tokens) == (1, 6 + 148)
-    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=397)
-    assert (step.num_behind, index.stats().num_tokens_behind) == (0, 100)
-
-
 def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 500, (2, 12_000)).astype(np.int32)
@@ -321,3 +256,72 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
         for sequence in (first, second):
             index.park_sequence(sequence)
         assert index.given_up() == [group], "it lacks a text, and is idle"
+
+
+def decode(index, sequence, sample, num_tokens):
+    """A target that sees what is drafted: `sample(level, drafted)` is its token there, drafted -1: none.
+
+    Yields the level before every step, its draft, and how many tokens of it were accepted.
+    """
+    text = np.zeros((1, num_tokens + 9), np.int32)
+    text[0, 0], level = sample(0, -1), 1
+    while level < num_tokens:
+        result = index.index_and_draft(int32(sequence), text, int32(0), int32(level), int32(8), 0.15)
+        draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
+        before = level
+        for drafted in [*draft, -1]:
+            text[0, level] = sampled = sample(level, drafted)
+            level += 1
+            if sampled != drafted:
+                break
+        yield before, draft, level - before - 1
+
+
+@pytest.mark.parametrize("bait", [False, True])
+def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
+    """Two phases of lies, and one of honest repetition in between.
+
+    Lies: never the token that is drafted, whatever it is. Where nothing is drafted, a random one; or, as a
+    bait, the one that repetition leads to expect.
+    """
+    rng = np.random.default_rng(4)
+    cycle = rng.integers(0, 40, 50)
+    lies, honest = 4000, 1500
+
+    def sample(level, drafted):
+        expected = int(cycle[level % len(cycle)])
+        if lies <= level < lies + honest or (bait and drafted < 0):
+            return expected
+        other = int(rng.integers(0, 39))
+        return other + (other >= drafted >= 0)
+
+    with SuffixIndex(num_speculative_tokens=8) as index:
+        sequence = index.open_sequence(index.open_group(int32()))
+        steps = []
+        for i, step in enumerate(decode(index, sequence, sample, 2 * lies + honest)):
+            steps.append(step)
+            if i % 100 == 0:
+                index.validate()
+        index.validate()
+    assert any(accepted == 8 for level, _, accepted in steps if lies <= level < lies + 200)
+    for first in (0, lies + honest):
+        wasted = np.array([len(draft) for level, draft, _ in steps if first <= level < first + lies])
+        # A bait costs about every other step one token; without one drafting all but ends.
+        assert wasted.mean() < (0.75 if bait else 0.1)
+        assert wasted[len(wasted) // 2 :].mean() < (0.75 if bait else 0.02)
+
+
+def test_a_failed_step_learns_nothing():
+    text = speak(np.random.default_rng(7), 209)
+    drafts = []
+    for broken in (False, True):
+        with SuffixIndex(num_speculative_tokens=8) as index:
+            sequence = index.open_sequence(index.open_group(int32()))
+            drafts.append([])
+            for level, draft, _ in decode(index, sequence, lambda level, _: int(text[level]), 200):
+                drafts[-1].append(draft)
+                step = int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
+                if broken:
+                    with pytest.raises(ValueError, match="must not be negative"):
+                        index.index_and_draft(*step)
+    assert drafts[0] == drafts[1] and any(drafts[0])

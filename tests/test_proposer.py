@@ -109,6 +109,14 @@ class Engine:
         return self.proposer.drafter.index  # type: ignore[union-attr]
 
 
+def engine_of_one(**options):
+    """It has served "a" the first nine tokens of TEXT."""
+    engine = Engine(min_survival=0.0, **options)
+    engine.add("a")
+    engine.step({"a": TEXT[:9]})
+    return engine
+
+
 @pytest.fixture
 def said(monkeypatch):
     messages: list[str] = []
@@ -270,7 +278,7 @@ def test_a_name_ends_no_request_whose_name_goes_on_after_it():
 
 
 def test_a_history_that_cannot_be_read_costs_itself(said):
-    engine, other = Engine(history=4, min_survival=0.0), Engine(history=4, min_survival=0.0)
+    engine, other = (Engine(history=4, min_survival=0.0) for _ in range(2))
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
     engine.finish("a")
@@ -306,10 +314,9 @@ def test_what_a_warm_up_has_left_is_forgotten():
 
 
 def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
+    engine = engine_of_one()
     engine.add("b")
-    engine.step({"a": TEXT[:9], "b": TEXT[:1]})
+    engine.step({"a": [], "b": TEXT[:1]})
     for _ in range(2):
         matrix = np.zeros((NUM_ROWS, NUM_COLUMNS), np.int32)
         assert engine.proposer.propose([[1], [1]], np.array([4], np.int32), matrix) == [[], []]
@@ -321,9 +328,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
 
 
 def test_an_error_while_the_device_works_costs_drafts_only(said):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one()
     engine.proposer.drafter.catch_up = lambda has_time: 1 // 0
     engine.proposer.catch_up(lambda: True)
     assert engine.step() == {"a": []} and "ZeroDivisionError" in said[0]
@@ -331,9 +336,7 @@ def test_an_error_while_the_device_works_costs_drafts_only(said):
 
 
 def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
-    engine = Engine(min_survival=0.0, history=4)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one(history=4)
     engine.batch.req_ids.append("stranger")
     engine.texts["stranger"], engine.drafts["stranger"] = [5], []
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
@@ -358,9 +361,7 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     ids=["none", "a text", "no group", "no text", "a long prompt"],
 )
 def test_whatever_a_caller_sends_all_draft(extra_args):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one()
     engine.add("strange", extra_args=extra_args)
     engine.add("b")
     drafts = engine.step(dict.fromkeys(("strange", "b"), TEXT[:1]))

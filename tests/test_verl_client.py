@@ -1,4 +1,4 @@
-"""verl's own clients, which name the calls of an agent loop; the servers record what they get."""
+"""Names: of rows, and of calls by verl's own clients, where the servers record what they get."""
 
 import asyncio
 import copy
@@ -7,8 +7,12 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
+from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -16,6 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl.client import Call, Samples
+from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -365,3 +370,71 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     else:
         assert len(there) == 1
         assert all("another" in name for name in server.names[1:])
+
+
+def batch_of(prompts, indices, step, validate=False, **columns):
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
+    if indices is not None:
+        tu.assign_non_tensor_stack(batch, "index", indices)
+    tu.assign_non_tensor_data(batch, "global_steps", step)
+    if validate:
+        tu.assign_non_tensor_data(batch, "validate", True)
+    return batch
+
+
+def rows_of(names, *batch, **more):
+    return [json.loads(row) for row in tu.get(names.add_to(batch_of(*batch, **more)), ROW)]
+
+
+def test_a_rows_name_is_its_own_and_the_same_in_every_run():
+    [name] = rows_of(RowNames(7), ["2 + 2"], [4], 3)
+    # A run that is repeated with another release gets the same tokens.
+    assert name == [7, 3, "train", "4", "119630b4882f7920", 0]
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3) == [name]
+    others = [
+        rows_of(RowNames(8), ["2 + 2"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 4),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, validate=True),
+        rows_of(RowNames(7), ["2 + 2"], [5], 3),
+        rows_of(RowNames(7), ["2 + 2"], None, 3),
+        rows_of(RowNames(7), ["2 + 3"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "a"}}]),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "b"}}]),
+        rows_of(RowNames(7), ["2 + 2", "2 + 2"], [4, 4], 3)[1:],
+    ]
+    assert len({json.dumps(other) for other in [[name], *others]}) == len(others) + 1
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{}]) == [name]
+    assert kind_of(name) == "train" and kind_of(others[2][0]) == "val"
+    of_no_row = (None, "val", ["unnamed", 0, 0, 3], ["prompt", 7, "ab", 0])
+    assert [kind_of(each) for each in of_no_row] == [None] * 4
+
+
+def test_prompts_that_are_drawn_again_in_a_step_are_numbered():
+    names = RowNames(0)
+    for indices, step, validate, numbers in (
+        ([4, 4], 3, False, [0, 1]),
+        ([4, 4], 3, False, [2, 3]),  # more of the step
+        ([4, 4], 3, True, [0, 1]),  # and what validates it
+        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
+        ([4, 5], 4, True, [0, 0]),
+    ):
+        batch = batch_of(["2 + 2", "2 + 2"], indices, step, validate)
+        with_names = names.add_to(batch)
+        assert [json.loads(row)[-1] for row in tu.get(with_names, ROW)] == numbers
+        assert ROW not in batch
+    columns = dict(with_names.chunk(2)[1].items())  # as verl's worker reads them
+    assert json.loads(columns[ROW][0].data)[3] == "5"
+    without = tu.get_tensordict({"uid": ["a"]})
+    assert names.add_to(without) is without
+
+
+def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
+    def digest(image):
+        return prompt_name(None, [{"role": "user", "content": [{"type": "image", "image": image}]}])[1]
+
+    pictures = [np.full((2, 2, 3), shade, np.uint8) for shade in (1, 2)]
+    for kind in (Image.fromarray, torch.from_numpy, np.array, np.ndarray.tobytes):
+        assert [digest(kind(each)) for each in pictures] == [digest(kind(each.copy())) for each in pictures]
+        assert digest(kind(pictures[0])) != digest(kind(pictures[1])) != digest(object())
+    assert digest(object()) == "8665f43eda0bcee1"

@@ -198,6 +198,15 @@ def said_bytes(model, k):
     return states.num_bytes(k)
 
 
+def drafted_right(folder, k, names=SOME, plain=None, head=None, threshold=4, **arguments):
+    """What an engine with drafts of up to k tokens gives, once it is seen to be what one without gives."""
+    spec = {"num_speculative_tokens": k, "batch_threshold": threshold}
+    drafted = served(folder, spec, names, **arguments, **(head or {}))
+    assert wrong(drafted, plain or served(folder, None, names, **arguments)) == set()
+    assert drafted["state_bytes"] == said_bytes(folder, k)
+    return drafted
+
+
 @pytest.fixture(scope="module")
 def mamba_2(model, tmp_path_factory):
     """A tiny Nemotron-H, and what it gives without drafts."""
@@ -217,15 +226,12 @@ def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2, k):
 )
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
 def test_drafts_change_nothing_with_other_policies_of_mamba_2(name, model, tmp_path):
-    folder = make_recurrent(name, tmp_path)
-    assert_right_with_mamba_2(folder, served(folder, None, SOME, **SHORT_STEPS))
+    assert_right_with_mamba_2(make_recurrent(name, tmp_path))
 
 
-def assert_right_with_mamba_2(folder, plain, k=7):
+def assert_right_with_mamba_2(folder, plain=None, k=7):
     """vLLM has full graphs of K + 1 tokens in every row for them: no prompt is in such a step."""
-    drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
-    assert wrong(drafted, plain) == set()
-    assert drafted["state_bytes"] == said_bytes(folder, k)
+    drafted = drafted_right(folder, k, plain=plain, **SHORT_STEPS)
     assert {step for step in drafted["graphs"] if step[2]} == {(False, False, True)}
 
 
@@ -241,15 +247,9 @@ def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(mamba_2, monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("spec", "arguments"),
-    [({"num_speculative_tokens": 3}, {}), (GATED, SHORT_STEPS)],
-    ids=["K=3", "K=7, gate and chunks"],
-)
-def test_drafts_change_nothing_in_any_scenario(model, spec, arguments):
-    drafted = served(model, spec, **arguments)
-    assert wrong(drafted, served(model, None, **arguments)) == set()
-    assert drafted["state_bytes"] == said_bytes(model, spec["num_speculative_tokens"])
+@pytest.mark.parametrize(("k", "arguments"), [(3, {"threshold": 64}), (7, SHORT_STEPS)], ids=["3", "7"])
+def test_drafts_change_nothing_in_any_scenario(model, k, arguments):
+    drafted_right(model, k, None, **arguments)
 
 
 @pytest.mark.long
@@ -268,11 +268,8 @@ def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     destroy_model_parallel()  # the groups of engines of a dense model have none for experts
-    folder, spec = make_recurrent(name, tmp_path, sees), GATED | {"num_speculative_tokens": k}
     names, arguments = (None, SHORT_STEPS | SEES) if sees else (SOME, SHORT_STEPS)
-    drafted = served(folder, spec, names, **arguments)
-    assert wrong(drafted, served(folder, None, names, **arguments)) == set()
-    assert drafted["state_bytes"] == said_bytes(folder, k)
+    drafted_right(make_recurrent(name, tmp_path, sees), k, names, **arguments)
 
 
 @pytest.mark.long
@@ -280,9 +277,7 @@ def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_
 @pytest.mark.parametrize("k", [3, 7])
 def test_drafts_change_nothing_beside_an_mtp_head(k, model, tmp_path):
     """Rows then have drafts of any length."""
-    folder, spec = make_mtp(MODEL, tmp_path), GATED | {"num_speculative_tokens": k}
-    drafted = served(folder, spec, SOME, **SHORT_STEPS | with_mtp(k))
-    assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
+    drafted = drafted_right(make_mtp(MODEL, tmp_path), k, head=with_mtp(k), **SHORT_STEPS)
     assert drafted["counters"]["num_model_accepted_tokens"] > 50
 
 
