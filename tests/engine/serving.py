@@ -19,7 +19,6 @@ from tests.engine.conftest import proposer_of
 
 SETTINGS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 30, "ignore_eos": True}
 REASONING = dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True))
-BAD_WORDS = "bad_words_token_ids"  # what a tokenizer makes of `bad_words`
 VLLM = VERSIONS[-1] if untested() else version()  # whose options the table has
 numbers = itertools.count()
 
@@ -74,7 +73,6 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     made = SETTINGS | {"extra_args": {NAME_KEY: key}} | asked
-    bad_words = made.pop(BAD_WORDS, None)
     for name, make in {
         "structured_outputs": lambda value: StructuredOutputsParams(**value),
         "repetition_detection": lambda value: RepetitionDetectionParams(**value),
@@ -83,10 +81,7 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
     }.items():
         if name in made:
             made[name] = make(made[name])
-    params = SamplingParams(**made)
-    if bad_words:
-        params._bad_words_token_ids = bad_words
-    return params
+    return SamplingParams(**made)
 
 
 def serve(llm, requests):

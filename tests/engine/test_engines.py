@@ -109,8 +109,19 @@ def named(prompt, i, **others):
     return Request(prompt, sampling({"max_tokens": 40, "logprobs": 1}, key=i), others)
 
 
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_in_place_of_log_probabilities(mode, chat_model):
+    """In a verification and in a plain step; with logarithms all tests of requests have them."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3, "temperature": 0},
+        {"allowed_token_ids": list(range(3, 128, 2))}, {"min_tokens": 30, "stop_token_ids": [*range(3, 60)]},
+    ]  # fmt: skip
+    asked = [sampling({"max_tokens": 40, "logprobs": 2} | kind, key=i) for i, kind in enumerate(kinds)]
+    found = same_with_drafts(chat_model, [Request(PROMPTS[0], each) for each in asked], logprobs_mode=mode)
+    assert max(max(row.values()) for row in found[0]["logprobs"]) > 0
+
+
 def make_adapter(folder, seed):
-    import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -138,8 +149,6 @@ def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
 
 
 def test_prompts_of_embeddings(chat_model):
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     prompts: list[Any] = [{"prompt_embeds": torch.randn(12, 128, generator=generator) / 50} for _ in range(2)]
     prompts = [*prompts, *prompts, PROMPTS[0], PROMPTS[0]]

@@ -1,13 +1,9 @@
 """What can happen to a request while it runs, and what is counted and remembered of it."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY, TURN_KEY
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE, core_of, proposer_of, token_ids
-from tests.engine.serving import BAD_WORDS, Request, sampling, serve
+from tests.engine.conftest import core_of, proposer_of, token_ids
 from tests.text import save_corpus
 
 LENGTH = 60
@@ -59,72 +55,6 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine):
     generate(llm, [PROMPTS[0] + [9] * 44, *PROMPTS[1:]], params)
     num_steps = sum(output.total_num_scheduled_tokens > 0 for output in scheduled)
     assert proposer_of(llm).take_counters().num_steps == num_steps
-
-
-# Greedy and sampled rows of each in one batch.
-CONSTRAINTS: list[dict[str, Any]] = [
-    {"seed": 7},
-    {"repetition_penalty": 1.3},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"allowed_token_ids": list(range(3, VOCAB_SIZE, 2))},
-    {"min_tokens": 30, "stop_token_ids": list(range(3, 60))},
-    {BAD_WORDS: [[3 + i] for i in range(40)] + [[i, i] for i in range(50, VOCAB_SIZE)]},
-]
-
-
-def processed(raw, setting, prompt, before):
-    """The definition of a setting: the logits that follow from the model's, after some output tokens."""
-    logits, counts = raw.copy(), np.bincount(before, minlength=VOCAB_SIZE)
-    allowed = setting.get("allowed_token_ids", range(VOCAB_SIZE))
-    logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -np.inf
-    for *words, last in setting.get(BAD_WORDS, ()):
-        if before[len(before) - len(words) :] == words:
-            logits[last] = -np.inf
-    if len(before) < setting.get("min_tokens", 0):
-        logits[[EOS_TOKEN_ID, *setting["stop_token_ids"]]] = -np.inf
-    repeated, factor = list({*prompt, *before}), setting.get("repetition_penalty", 1)
-    logits[repeated] = np.where(logits > 0, logits / factor, logits * factor)[repeated]
-    logits -= setting.get("frequency_penalty", 0) * counts + setting.get("presence_penalty", 0) * (counts > 0)
-    logits /= setting["temperature"] or 1
-    if "top_k" in setting and setting["temperature"]:
-        logits[logits < np.sort(logits)[-setting["top_k"]]] = -np.inf
-    if "top_p" in setting and setting["temperature"]:
-        order = np.argsort(logits)[::-1]
-        shares = np.exp(logits[order] - np.logaddexp.reduce(logits))
-        logits[order[shares.cumsum() - shares >= setting["top_p"]]] = -np.inf
-    return logits
-
-
-MODES = [f"{of}_{what}" for what in ("logprobs", "logits") for of in ("raw", "processed")]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_constraints_and_logprobs(make_engine, tiny_model, mode):
-    """Against what the model's logits, as transformers computes them, and the settings' definitions give."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    llm = make_engine({}, logprobs_mode=mode)
-    model = LlamaForCausalLM.from_pretrained(tiny_model)
-    settings = [{"temperature": t, "logprobs": 0} | kind for kind in CONSTRAINTS for t in (0.0, 0.8, 0.8)]
-    asked = [{"max_tokens": LENGTH} | setting for setting in settings]
-    found = serve(llm, [Request(PROMPTS[0], sampling(each, key=i)) for i, each in enumerate(asked)])
-    counters = proposer_of(llm).take_counters()
-    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
-    for setting, one in zip(settings, found, strict=True):
-        tokens = one["tokens"]
-        assert len(tokens) > setting.get("min_tokens", 0)
-        with torch.no_grad():
-            of_model = model(torch.tensor([PROMPTS[0] + tokens])).logits[0, len(PROMPTS[0]) - 1 :].numpy()
-        for j, (token, given) in enumerate(zip(tokens, one["logprobs"], strict=True)):
-            allowed = processed(of_model[j], setting, PROMPTS[0], tokens[:j])
-            assert np.isfinite(allowed[token]), setting
-            assert setting["temperature"] or allowed[token] > allowed.max() - 1e-4, setting
-            scores = of_model[j] if mode.startswith("raw") else allowed
-            wanted = scores - (np.logaddexp.reduce(scores) if mode.endswith("logprobs") else 0)
-            np.testing.assert_allclose(given[token], wanted[token], atol=2e-4, err_msg=str(setting))
 
 
 @pytest.mark.parametrize("what", ["a weight sync", "a sleep of level 0", "a sleep of level 1"])
