@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_spec.certify.certify import Plan
 from rollout_spec.certify.counts import (
     CertifyError,
     Configuration,
@@ -180,8 +181,6 @@ def test_where_every_bit_counts_log_probabilities_do_too():
     ("mode", "given", "expected"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)]
 )
 def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, expected):
-    from rollout_spec.certify.certify import Plan
-
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
     plan = Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {})
     assert plan.fixed_tolerance == expected

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import wandb
 
 from rollout_spec.cli import main
 from rollout_spec.report import RunError
@@ -228,8 +229,6 @@ class Api:
 
 
 def test_a_run_at_wandb_is_read_and_its_summary_added_to(tmp_path, monkeypatch, capsys):
-    import wandb
-
     opened = MagicMock(offline=False, url="https://wandb/e/p/runs/abc123")
     opened.__enter__.return_value = opened
     init = MagicMock(side_effect=[opened, wandb.Error("Run (gone) does not exist")])

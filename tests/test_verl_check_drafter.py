@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from omegaconf import OmegaConf
+from verl.workers.rollout.vllm_rollout.utils import build_mtp_speculative_config
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.check_config import check_config
@@ -45,7 +46,6 @@ def refused(message, *args, **kwargs):
 
 def told_to_vllm(config):
     """Of a run that passes: its `speculative_config` as verl completes it, `model_tokens` and scheduler."""
-    from verl.workers.rollout.vllm_rollout.utils import build_mtp_speculative_config
 
     spec = check_config(config)
     OmegaConf.resolve(config)  # as verl's trainer does

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import ray
 from omegaconf import OmegaConf
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.drafting.history import History, prompt_key
 from rollout_spec.verl.trainer_history import (
@@ -223,8 +225,6 @@ class Called:
 
 def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began():
     """Its number of the turn, its group's tokens, and the servers that are told of the end."""
-    from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     def begin(_, client):
         from rollout_spec.verl.client import Call, here

@@ -5,9 +5,11 @@ import types
 
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
+from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
 from rollout_spec.vllm.upstream import cpu_expand
 
 NAME = "expand_batch_to_tokens"
@@ -23,9 +25,6 @@ def test_one_that_takes_other_arguments_is_not_replaced():
 
 def test_what_coupled_verification_does_not_know_is_refused():
     """vllm-ascend's logits with the token ids that were kept, and a form not yet seen."""
-    from vllm.v1.sample import rejection_sampler
-
-    from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
 
     counts = [2, 1]
     drafts, probs = torch.tensor([3, 4, 5], dtype=torch.int32), torch.rand(3, 50).softmax(dim=-1)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
 from rollout_spec.vllm import top_k_top_p, upstream
@@ -122,8 +124,6 @@ def test_logits_in_place_of_log_probabilities(mode, chat_model):
 
 
 def make_adapter(folder, seed):
-    from safetensors.torch import save_file
-
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(2):
@@ -138,8 +138,6 @@ def make_adapter(folder, seed):
 
 
 def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
-    from vllm.lora.request import LoRARequest
-
     folders = {i: tmp_path_factory.mktemp("adapter") for i in (1, 2)}
     adapters = [LoRARequest(f"adapter {i}", i, make_adapter(folder, i)) for i, folder in folders.items()]
     asked = [named(PROMPTS[0], i, lora_request=each) for each in (None, *adapters) for i in range(3)]

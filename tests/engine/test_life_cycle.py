@@ -1,7 +1,9 @@
 """What can happen to a request while it runs, and what is counted and remembered of it."""
 
 import pytest
+from vllm import SamplingParams
 
+from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY, TURN_KEY
 from tests.engine.conftest import core_of, proposer_of, token_ids
 from tests.text import save_corpus
@@ -11,8 +13,6 @@ PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
 
 
 def greedy(max_tokens=LENGTH, **settings):
-    from vllm import SamplingParams
-
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
 
 
@@ -70,8 +70,6 @@ def test_requests_in_flight_go_on(make_engine, what):
         assert not any(output.finished for output in engine.step())
     proposer.take_counters()
     if level is None:
-        from rollout_spec.vllm.control import Ended, ProposerControl
-
         ProposerControl(proposer).note_new_weights(Ended((), ()))
         assert llm.reset_prefix_cache(reset_running_requests=True)
     else:
@@ -92,7 +90,6 @@ def test_requests_in_flight_go_on(make_engine, what):
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine):
     """vLLM 0.32 verifies it too, and fails with top_k."""
-    from vllm import SamplingParams
 
     llm = make_engine({"batch_threshold": 0}, fresh=True)
     verifier = proposer_of(llm)._runner.rejection_sampler

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
@@ -214,9 +216,6 @@ def assert_graphs_change_no_drafts(found, eager, plain, has_graphs=True):
 
 
 def test_requests_are_guarded_where_a_model_drafts_alone(heads, monkeypatch):
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from vllm.v1.engine.input_processor import InputProcessor
-
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     config = with_eagle(heads, {"method": "keyed"}, skip_tokenizer_init=False)

@@ -5,10 +5,15 @@ import functools
 import itertools
 
 import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm.engine_cores import EngineCores, check_client
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import KEYED, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
@@ -41,7 +46,6 @@ def tiny_experts(tmp_path_factory):
 def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_model, spec):
     """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
     the token and its position."""
-    from vllm import SamplingParams
 
     arguments = {"tokenizer": chat_model, "enable_return_routed_experts": True}
     llm = new_engine(tiny_experts, spec, model=tiny_experts, **arguments)
@@ -84,11 +88,7 @@ def test_every_data_parallel_rank_is_counted_shared_and_checked(tiny_experts, ma
 
 
 async def check_ranks(model, server_of, plain):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     from rollout_spec.verl.server import spread_groups
-    from rollout_spec.vllm.engine_cores import EngineCores
 
     spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
     arguments = engine_settings(model, spec) | {"data_parallel_size": 2, "scheduler_cls": SCHEDULER}
@@ -180,9 +180,6 @@ async def serve(server, num_samples):
 
 
 def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch):
-    from vllm.v1.engine.core_client import DPLBAsyncMPClient
-
-    from rollout_spec.vllm.engine_cores import check_client
 
     check_client()
     monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", lambda self, method, args: None)

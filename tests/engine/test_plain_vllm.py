@@ -14,10 +14,16 @@ import urllib.request
 from contextlib import nullcontext
 
 import pytest
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 
+from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.doctor import diagnosis
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import speculative_config
+from rollout_spec.vllm import checks, plugin, speculative_config, versions
+from rollout_spec.vllm.checks import check_options
+from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
 from tests.engine.conftest import KEYED, UNTESTED, configured, proposer_of
@@ -167,9 +173,6 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
     ],
 )
 def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, cache, found, monkeypatch):
-    from vllm.config import ModelConfig
-
-    from rollout_spec.vllm.checks import check_options
 
     drafting, without = configured(tiny_model, {}), configured(tiny_model, **KEYED)
     monkeypatch.setattr(ModelConfig, "architecture", policy)
@@ -188,9 +191,6 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
 
     Ours has fewer in a step.
     """
-    from vllm.config import ModelConfig
-
-    from rollout_spec.vllm import checks
 
     monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda _: vocabulary)
     monkeypatch.setattr(checks, "is_before", lambda minor: minor <= 29)
@@ -213,9 +213,6 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
 def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
     tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
 ):
-    from vllm.config import CUDAGraphMode
-
-    from rollout_spec.vllm import checks
 
     config = configured(tiny_model, {})
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
@@ -228,7 +225,6 @@ def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):
     """They would draft different tokens, and hang."""
-    from rollout_spec.vllm.checks import check_options
 
     config = configured(tiny_model, {})
     config.parallel_config.prefill_context_parallel_size = 2
@@ -244,8 +240,6 @@ def test_options_of_ours_compile_nothing_anew(tiny_model):
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
-    from rollout_spec.vllm import plugin, versions
-
     monkeypatch.setattr(plugin, "failure", None)
     monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
@@ -254,8 +248,6 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
 
 
 def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tiny_model, monkeypatch):
-    from vllm.config import VllmConfig
-
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
@@ -307,10 +299,6 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
 def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
     tiny_model, monkeypatch, capsys, where, patch
 ):
-    from rollout_spec.cli import main
-    from rollout_spec.doctor import diagnosis
-    from rollout_spec.vllm import plugin
-
     monkeypatch.setattr(plugin, "failure", None)
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0
@@ -327,9 +315,6 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
 
 def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine):
     """A platform's own class instead of vLLM's, as vllm-ascend has them."""
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-
-    from rollout_spec.vllm.mrv1.sampler import RowSampling
 
     class Another(RejectionSampler):
         def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore

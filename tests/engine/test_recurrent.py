@@ -10,9 +10,18 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
+from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
 from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
@@ -64,8 +73,6 @@ def model(tmp_path_factory):
 @pytest.fixture
 def as_it_is(monkeypatch):
     """vLLM's own treatment of recurrent layers."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
     undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
@@ -117,8 +124,6 @@ def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results):
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, results, tmp_path):
     """`results` has made the groups of processes that a dispatcher asks for."""
-    import torch
-    from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
@@ -142,8 +147,6 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, res
 
 def graphs_of_mrv2(vllm_config):
     """vLLM's own manager of graphs, as our runner has it."""
-    import torch
-    from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     query_len = 1 + vllm_config.num_speculative_tokens
@@ -157,11 +160,6 @@ def graphs_of_mrv2(vllm_config):
 
 def builder_of(name, vllm_config):
     """vLLM's own, of the metadata of a policy's recurrent layers."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     k = vllm_config.num_speculative_tokens
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -171,7 +169,6 @@ def builder_of(name, vllm_config):
 
 
 def dummy_rows(num_reqs, num_tokens):
-    import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     length = num_tokens // num_reqs
@@ -238,8 +235,6 @@ def assert_right_with_mamba_2(folder, plain=None, k=7):
 @pytest.mark.long
 @pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
 def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(mamba_2, monkeypatch):
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
     folder, plain = mamba_2
     monkeypatch.setattr(recurrent_chunks, "fix", lambda _: None)
     undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
@@ -265,8 +260,6 @@ def test_the_mend_is_needed_until_vllm_is_right(model, as_it_is):
     [("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)],
 )
 def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_path):
-    from vllm.distributed.parallel_state import destroy_model_parallel
-
     destroy_model_parallel()  # the groups of engines of a dense model have none for experts
     names, arguments = (None, SHORT_STEPS | SEES) if sees else (SOME, SHORT_STEPS)
     drafted_right(make_recurrent(name, tmp_path, sees), k, names, **arguments)
@@ -317,7 +310,6 @@ def with_images(request, seeds):
 
 def with_embeddings(request, seed):
     """vLLM refuses log-probabilities of such a prompt."""
-    import torch
 
     if request.params.prompt_logprobs is not None:
         return request
@@ -344,9 +336,6 @@ def test_drafts_change_nothing_where_prefixes_are_cached(runner, head, tmp_path)
 
 
 def test_refused_before_an_engine_process_is_launched(tmp_path, monkeypatch):
-    import transformers
-
-    from rollout_spec.vllm.checks import check_options
 
     transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
     configured(str(tmp_path), **KEYED)

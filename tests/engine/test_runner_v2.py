@@ -10,8 +10,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import transformers
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 
 from rollout_spec import patches
+from rollout_spec.patches import put_before
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
@@ -36,7 +40,6 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
     plugin.register()
     mrv2_misfit.cache_clear()
     assert mrv2_misfit() is None
-    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -70,7 +73,6 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
 )
 def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tmp_path, monkeypatch):
     """But for LoRA."""
-    import transformers
 
     architecture = f"{name}ForCausalLM"
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
@@ -85,10 +87,8 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tm
 
 def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     """One that was preempted is added again; so is a new one under the name of one that has ended."""
-    from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from rollout_spec.patches import put_before
     from rollout_spec.vllm.mrv2.sampler import COUPLED, KeyedSampler
 
     seeds = list[int]()

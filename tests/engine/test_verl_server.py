@@ -10,9 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ActorDiedError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
+from rollout_spec.verl import trainer_hooks
+from rollout_spec.verl.server import SpecHttpServer
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
@@ -54,7 +65,6 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
 
 def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, caplog):
     """It would take them from a field that no vLLM has."""
-    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
     server = make_server({})
     fields = asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
@@ -119,7 +129,6 @@ def test_an_engine_without_the_drafter_fails_the_run(make_server):
 @pytest.mark.usefixtures("own_process_groups")
 def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_server, monkeypatch):
     """States and texts of the first round are of older weights."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)  # as in `recurrent_scenarios`
     replace_layers()
@@ -160,7 +169,6 @@ async def one_round(server):
 
 def test_turns_with_images(tmp_path, make_server):
     """Siblings of three turns, with images in the first, the second and the third turn."""
-    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     model, processor = make_tiny_vl(tmp_path), make_processor()
     banned = get_vision_placeholder_token_ids(processor)
@@ -213,15 +221,6 @@ def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tm
 @pytest.mark.timeout(300)
 def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monkeypatch):
     """By verl's own manager, whose sender waits forever: a worker fails, engine and server are killed."""
-    import ray
-    from ray.exceptions import ActorDiedError
-    from verl.checkpoint_engine import CheckpointEngineManager
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from rollout_spec.verl import trainer_hooks
-    from rollout_spec.verl.server import SpecHttpServer
 
     class Server(SpecHttpServer):
         def __init__(self):
