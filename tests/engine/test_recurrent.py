@@ -25,19 +25,11 @@ from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
 from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
+from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import (
-    FAST,
-    IMAGES,
-    SEES,
-    SHORT_STEPS,
-    new_recurrent_engine,
-    note_rows,
-    served,
-    with_mtp,
-)
+from tests.engine.recurrent_scenarios import SEES, SHORT_STEPS, note_rows, served
 from tests.engine.serving import assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.test_runner_v2 import interpreted
@@ -97,7 +89,7 @@ def wrong(drafted, plain):
 
 @pytest.fixture(scope="module")
 def results(model):
-    drafted, plain = (served(model, spec, FAST, **SHORT_STEPS) for spec in (GATED, None))
+    drafted, plain = (served(model, spec, scenarios.FAST, **SHORT_STEPS) for spec in (GATED, None))
     return {"drafted": drafted, "plain": plain}
 
 
@@ -270,7 +262,7 @@ def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_
 @pytest.mark.parametrize("k", [3, 7])
 def test_drafts_change_nothing_beside_an_mtp_head(k, model, tmp_path):
     """Rows then have drafts of any length."""
-    drafted = drafted_right(make_mtp(MODEL, tmp_path), k, head=with_mtp(k), **SHORT_STEPS)
+    drafted = drafted_right(make_mtp(MODEL, tmp_path), k, head=scenarios.with_mtp(k), **SHORT_STEPS)
     assert drafted["counters"]["num_model_accepted_tokens"] > 50
 
 
@@ -285,7 +277,7 @@ def test_drafts_change_nothing_in_random_mixtures(sees, model, chat_model, tmp_p
     arguments = MIXING | {"skip_tokenizer_init": False, "enable_prompt_embeds": not sees}
     if sees:
         folder = pathlib.Path(make_recurrent(MODEL, tmp_path, sees))
-        requests = [with_images(each, IMAGES[i % len(IMAGES)]) for i, each in enumerate(requests)]
+        requests = [with_images(each, scenarios.IMAGES[i % 4]) for i, each in enumerate(requests)]
         arguments |= SEES
     else:
         folder = shutil.copytree(model, tmp_path / "chat")
@@ -293,7 +285,7 @@ def test_drafts_change_nothing_in_random_mixtures(sees, model, chat_model, tmp_p
             shutil.copy(pathlib.Path(chat_model) / name, folder)
         requests = [with_embeddings(each, i % 3) if i % 4 == 0 else each for i, each in enumerate(requests)]
     spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
-    plain, drafted = (new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
+    plain, drafted = (scenarios.new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
     expected, rows = serve(plain, requests), note_rows(core_of(drafted).scheduler)
     for _ in range(2):  # the second time drafts come from the first
         assert_same(serve(drafted, requests), expected)

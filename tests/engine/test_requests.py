@@ -11,21 +11,9 @@ import pytest
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from tests.engine import serving
 from tests.engine.conftest import EOS_TOKEN_ID, KEYED, VOCAB_SIZE, close, new_engine
-from tests.engine.serving import (
-    REASONING,
-    SERVED,
-    VLLM,
-    Request,
-    assert_each_same,
-    assert_none_is_idle,
-    assert_same,
-    example,
-    examples,
-    num_accepted,
-    sampling,
-    serve,
-)  # fmt: skip
+from tests.engine.serving import REASONING, SERVED, Request, assert_same, num_accepted, sampling, serve
 
 PROMPT = "<abcabcabcab"
 MARK, END = 28, 29  # of reasoning: two control characters
@@ -59,7 +47,8 @@ def expected(engines, text):
 
 
 def table(llm, text):
-    return dict(zip(SERVED, serve(llm, [example(name, PROMPT, text) for name in SERVED]), strict=True))
+    asked = [serving.example(name, PROMPT, text) for name in SERVED]
+    return dict(zip(SERVED, serve(llm, asked), strict=True))
 
 
 def asking(asked, prompt=PROMPT, key="one"):
@@ -80,14 +69,14 @@ def test_every_field_has_a_verdict():
     from vllm.v1.engine import EngineCoreRequest
 
     for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
-        known = [option.name for option in options if VLLM in option.versions]
+        known = [option.name for option in options if serving.VLLM in option.versions]
         assert sorted(found.__struct_fields__) == sorted(known)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_alone(engines, text, expected, name):
     """The first time drafts come from what was said where nothing is asked for, also beyond the end."""
-    asked = example(name, PROMPT, text)
+    asked = serving.example(name, PROMPT, text)
     num_accepted(engines[1])
     for _ in range(3):  # the second time drafts come from what the first gave
         [found] = serve(engines[1], [asked])
@@ -99,20 +88,20 @@ def test_alone(engines, text, expected, name):
 
 def test_all_together(engines, text, expected):
     num_accepted(engines[1])
-    assert_each_same(table(engines[1], text), expected)
+    serving.assert_each_same(table(engines[1], text), expected)
     assert num_accepted(engines[1]) > 10 * len(SERVED)
 
 
 def test_an_option_does_what_it_is_for(expected):
-    assert_none_is_idle(expected)
+    serving.assert_none_is_idle(expected)
 
 
-@pytest.mark.parametrize("name", examples(REFUSED))
+@pytest.mark.parametrize("name", serving.examples(REFUSED))
 def test_refused(engines, text, name):
     drafting = engines[1].llm_engine
     drafting.add_request("other", PROMPT, sampling({}))
-    with pytest.raises(Exception, match=examples(REFUSED)[name][0].error) as error:
-        serve(engines[1], [example(name, PROMPT, text)])
+    with pytest.raises(Exception, match=serving.examples(REFUSED)[name][0].error) as error:
+        serve(engines[1], [serving.example(name, PROMPT, text)])
     assert "\n" not in str(error.value)
     outputs = [output for _ in iter(drafting.has_unfinished_requests, False) for output in drafting.step()]
     assert text.startswith(outputs[-1].outputs[0].text)
