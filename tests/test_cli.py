@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec import __version__
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.doctor import diagnosis
 from rollout_spec.trace import to_line
@@ -44,10 +43,6 @@ def test_help_lists_every_command_and_imports_nothing_slow():
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
-
-
-def test_version(printed):
-    assert printed("--version") == f"rollout-spec {__version__}\n"
 
 
 # Arguments as a user types them; what stands in braces is one of FILES.
@@ -268,12 +263,6 @@ def test_a_file_that_is_not_ours_stays(command, name, tmp_path, capsys):
         assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another place\n")
         (tmp_path / name).unlink()
     assert (tmp_path / "kept").read_text() == "somebody's work"
-
-
-@pytest.mark.parametrize("more", [(), ("--json",)])
-def test_files_of_ours_are_replaced(tmp_path, more, capsys):
-    for _ in range(2):
-        assert main(["replay", TRACE, "--limit-groups", "2", "--output", str(tmp_path), *more]) == 0
 
 
 def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):

@@ -1,5 +1,6 @@
 """The Python side of the native index: errors name their argument and change nothing, memory comes back."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -35,12 +36,7 @@ def arguments(index):
     }
 
 
-def ints(*shape):
-    return np.zeros(shape, np.int32)
-
-
-def singles(*shape):
-    return np.zeros(shape, np.float32)
+ints, singles = (functools.partial(np.zeros, dtype=kind) for kind in (np.int32, np.float32))
 
 
 def test_a_models_log_odds_count(index, arguments):
@@ -122,13 +118,13 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
         *(
             (rf"model_drafts\.{message}", ModelDrafts(tokens, log_odds), InvalidArgument)
             for tokens, log_odds, message in (
-                (np.zeros((3, 2)), singles(3, 2), "tokens: must be a two-dimensional int32 array"),
+                (np.zeros((3, 2)), singles((3, 2)), "tokens: must be a two-dimensional int32 array"),
                 (np.zeros(6, np.int32), singles(6), "tokens: must be a two-dimensional int32 array"),
-                ([[1]] * 3, singles(3, 1), "tokens: must be a two-dimensional int32 array"),
-                (ints(3, 2), np.zeros((3, 2)), "log_odds: must be a two-dimensional float32 array"),
-                (ints(3, 2), singles(3, 1), r"log_odds: has the shape \(3, 1\), tokens"),
-                (ints(3, 5), singles(3, 5), "tokens: has 5 columns, must have at most 4"),
-                (ints(2, 2), singles(2, 2), "tokens: has 2 rows, none for row 2"),
+                ([[1]] * 3, singles((3, 1)), "tokens: must be a two-dimensional int32 array"),
+                (ints((3, 2)), np.zeros((3, 2)), "log_odds: must be a two-dimensional float32 array"),
+                (ints((3, 2)), singles((3, 1)), r"log_odds: has the shape \(3, 1\), tokens"),
+                (ints((3, 5)), singles((3, 5)), "tokens: has 5 columns, must have at most 4"),
+                (ints((2, 2)), singles((2, 2)), "tokens: has 2 rows, none for row 2"),
             )
         ),
     ],
@@ -139,7 +135,7 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
         index.index_and_draft(**{**arguments, re.match(r"\w+", name)[0]: value})
     assert index.stats() == before
     index.validate()
-    no_model = ModelDrafts(ints(3, 0), singles(3, 0))
+    no_model = ModelDrafts(ints((3, 0)), singles((3, 0)))
     assert index.index_and_draft(**arguments, model_drafts=no_model).draft_tokens.tolist() == DRAFTS
 
 
@@ -204,16 +200,9 @@ def test_out_of_memory_has_its_own_exception(index, monkeypatch):
         index.open_group(int32(1))
 
 
-def test_the_index_of_a_configuration_has_its_options():
-    prompt = np.tile(int32(1, 2, 3, 4), 3)
-    with make_index(SpecConfig(num_speculative_tokens=3)) as index:
-        sequence = int32(index.open_sequence(index.open_group(prompt)))
-        result = index.index_and_draft(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
-        assert result.num_draft_tokens.tolist() == [3]
-    with (
-        make_index(SpecConfig(max_index_mb=1)) as index,
-        pytest.raises(BudgetExceeded, match=r"^max_bytes=1048576: reached"),
-    ):
+def test_a_full_index_says_so():
+    refused = pytest.raises(BudgetExceeded, match=r"^max_bytes=1048576: reached")
+    with make_index(SpecConfig(max_index_mb=1)) as index, refused:
         index.open_group(np.zeros(1 << 19, np.int32))
     with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
