@@ -70,6 +70,13 @@ def warnings_are_seen(caplog):
     caplog.set_level(logging.WARNING)
 
 
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    from tests.trainings import make_policy
+
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
+
+
 @pytest.fixture
 def small_disk(tmp_path, request):
     """A file system of 64 KiB, or of what a test asks for (`indirect`)."""

@@ -16,7 +16,7 @@ from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED
 from tests.gateways import NUM_TOKENS, NUM_TURNS
 from tests.text import merged
-from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, hook, make_policy
+from tests.trainings import NUM_PROMPTS, TOOLS, command, execute, hook
 
 NUM_SAMPLES = 4
 NUM_STEPS = 2  # with the same prompts
@@ -61,11 +61,6 @@ class Run(NamedTuple):
         return sum(step.get(f"rollout/spec_{metric}", 0) for step in self.metrics)
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def train(folder, policy, manager, mode, method="sam", *overrides):
     options = [
         f"trainer.total_training_steps={NUM_STEPS}",
@@ -89,13 +84,9 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
             "agent_runners.task.runner_fqn=tests.sessions.run",
             f"agent_runners.task.dispatch_mode={'ray_task' if mode == 'colocate_async' else 'inline_async'}",
         )]  # fmt: skip
-    note_ends = '__import__("tests.agents").agents.note_ends(it)'
-    hook(folder, note_ends, after="rollout_spec.verl.server")
+    hook(folder, '__import__("tests.agents").agents.note_ends(it)', after="rollout_spec.verl.server")
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
-        metrics = execute(training, folder)
-    return Run(folder, [metrics[step] for step in sorted(metrics)])
+    return Run(folder, [*execute(training, folder).values()])
 
 
 @pytest.mark.parametrize(("manager", "mode"), CASES)

@@ -81,17 +81,14 @@ def run(request, tmp_path_factory):
         return request.getfixturevalue(request.param)
     folder, work = tmp_path_factory.mktemp("alone"), []
     if request.param == "separate_async":
-        wait_for_work = '__import__("tests.agents").agents.wait_for_work(it)'
-        hook(folder, wait_for_work, after="rollout_spec.verl.server")
+        hook(folder, '__import__("tests.agents").agents.wait_for_work(it)', after="rollout_spec.verl.server")
         (folder / "agents.yaml").write_text("[{name: talking, _target_: tests.agents.UntilInterrupted}]")
         work = [
             "trainer.v1.separate_async.num_warmup_batches=6",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder}/agents.yaml",
             "actor_rollout_ref.rollout.agent.default_agent_loop=talking",
         ]
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(folder))
-        return train(folder, request.param, *work)
+    return train(folder, request.param, *work)
 
 
 def test_every_step_drafts_and_logs_it(run):

@@ -12,7 +12,7 @@ import pytest
 from rollout_spec_lab.processes import descendants, last_error, started
 from rollout_spec_lab.verl_cpu.checkpoint_engine import SYNC_TIMEOUT_S
 from tests import faults
-from tests.trainings import command, environment_of, make_policy
+from tests.trainings import command, environment_of
 
 MODES = ("sync", "colocate_async", "separate_async")
 GRACE_SECONDS = 60  # for processes that have lost their parent
@@ -27,11 +27,6 @@ class End(NamedTuple):
     seconds: float  # from the fault to the end of the run
     running: list[str]
     shared_memory: set[str]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def train(folder, model, mode, fault, *overrides):
@@ -85,20 +80,18 @@ ERRORS = {
     ("mode", "fault", "manager"),
     [
         *((mode, fault, None) for mode in MODES for fault in ("server", "engine", "actor")),
-        *(
-            (mode, fault, "tests.gateways.Gateways")
-            for mode, fault in (("sync", "engine"), ("colocate_async", "server"))
-        ),
+        ("sync", "engine", "tests.gateways.Gateways"),
+        ("colocate_async", "server", "tests.gateways.Gateways"),
         ("separate_async", "transfer", None),
         *((mode, "disk", None) for mode in MODES),
     ],
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
-def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, model, small_disk, tmp_path):
+def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, policy, small_disk, tmp_path):
     disk = ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"]
     options = {"transfer": TRANSFER, "disk": disk}
     own = [f"++actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}"] if manager else []
-    end = train(tmp_path, model, mode, fault, *own, *options.get(fault, []))
+    end = train(tmp_path, policy, mode, fault, *own, *options.get(fault, []))
     print(f"{mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {end.running} {end.shared_memory}")
     assert end.code == 1
     assert re.search(ERRORS[fault], end.error), end.log[-20000:]

@@ -66,14 +66,14 @@ def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * 
 
 
 def environment_of(folder):
-    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{folder}:{os.environ.get('PYTHONPATH', '')}"}
     for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
         env.pop(name, None)  # of this process; verl is to choose, as in a run of a user
     return env
 
 
 def hook(folder, code, after):
-    """What each process of a training calls once it has imported a module, `it`; its path has the folder."""
+    """What each process of a training calls once it has imported a module, `it`."""
     when = f"from rollout_spec.patches import when_imported\nwhen_imported({after!r}, lambda it: {code})\n"
     (folder / "sitecustomize.py").write_text(when)
 
@@ -85,7 +85,7 @@ def execute(training, folder, log="train.log"):
     steps: dict[int, dict[str, Any]] = {}
     for line in map(json.loads, (folder / METRICS_FILE).read_text().splitlines()):
         steps.setdefault(line["step"], {}).update(line["data"])
-    return steps
+    return dict(sorted(steps.items()))
 
 
 def responses_of(folder):
@@ -142,10 +142,10 @@ def train(folder, model, *overrides, method="sam"):
         f"reward.custom_reward_function.path={TOOLS}",
     ]
     steps = execute(command(folder, model, *options, *overrides, method=method), folder)
-    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    assert [*steps] == list(range(1, NUM_STEPS + 1))
     for metrics in steps.values():
         assert metrics["actor/grad_norm"] > 0
         if method == "sam":
             assert metrics["rollout/spec_num_failed_steps"] == 0
             assert metrics["rollout/spec_num_accepted_tokens"] > 0
-    return [steps[step] for step in sorted(steps)]
+    return [*steps.values()]
