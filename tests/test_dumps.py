@@ -75,9 +75,7 @@ FORMS = {
     "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],
     "responses in a list": [{"prompt": p, "responses": r, "answer": "7"} for p, r in GROUPED],
     "trl": [{"step": 1, "prompt": p, "completion": r, "advantage": 0.5} for p, r in ROWS],
-    "ids in columns": [
-        {"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r
-    ],
+    "ids": [{"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r],
     "SpecDecode-Bench": [
         {"id": "1", "prompt_token_ids": p, "generated_token_ids": ids, "acc_eagle": [1]}
         for p, r in WANTED
@@ -86,9 +84,7 @@ FORMS = {
     "a recording": [
         {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
     ],
-    "chats of one message": [
-        {"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS
-    ],
+    "chats": [{"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS],
 }
 VERL_ROW = FORMS["verl"][0]
 VERL = lines(FORMS["verl"])

@@ -30,10 +30,8 @@ class Rows:
         return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
 
     def say(self, member, row):
-        none = int32(0)
-        return self.index.index_and_draft(
-            int32(member.sequence), int32(*row)[None], none, int32(len(row)), none
-        )
+        no = int32(0)
+        return self.index.index_and_draft(int32(member.sequence), int32(*row)[None], no, int32(len(row)), no)
 
     def end(self, member, row, is_aborted=False):
         self.say(member, row)

@@ -92,9 +92,7 @@ def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monke
     assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
 
-def test_a_sample_without_a_told_end_ends_after_three_weight_syncs_without_it(
-    server_of, answers, monkeypatch
-):
+def test_a_sample_without_a_told_end_ends_after_three_syncs_without_it(server_of, answers, monkeypatch):
     async def call(self, method, ended, step=None):
         found.append(list(ended.samples))
         return []
@@ -286,9 +284,7 @@ def test_the_noise_follows_from_the_name_else_the_seed(sent, expected, method, s
 @pytest.mark.parametrize(
     ("kind", "expected"), [("train", [True, True]), ("val", [False] * 2), (None, [True, False])]
 )
-def test_a_request_says_whether_it_validates_or_the_trainer_does(
-    kind, expected, server_of, answers, monkeypatch
-):
+def test_a_request_says_if_it_validates_or_the_trainer_does(kind, expected, server_of, answers, monkeypatch):
     answers()
     said: list[Any] = []
     monkeypatch.setattr(verl_server.logger, "warning", lambda *message: said.append(message))

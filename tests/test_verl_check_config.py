@@ -257,9 +257,7 @@ def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, star
         ("ppo_trainer", "rollout: {other: 1}", None),
     ],
 )
-def test_options_in_a_file_that_would_do_nothing_are_refused(
-    defaults, text, refusal, started, tmp_path, capsys
-):
+def test_options_in_a_file_that_do_nothing_are_refused(defaults, text, refusal, started, tmp_path, capsys):
     entries = "".join(f"  - {each}\n" for each in (*defaults.split(", "), "_self_"))
     (tmp_path / "mine.yaml").write_text(f"defaults:\n{entries}{text}\n")
     command = ("--config-dir", str(tmp_path), "--config-name=mine")

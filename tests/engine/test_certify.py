@@ -29,9 +29,7 @@ def certified(model, folder, *arguments):
     return code, json.loads((folder / "certificate.json").read_text())
 
 
-def test_more_tokens_than_the_policy_has_positions_beside_the_longest_prompt_are_refused(
-    chat_model, tmp_path, capsys
-):
+def test_too_many_tokens_beside_the_longest_prompt_are_refused(chat_model, tmp_path, capsys):
     chats = [[{"role": "user", "content": "a" * length}] for length in (9, 4090)]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": chats}), tmp_path / "prompts.parquet")
     command = ["certify", "--model", chat_model, "--train-file", str(tmp_path / "prompts.parquet")]

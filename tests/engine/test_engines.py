@@ -59,9 +59,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]
     "three draft tokens": ({"num_speculative_tokens": 3}, {}, {}),
     "a gate that opens and closes": ({"batch_threshold": 9, "history": 8}, {}, {}),
     "preemption": ({}, FEW_BLOCKS, {}),
-    "priorities and preemption": (
-        {}, FEW_BLOCKS | {"scheduling_policy": "priority"}, {"priority": lambda i: -i}
-    ),
+    "priority preemption": ({}, FEW_BLOCKS | {"scheduling_policy": "priority"}, {"priority": lambda i: -i}),
     "prompts in chunks": ({}, {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}, {}),
     "waiting": ({}, {"max_num_seqs": 5}, {}),
     "the model's length": ({}, {"max_model_len": 48}, {}),

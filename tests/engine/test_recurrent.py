@@ -210,9 +210,7 @@ def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2, k):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    MINOR < 32, reason="we refuse these before vLLM 0.32: it keeps no convolution states for drafts"
-)
+@pytest.mark.skipif(MINOR < 32, reason="refused before vLLM 0.32: it keeps no convolution states for drafts")
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
 def test_drafts_change_nothing_with_other_policies_of_mamba_2(name, model, tmp_path):
     assert_right_with_mamba_2(make_recurrent(name, tmp_path))
@@ -310,9 +308,7 @@ def with_embeddings(request, seed):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
-)
+@pytest.mark.skipif(MINOR < 29, reason="refused on MRV2 of vLLM 0.24: it has no prefix caching for them")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp"), ("V1", "images"), ("V2", "images")]

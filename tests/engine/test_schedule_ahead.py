@@ -85,9 +85,7 @@ def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monk
         ("0.29.0", "sliding_window", None),
     ],
 )
-def test_a_model_that_drafts_alone_is_refused_where_keys_are_freed_early(
-    tiny_model, monkeypatch, release, window, refusal
-):
+def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, release, window, refusal):
 
     config = configured(tiny_model, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)

@@ -48,9 +48,7 @@ def test_rows_are_cut_by_one_kernel(ways, device, expected):
     assert ways == [expected] * len(NUMS_ROWS)
 
 
-@pytest.mark.skipif(
-    not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="vLLM before 0.32 splits no row"
-)
+@pytest.mark.skipif(not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="before 0.32 no row is split")
 def test_no_row_is_split(ways, monkeypatch):
     """By vLLM's own choice of kernels."""
     cut_rows_alike()
@@ -73,9 +71,7 @@ def test_of_tokens_that_tie_the_smallest_ids_stay(tmp_path):
         assert max(found["vLLM's, top-k, 7"]["kept"]) > 20, "some tie at the 20th place"
 
 
-@pytest.mark.skipif(
-    not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="vLLM before 0.32 does not ask"
-)
+@pytest.mark.skipif(not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="before vLLM 0.32")
 def test_an_engine_warms_up_for_no_more_rows_than_a_step_has(ways, monkeypatch):
     asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64), num_speculative_tokens=15)
     # Not vLLM's own: an engine that this process has started may have replaced that.
