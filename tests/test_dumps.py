@@ -174,12 +174,11 @@ def test_columns_are_named(tmp_path, tokenizer):
         read_rollouts([tmp_path], tokenizer, columns)
 
 
+THREE = (3, 3.0, "3", "3.0", "step_3", "global_step_3")
+
+
 @pytest.mark.parametrize(
-    ("step", "wanted"),
-    [
-        *((step, 3) for step in (3, 3.0, "3", "3.0", "step_3", "global_step_3")),
-        *((-1, -1), ("", None), (None, None)),
-    ],
+    ("step", "wanted"), [*((step, 3) for step in THREE), (-1, -1), ("", None), (None, None)]
 )
 def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted):
     rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
@@ -329,12 +328,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, content, options, mes
 def test_what_is_no_file_is_one_line(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (
-        ("loop", "Too many levels of symbolic links"),
-        ("pipe", "must be a file or a folder, no pipe and no device"),
-    ):
-        assert main(["replay", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.endswith(f"{name}: {reason}\n")
+    for reason in ("loop: Too many levels of symbolic links", "pipe: must be a file or a folder, no pipe"):
+        assert main(["replay", str(tmp_path / reason.partition(":")[0])]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -370,6 +370,4 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 TestGroupsMachine = GroupsMachine.TestCase
-TestGroupsMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestGroupsMachine.settings = settings(max_examples=150, stateful_step_count=40)

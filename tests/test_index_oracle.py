@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,11 +19,8 @@ def texts(max_size):
     """What breaks automata: small alphabets, long repeats, chains of one token."""
     small = st.lists(st.integers(0, 2), max_size=max_size)
     chain = st.builds(lambda token, n: [token] * n, st.integers(0, 1), st.integers(1, max_size + 1))
-    repeat = st.builds(
-        lambda unit, n: (unit * n)[:max_size],
-        st.lists(st.integers(0, 3), min_size=1, max_size=5),
-        st.integers(2, max_size + 2),
-    )
+    unit, times = st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(2, max_size + 2)
+    repeat = st.builds(lambda unit, times: (unit * times)[:max_size], unit, times)
     wide = st.lists(st.integers(0, 40), max_size=max_size)
     return st.one_of(small, chain, repeat, wide)
 
@@ -203,9 +200,8 @@ class IndexMachine(RuleBasedStateMachine):
         models = self.model_drafts(data, len(matrix))
         max_tokens = data.draw(st.sampled_from([0, 3, 50, ALL_TOKENS]))
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
-        result = self.index.index_and_draft(
-            arrays[0], matrix, *arrays[1:], price, max_tokens, as_arrays(models)
-        )
+        asked = *arrays[1:], price, max_tokens, as_arrays(models)
+        result = self.index.index_and_draft(arrays[0], matrix, *asked)
         dropped = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
         assert result.num_dropped == len(dropped)
         assert no_text <= dropped
@@ -245,9 +241,7 @@ class IndexMachine(RuleBasedStateMachine):
             # Of earlier prompts those after which there is something.
             prompts = {group.prompt: number for number, group in self.groups.items()}
             prompts |= {oracle.prompt: number for _, number, oracle in every}
-            waiting = [
-                ((0, prompt.num_behind, prompt.serial), number, prompt) for prompt, number in prompts.items()
-            ]
+            waiting = [((0, each.num_behind, each.serial), number, each) for each, number in prompts.items()]
             for runs, number, oracle in every:
                 if oracle.prompt.is_whole:
                     key = (0, oracle.num_behind) if runs else (1, 0)
@@ -359,12 +353,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(
-    max_examples=80,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+TestIndexMachine.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 NUM_ROWS, K = 20, 4

@@ -115,7 +115,7 @@ def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys, monkeypatch)
     assert f"{trace.name}: " in out and ("tokens per step" in out or "tokens/step" in out)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9), rows=st.integers(1, 4))
 def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
     waiting, running, counts = list(lengths), [], []
@@ -159,12 +159,12 @@ def test_figures_by_step_and_by_length(record):
     assert record["tail_share"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("tokens_per_step", "said"),
-    [(1.5, "Drafts would give 1.50 tokens per step"), (1.004, "Drafts would change nothing")],
-)
-def test_a_sentence_says_losses_too(record, tokens_per_step, said):
-    assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
+def test_a_sentence_says_losses_too(record):
+    for tokens_per_step, said in (
+        (1.5, "Drafts would give 1.50 tokens"),
+        (1.004, "Drafts would change nothing"),
+    ):
+        assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
 
 
 def test_no_figure_is_given_for_a_tail_without_steps(record):

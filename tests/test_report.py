@@ -19,9 +19,7 @@ SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
 
 
-def write_run(
-    folder, seconds, tokens, drafting=False, responses=(), training=20.0, waited=None, interrupted=0.0
-):
+def write_run(folder, seconds, tokens, drafts=False, responses=(), training=20.0, waited=None, interrupted=0):
     folder.mkdir(parents=True, exist_ok=True)
     lines, trained = [], training if isinstance(training, list) else [training] * len(seconds)
     for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
@@ -35,7 +33,7 @@ def write_run(
             "timing_s/update_actor": 0.75 * trained[step - 1],
             "timing_s/step": took + trained[step - 1],
         }  # fmt: skip
-        if drafting:
+        if drafts:
             data |= {
                 SPEC + "tokens_per_step": 2.0 if step == 1 else 4.0, SPEC + "num_failed_steps": 0,
                 SPEC + "num_drafts": 10, SPEC + "num_draft_tokens": 40 * step,

@@ -43,15 +43,15 @@ from tests.test_verl_client import batch_of
 
 @pytest.fixture
 def answers(server_of, monkeypatch):
-    """`answers(**answer)`: what verl's own server does with each request; the list has their parameters."""
+    """`answers(...)`: how verl's own server ends requests; in the list their parameters will be."""
     asked: list[Any] = []
 
-    def install(**answer):
+    def install(token_ids=(8,), **extra_fields):
         async def generate(self, _, sampling_params, request_id):
             self._windows.admit()
             asked.append(sampling_params)
             return SimpleNamespace(
-                **{"token_ids": [8], "extra_fields": {}, "stop_reason": "completed"} | answer
+                token_ids=token_ids, extra_fields={**extra_fields}, stop_reason="completed"
             )
 
         monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
@@ -247,8 +247,7 @@ def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(drafter, level, 
 def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, server_of, answers):
     """An engine that does not count is asked for nothing."""
     counts = {"num_decoded_tokens": 8, "num_decode_steps": 4, "num_drafts": 3, "num_draft_tokens": 9}
-    sent = {"kv_transfer_params": {"rollout_spec": counts}} if scheduler else {}
-    answers(token_ids=[8] * 9, extra_fields=sent)
+    answers([8] * 9, **({"kv_transfer_params": {"rollout_spec": counts}} if scheduler else {}))
 
     async def take_aborted(method):
         return {"num_decoded_tokens": 4, "num_decode_steps": 1}

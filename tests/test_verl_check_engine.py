@@ -16,9 +16,8 @@ from tests.test_verl_check_drafter import KEYED, LOADED, MTP, OFF, OWN, SAM, SAM
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NPU = {"trainer.device": "npu"}
 PROCESSORS = {f"{ENGINE}.logits_processors": ["my.Processor"]}
-MIN_P, MIN_P_TEXT, PATH = (
-    {f"{ENGINE}.override_generation_config": value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path")
-)
+OVERRIDE = f"{ENGINE}.override_generation_config"
+MIN_P, MIN_P_TEXT, PATH = ({OVERRIDE: value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path"))
 AHEAD, SYNCHRONOUS = ({f"{ENGINE}.async_scheduling": value} for value in (True, False))
 PIECES = {f"{ENGINE}.long_prefill_token_threshold": 8}
 RANKS = {f"{ROLLOUT}.data_parallel_size": 2}

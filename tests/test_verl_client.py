@@ -136,9 +136,8 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
 
     server = Server(aborted=(0, 1))
     client = make(server)
-    monkeypatch.setattr(
-        "verl.workers.rollout.llm_server.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": at_once})
-    )
+    fast = SimpleNamespace(**{**vars(asyncio), "sleep": at_once})
+    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio", fast)
     asyncio.run(call(client, [1, 2], params()))
     asyncio.run(call(client, [1, 2, 8, 9, 8, 9, 8, 9, 5], params()))
     prompts = [request["prompt_ids"] for request in server.requests]

@@ -55,9 +55,8 @@ def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
     characters = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
     characters.decoder = tokenizers.decoders.Fuse()
     characters.add_special_tokens(list(SPECIAL))
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **marks)
     tokenizer.chat_template = CHAT_TEMPLATE
     pixels = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
     of_video = transformers.Qwen3VLVideoProcessor if stem == "Qwen3VL" else transformers.Qwen2VLVideoProcessor

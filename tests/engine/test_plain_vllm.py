@@ -50,11 +50,8 @@ def test_the_python_example_runs_as_a_script(chat_model, environment, tmp_path):
     small += f", dtype='float32', additional_config={DRAFTING}"
     counted = "[one.value for one in llm.get_metrics() if one.name == 'vllm:spec_decode_num_accepted_tokens']"
     script = example("python", chat_model).replace("LLM(\n", f"LLM(\n        {small},\n")
-    for old, new in (
-        ("4096", "1024"),
-        ("1 << 30", "1 << 28"),
-        ("print(outputs[0].outputs[0].text)", f"print('FOUND', sum({counted}), len(outputs))"),
-    ):
+    said = f"print('FOUND', sum({counted}), len(outputs))"
+    for old, new in {"4096": "1024", "1 << 30": "1 << 28", "print(outputs[0].outputs[0].text)": said}.items():
         assert old in script
         script = script.replace(old, new)
     (tmp_path / "script.py").write_text(script)
@@ -184,9 +181,7 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
 
 
 @pytest.mark.parametrize(("vocabulary", "is_refused"), [(233_016, False), (233_017, True), (248_320, True)])
-def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
-    tiny_model, vocabulary, is_refused, monkeypatch
-):
+def test_drafts_are_refused_where_steps_have_too_many_logits(tiny_model, vocabulary, is_refused, monkeypatch):
     """Of 1,024 rows with 8 tokens of a model, with MRV2 of vLLM 0.24; not on MRV1, nor of shorter steps.
 
     Ours has fewer in a step.
@@ -208,7 +203,7 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     [("FULL", True, 29, True), ("FULL", True, 32, False), ("FULL", False, 29, False),
      ("FULL_AND_PIECEWISE", True, 29, False)],
 )  # fmt: skip
-def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
+def test_graphs_that_let_drafts_read_later_ones_are_refused(
     tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
 ):
 

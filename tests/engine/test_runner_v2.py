@@ -26,10 +26,9 @@ from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
 from tests.engine.test_graphs import GRAPHS
 
-NEEDS_MRV2 = pytest.mark.skipif(
-    version() == "0.23.0" and mrv2_misfit() is not None,
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
+OLD, ON_MRV1 = version() == "0.23.0", "with vLLM 0.23 our drafter runs on MRV1 alone"
+NEEDS_MRV2 = pytest.mark.skipif(OLD and mrv2_misfit() is not None, reason=ON_MRV1)
+WITH_GRAPHS = pytest.mark.skipif(OLD, reason=ON_MRV1)
 # `results` takes minutes, and other tests have the processors too.
 pytestmark = [NEEDS_MRV2, pytest.mark.timeout(1800)]
 AHEAD = ("ahead", "open", "preempted", "mixed")
@@ -44,9 +43,8 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     config = VllmConfig()
-    speculative = SimpleNamespace(
-        **speculative_config(8), parallel_drafting=False, uses_dynamic_speculative_decoding=lambda: False
-    )
+    more = {"parallel_drafting": False, "uses_dynamic_speculative_decoding": lambda: False}
+    speculative = SimpleNamespace(**speculative_config(8), **more)
     config.speculative_config = speculative  # type: ignore[assignment]
     assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, pos: None)
@@ -153,10 +151,7 @@ def test_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-@pytest.mark.skipif(
-    v2_architectures() is not None,
-    reason="vLLM 0.24 takes MRV1 for models with images; the test runs with 0.29 and 0.32",
-)
+@pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 takes MRV1 for images")
 def test_neither_where_prompts_have_images(results):
     plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
     assert drafted["counters"]["num_accepted_tokens"] > 10
@@ -289,10 +284,6 @@ def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path)
     assert max(found["drawn"]) < 1e-4 and sorted(found["others"])[3] > 0.1
 
 
-WITH_GRAPHS = pytest.mark.skipif(
-    version() == "0.23.0",
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
 # With FULL the same graphs are for any step; of random mixtures hardly a step is a plain one.
 KINDS = {"whole": ("plain",), "mixed": ("drafts",), "mixed decode": ("drafts",)}
 MORE = {

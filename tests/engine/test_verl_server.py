@@ -196,9 +196,8 @@ async def trajectory(server, sibling):
         images += more
         extra_args = {NAME_KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
         params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
-        output = await server.generate(
-            list(prompt), params, f"{sibling}-{turn}", image_data=[*map(make_image, images)]
-        )
+        seen = [*map(make_image, images)]
+        output = await server.generate(list(prompt), params, f"{sibling}-{turn}", image_data=seen)
         responses.append(list(output.token_ids))
         prompt += responses[-1]
     return responses
