@@ -1,5 +1,7 @@
 """The gates by themselves: steps in, budgets out. Whole rollouts under them are in test_simulate."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,9 @@ class Machine:
     def steps(self, num):
         return [self.step() for _ in range(num)]
 
+    def share_drafted(self, num):
+        return np.mean([sum(budgets([numbers])) > 0 for numbers in self.steps(num)])
+
 
 def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     machine = Machine([0.9], lambda drafted: 0.1)
@@ -87,10 +92,10 @@ def test_tokens_that_cost_nothing_are_all_verified():
     assert counters.error_seconds < 0.02 * counters.timed_seconds
 
 
-@pytest.mark.parametrize(
-    ("survivals", "cost"),
-    [([0.95, 0.8, 0.3, 0.1], 0.01), ([0.95, 0.9, 0.85, 0.5], 0.002), ([0.5, 0.3], 0.02)],
-)
+PAYING = [([0.95, 0.8, 0.3, 0.1], 0.01), ([0.95, 0.9, 0.85, 0.5], 0.002), ([0.5, 0.3], 0.02)]
+
+
+@pytest.mark.parametrize(("survivals", "cost"), PAYING)
 def test_drafts_end_where_most_tokens_a_second_are_given(survivals, cost):
     machine = Machine(survivals, lambda drafted: 0.1 + cost * drafted)
     machine.steps(200)
@@ -111,35 +116,25 @@ def test_drafts_that_do_not_pay_are_tried_and_seldom_asked_for(survivals, cost):
 
 
 def test_drafting_stops_where_it_has_become_slow_and_comes_back():
-    cost = {"drafts": 0.01}
-    machine = Machine([0.9, 0.6], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
-
-    def share_drafted(num_steps):
-        return np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(num_steps)])
-
-    machine.steps(200)
-    assert share_drafted(200) > 0.9
-    cost["drafts"] = 1.0
-    machine.steps(200)
-    assert share_drafted(200) < 0.1
-    cost["drafts"] = 0.01
-    machine.steps(1200)
-    assert share_drafted(200) > 0.9
+    machine = Machine([0.9, 0.6], None)
+    for cost, num_steps, least, most in ((0.01, 200, 0.9, 1.0), (1.0, 200, 0.0, 0.1), (0.01, 1200, 0.9, 1.0)):
+        machine.seconds = lambda drafted, cost=cost: 0.1 + cost * (drafted > 0)
+        machine.steps(num_steps)
+        assert least <= machine.share_drafted(200) <= most
 
 
 @pytest.mark.parametrize("times_as_long", [1, 6])
 def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_slow(times_as_long):
     """An engine makes its kernels for a number of tokens when it first meets it."""
-    met = set()
+    met = list[int]()
 
     def seconds(drafted):
-        is_first = drafted not in met
-        met.add(drafted)
-        return (0.03 + 0.0015 * drafted) * (times_as_long if is_first else 1)
+        met.append(drafted)
+        return (0.03 + 0.0015 * drafted) * (times_as_long if met.count(drafted) == 1 else 1)
 
     machine = Machine([0.9, 0.8, 0.7, 0.6], seconds)
     machine.steps(20)
-    assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 19  # every seventh is plain
+    assert machine.share_drafted(24) >= 19 / 24  # every seventh is plain
 
 
 @pytest.mark.parametrize("times_as_long", [2.5, 20])
@@ -215,15 +210,8 @@ def test_drafts_that_pay_go_on_on_a_machine_of_varying_speed():
 
 def test_plain_steps_that_were_slow_at_first_hide_no_loss():
     """A cold start: by the first plain steps drafts would gain, by all later ones they lose a quarter."""
-    cold = {"left": ENOUGH + 1}
-
-    def seconds(drafted):
-        if drafted:
-            return 0.1 * 2 * 1.25
-        cold["left"] -= 1
-        return 0.3 if cold["left"] >= 0 else 0.1
-
-    machine = Machine([0.9], seconds)
+    plain = itertools.chain([0.3] * (ENOUGH + 1), itertools.repeat(0.1))
+    machine = Machine([0.9], lambda drafted: 0.1 * 2 * 1.25 if drafted else next(plain))
     machine.steps(200)
     assert sum(budgets(machine.steps(100))) < 10 * NUM_ROWS
 
@@ -242,8 +230,7 @@ def test_promises_that_do_not_come_true_are_corrected():
 @pytest.mark.parametrize("num_rows", [1, 256])
 def test_steps_that_cannot_be_compared_draft_nothing(num_rows):
     gate = AutoGate()
-    for _ in range(50):
-        assert gate.begin(plain(num_rows, None)) is None
+    assert {gate.begin(plain(num_rows, None)) for _ in range(50)} == {None}
     assert gate.counters.num_steps_off_probe == 50
 
 
@@ -253,8 +240,7 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
     def asked_in(num_rows, first):
         gate, asked = AutoGate(), set()
         for number in range(first, 600):
-            step = plain(num_rows, number=number)
-            if gate.begin(step) is None:
+            if gate.begin(plain(num_rows, number=number)) is None:
                 asked.add(number)
         return {number for number in asked if number > first + ENOUGH}
 
@@ -294,13 +280,13 @@ def test_filled_steps_are_taken_where_they_pay(survivals, seconds, share_propose
 
 
 def test_a_closed_gate_tries_drafts_before_it_measures_a_plain_step():
-    cost = {"drafts": 1.0}
-    machine = Machine([0.9], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
+    cost = 1.0
+    machine = Machine([0.9], lambda drafted: 0.1 + cost * (drafted > 0))
     machine.steps(300)
     assert np.nonzero(budgets(machine.steps(PROBE_EVERY)))[0].size == 2
-    cost["drafts"] = 0.0
+    cost = 0.0
     machine.steps(2 * PROBE_EVERY)
-    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(100)]) > 0.9
+    assert machine.share_drafted(100) > 0.9
 
 
 class Model:

@@ -83,12 +83,9 @@ def test_a_models_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-def test_a_model_alone_saves_steps(results):
+def test_a_model_alone_saves_steps_and_both_sources_draft(results):
     num_tokens = sum(len(one["tokens"]) for one in results["model"]["requests"].values())
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
-
-
-def test_both_sources_draft(results):
     assert_both_draft(results["both"])
 
 
