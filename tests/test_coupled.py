@@ -122,10 +122,7 @@ STRUCTURED = {
 def behind_by_hand(logits, drawn, token_ids):
     """By how many nats each token, or its block, lost its race: 0 for the winner, inf for what has no mass.
 
-    The two races over all blocks and all tokens, in float64 and one row at a time.
-
-    Args:
-        drawn: Exp(1) noise, float64 [n, 128 + number of blocks].
+    The two races over all blocks and all tokens, in float64; the noise `drawn`: [n, 128 + number of blocks].
     """
     after = []
     for row, noise_, token in zip(logits.double().numpy(), drawn, token_ids.tolist(), strict=True):

@@ -23,13 +23,8 @@ def test_a_fixed_gate_is_open_up_to_its_threshold():
 
 
 class Machine:
-    """Rows that all draft tokens with these survivals; what was promised comes true, unless it `lies`.
-
-    Args:
-        seconds: of a step with so many draft tokens.
-        share_proposed: of the steps in which the rows have drafts.
-        fill_to: the tokens that every step with drafts verifies of each row, whatever was proposed.
-    """
+    """Rows that all draft tokens with these survivals; what was promised comes true, unless it `lies`. Every
+    step with drafts verifies `fill_to` tokens of each row, whatever was proposed."""
 
     def __init__(self, survivals, seconds, share_proposed=1.0, fill_to=0):
         self.gate, self.seconds = AutoGate(fill_to), seconds

@@ -47,14 +47,8 @@ OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
 
 
 def case(refusal, groups, *values, **others):
-    """A configuration that is refused so; None: that passes.
-
-    Others:
-        policy: its config.json.
-        own: the method and the config.json of a drafter of the user's own.
-        vllm: the version of which the driver has one; None where it has none.
-        runner: what VLLM_USE_V2_MODEL_RUNNER says.
-    """
+    """A configuration that is refused so; None: that passes. `policy`: its config.json; `own`: the method and
+    config.json of a drafter of the user's own; `vllm`: the driver's version, None where it has none."""
     return refusal, groups, values, {"policy": None, "own": None, "vllm": "0.24.0", "runner": None} | others
 
 

@@ -112,16 +112,8 @@ def late(text):
 
 
 def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
-    """What an engine gives, what its drafter counted, and how its steps were scheduled.
-
-    Args:
-        model: its folder.
-        spec: the drafter's options; None for an engine without.
-        stop: a stop string, with which the engine serves more after the weights have changed.
-        names: of the requests that it serves first.
-        prompts: theirs, where that is not TEXT.
-        arguments: vLLM's.
-    """
+    """What an engine gives for the requests of these names, what its drafter counted, and how its steps were
+    scheduled. With a stop string, it serves more after the weights have changed."""
     from vllm import LLM
 
     settings = engine_settings(model, None if spec is None else {"history": 64} | spec)

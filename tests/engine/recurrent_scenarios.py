@@ -217,12 +217,7 @@ def state_bytes(runner):
 
 
 def main(name, head):
-    """What an engine without drafts gives, and what one with drafts does.
-
-    Args:
-        name: of a policy.
-        head: "mtp": its own head drafts beside the text; "text": there is none; "images": and it sees.
-    """
+    """Without drafts and with; head "mtp": the policy's own drafts beside the text; "images": it sees."""
     replace_layers()
     # Few rows: interpreted, the kernels that copy their states take most of the time.
     names = ("crowded", "gate") if head == "mtp" else ("crowded", "gate", "preempted", "long_prompts")
