@@ -24,9 +24,6 @@ def sampling(temperature):
     return SimpleNamespace(temperature=temperature, all_greedy=greedy, all_random=hot, generators={})
 
 
-# The noise.
-
-
 CPU = torch.device("cpu")
 
 
@@ -72,9 +69,6 @@ def test_keys_depend_on_every_part():
     assert all(0 <= key < 2**63 for key in keys)
     # A run that is repeated with another release gets the same tokens.
     assert noise.make_key("a run", 1) == 8435121926746128968
-
-
-# The distribution.
 
 
 def target(vocab_size):
@@ -175,9 +169,6 @@ def test_a_flat_block_may_win_by_little():
     assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
 
 
-# A step's rows, and its drafts.
-
-
 def ragged():
     """Draft lengths of a step, each request's key and first position, and the logits at and after drafts."""
     generator = torch.Generator().manual_seed(6)
@@ -224,9 +215,6 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     assert rows(own) == [[*own[:2], 201, no], [202, no, no, no], [*own[2:5], 203], [own[5], 204, no, no]]
     other = [own[0], own[1] + 1, own[2], own[3] + 1, own[4], own[5] + 1]
     assert rows(other) == [[*own[:2], no, no], [202, no, no, no], [*own[2:4], no, no], [own[5], no, no, no]]
-
-
-# Independence of the drafts.
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 50_257, 151_936])

@@ -7,6 +7,9 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+import pandas
+from transformers import AutoTokenizer
+
 from rollout_spec import trace
 from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.trace import read_trace
@@ -107,7 +110,6 @@ def saved(folder, step):
 def make_policy(folder):
     """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
     trained policy, so that it soon repeats itself."""
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -119,7 +121,6 @@ def make_policy(folder):
 
 def make_image_data(folder):
     """Two prompts of different length with an image each, as a parquet file of verl's."""
-    import pandas
 
     rows = []
     for number in range(NUM_PROMPTS):

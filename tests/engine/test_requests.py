@@ -8,6 +8,11 @@ import shutil
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, detokenizer
+from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
@@ -65,8 +70,6 @@ def same_in_both(engines, *asked, prompt=PROMPT):
 
 def test_every_field_has_a_verdict():
     """A field that a new vLLM brings fails here until somebody decides."""
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
 
     for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
         known = [option.name for option in options if serving.VLLM in option.versions]
@@ -146,8 +149,6 @@ BYTES += [
 @pytest.fixture(scope="module")
 def byte_engines(tiny_model, tmp_path_factory):
     """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
 
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -165,7 +166,6 @@ def byte_engines(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_characters_of_several_tokens(byte_engines, is_fast, monkeypatch):
     """Responses end, are stopped and are streamed in the middle of characters."""
-    from vllm.v1.engine import detokenizer
 
     if not is_fast:
         monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
@@ -196,8 +196,6 @@ def test_streaming_input_is_refused(engines):
 
 
 def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(engines, monkeypatch):
-    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
-
     for llm, has_drafts in zip(engines, (False, True), strict=True):
         for backend in ("xgrammar", "outlines"):
             monkeypatch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
