@@ -173,5 +173,4 @@ def test_where_every_bit_counts_log_probabilities_do_too():
 )
 def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, expected):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
-    plan = Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {})
-    assert plan.fixed_tolerance == expected
+    assert Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {}).fixed_tolerance == expected

@@ -292,7 +292,6 @@ def test_a_closed_output_is_no_fault():
 
 def test_without_torch_certify_says_what_it_needs(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    code = f"import sys; sys.modules['torch'] = None\n{RUN}"
-    done = run_python(code, "certify", "--model", tmp_path)
+    done = run_python(f"import sys; sys.modules['torch'] = None\n{RUN}", "certify", "--model", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("rollout-spec certify: needs torch, which is not installed here")

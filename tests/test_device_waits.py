@@ -339,8 +339,7 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
     accelerators.append(Accelerator())
     with accelerators[-1] as accelerator:
         rows = torch.arange(5)
-        logits = accelerator.put(torch.randn(5, VOCAB_SIZE))
-        coupled.shortfall(logits, rows, rows, accelerator.put(rows))
+        coupled.shortfall(accelerator.put(torch.randn(5, VOCAB_SIZE)), rows, rows, accelerator.put(rows))
     used = set().union(*(accelerator.operations for accelerator in accelerators))
     assert len(used) > 100
     # vllm-ascend has samplers of its own, so that only our operations count, and not those for vLLM's V2.
@@ -351,9 +350,8 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
     }
     said = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
     assert said is not None
-    listed = {*re.split(r",\s+", said[1])}
     # op-plugin's list has log_softmax as well; a number is read at the start, in `noise.check`.
-    assert ours - VIEWS_AND_COPIES == listed | {"log_softmax", "local_scalar_dense"}
+    assert ours - VIEWS_AND_COPIES == {*re.split(r",\s+", said[1])} | {"log_softmax", "local_scalar_dense"}
     if torch.version.cuda is not None:
         assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
         assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"

@@ -38,8 +38,7 @@ def test_every_command_has_its_arguments_on_a_page():
     parts = {part[1] for page in PAGES for part in PART.findall(page.read_text())}
     shown = {part.removeprefix("arguments ") for part in parts if part.startswith("arguments ")}
     commands = {name for top, parser in PARSERS.items() for name, _ in parsers(parser, top)}
-    leaves = {name for name in commands if not any(other.startswith(f"{name} ") for other in commands)}
-    assert shown == leaves
+    assert shown == {name for name in commands if not any(other.startswith(f"{name} ") for other in commands)}
 
 
 def test_every_metric_that_is_logged_is_explained_once():

@@ -13,8 +13,7 @@ from rollout_spec.doctor import diagnosis
 
 def doctor(code, *arguments):
     code = f"import sys; {code}; from rollout_spec.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, "doctor", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.slow

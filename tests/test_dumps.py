@@ -116,8 +116,7 @@ def test_which_columns_are_read(tmp_path, tokenizer, rows, columns, wanted):
 
 @pytest.mark.parametrize("value", ["a", ["b", "b"], [1]], ids=["text", "list", "ids"])
 def test_a_reward_function_may_add_any_field_to_verls_rows(tmp_path, tokenizer, value):
-    usual = {name for kinds in NAMES.values() for names in kinds for name in names}
-    for name in usual - set(VERL_ROW):
+    for name in {name for kinds in NAMES.values() for names in kinds for name in names} - set(VERL_ROW):
         assert read_back(tmp_path, [row | {name: value} for row in FORMS["verl"]], tokenizer) == WANTED, name
 
 

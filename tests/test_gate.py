@@ -177,8 +177,7 @@ def relative_speed(times_of_a_step, slope=0.025):
 
     machine = Machine([], seconds)
     for _ in range(1000):
-        rates = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99)
-        machine.survivals = rates.cumprod(1).astype(np.float32)
+        machine.survivals = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99).cumprod(1).astype(np.float32)
         nums_tokens.append(NUM_ROWS + machine.num_right)
         machine.step()
     return 0.1 * sum(nums_tokens[200:]) / NUM_ROWS / sum(work[200:])
@@ -251,8 +250,7 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
         gate.begin(Step(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
-    survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
-    assert gate.choose(survivals, np.full(4, 8, np.int32)).sum() == 8
+    assert gate.choose(np.full((4, 8), 0.5, np.float32).cumprod(axis=1), np.full(4, 8, np.int32)).sum() == 8
     assert gate.counters.num_drafted_steps == 24
 
 

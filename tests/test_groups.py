@@ -107,8 +107,7 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
         rows.index_all()
         full = index.stats()
         assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
-        row = [*PROMPT, *rng.integers(0, 500, 300).tolist()]
-        rows.say(member, row)
+        rows.say(member, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
         rows.index_all()
         assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
         member.has_ended = has_ended

@@ -134,8 +134,7 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
         runner.execute_model(scheduled(drafts=drafts))
     assert nothing.value.shape == (2, K)
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
-    placed = runner.req_states.draft_tokens.value.tolist()
-    assert placed == [drafts["b"], [0] * K, drafts["a"], [0] * K]
+    assert runner.req_states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 1)
 
 
@@ -267,8 +266,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     logits = flat(3, VOCAB_SIZE).contiguous()
     for number in range(2):
         drawn = keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
-        expected = torch.where(hot > 0, drawn, logits.argmax(dim=-1))
-        assert [row[number] for row in drafts] == expected.tolist()
+        assert [row[number] for row in drafts] == torch.where(hot > 0, drawn, logits.argmax(dim=-1)).tolist()
     # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
     races = [waits.RACE] * 2 if any(temperature) else []
     assert (accelerator.waits, accelerator.num_sent) == (races, 1)

@@ -26,9 +26,8 @@ def index():
 def arguments(index):
     """A valid call of step: two sequences after the prompt 5 6 7, not in the order of their rows."""
     group = index.open_group(int32(5, 6, 7))
-    sequences = int32(index.open_sequence(group), index.open_sequence(group))
     return {
-        "sequences": sequences,
+        "sequences": int32(index.open_sequence(group), index.open_sequence(group)),
         "token_ids": np.array([[0, 0, 0, 0, 0, 0], [5, 6, 7, 5, 6, 7], [5, 6, 7, 5, 9, 9]], np.int32),
         "rows": int32(2, 1),
         "levels": int32(4, 5),
@@ -227,8 +226,7 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
 
 
 def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 500, (2, 12_000)).astype(np.int32)
+    rows = np.random.default_rng(0).integers(0, 500, (2, 12_000)).astype(np.int32)
     rows[1, :2] = rows[0, :2]
     with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
         group, nothing = index.open_group(rows[0, :2]), int32(0)

@@ -21,8 +21,7 @@ def texts(max_size):
     chain = st.builds(lambda token, n: [token] * n, st.integers(0, 1), st.integers(1, max_size + 1))
     unit, times = st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(2, max_size + 2)
     repeat = st.builds(lambda unit, times: (unit * times)[:max_size], unit, times)
-    wide = st.lists(st.integers(0, 40), max_size=max_size)
-    return st.one_of(small, chain, repeat, wide)
+    return st.one_of(small, chain, repeat, st.lists(st.integers(0, 40), max_size=max_size))
 
 
 # The automaton proposes such tokens too; -1 ends the model's draft.

@@ -119,10 +119,9 @@ def test_installing_never_replaces_the_users_engine(wheel):
 def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel):
     """Through the sdist, so nothing that is built from is missing there either."""
     assert "-cp311-abi3-linux_" in wheel.name
-    files = [*(ROOT / "rollout_spec").rglob("*"), *(ROOT / "configs").rglob("*")]
     expected = {
         file.relative_to(ROOT).as_posix().replace("configs/", "rollout_spec_configs/")
-        for file in files
+        for file in [*(ROOT / "rollout_spec").rglob("*"), *(ROOT / "configs").rglob("*")]
         if file.suffix in ((".py", ".yaml") if "configs" in file.parts else (".py", ".pyi", ".typed", ".j2"))
     }
     assert packaged(wheel) == expected | {"rollout_spec/drafting/_native.abi3.so"}
@@ -167,8 +166,7 @@ def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path
     """What README says of a set-up with verl, as far as that goes without a device that verl trains on."""
     python = install(wheel, home)
     assert run(python, "-c", NO_LABORATORY, cwd=tmp_path).strip() == "none"
-    report = json.loads(run(home / "bin/rollout-spec", "doctor", "--json", cwd=tmp_path))
-    assert report["works"]
+    assert json.loads(run(home / "bin/rollout-spec", "doctor", "--json", cwd=tmp_path))["works"]
     main = (python, "-m", "verl.trainer.main_ppo")
     shown = yaml.safe_load(run(*main, "+rollout.spec=sam", "--cfg", "job", cwd=tmp_path))
     assert shown["rollout"]["spec"]["method"] == "sam"

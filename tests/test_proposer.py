@@ -183,8 +183,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
         texts = {name: [100 * (int(name[0]) + 1) + i for i in range(60)] for name in engine.batch.req_ids}
         tokens = {name: engine.say(name, text) for name, text in texts.items()}
         num_rows, num_said = num_rows + len(tokens), num_said + sum(map(len, tokens.values()))
-        drafts = engine.step(tokens)
-        for name, draft in drafts.items():
+        for name, draft in engine.step(tokens).items():
             said = len(engine.texts[name]) - 3
             assert draft == texts[name][said : said + len(draft)]
         assert engine.proposer.drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
@@ -220,9 +219,8 @@ def test_a_draft_ends_before_the_request(max_tokens, model_len):
     engine.step({"a": TEXT[:8]})
     engine.runner.max_model_len = NUM_COLUMNS if max_tokens == 6 else model_len
     engine.add("b", max_tokens=max_tokens)
-    lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
     # After the first token there are five more, of which the target adds the last one by itself.
-    assert lengths == [4, 3, 2, 1, 0, 0]
+    assert [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)] == [4, 3, 2, 1, 0, 0]
 
 
 def drafts_of(history, group):
@@ -267,8 +265,7 @@ def test_the_history_is_taken_once_and_of_what_has_ended():
 def test_a_name_ends_no_request_whose_name_goes_on_after_it():
     """vLLM adds nothing to a name with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1."""
     engine = Engine()
-    names = ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]
-    for name in names:
+    for name in ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]:
         engine.add(name)
     engine.step()
     engine.control.note_ended(Ended(["a"], ()))
@@ -362,8 +359,7 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
     engine = engine_of_one()
     engine.add("strange", extra_args=extra_args)
     engine.add("b")
-    drafts = engine.step(dict.fromkeys(("strange", "b"), TEXT[:1]))
-    assert drafts["b"] == TEXT[1:5]
+    assert engine.step(dict.fromkeys(("strange", "b"), TEXT[:1]))["b"] == TEXT[1:5]
     assert engine.proposer.take_counters().num_failed_steps == 0
     for name in list(engine.batch.req_ids):
         engine.finish(name)
@@ -406,8 +402,7 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
     )  # fmt: skip
     proposer.load_model()
     matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)
-    drafts = proposer.propose([[5]], np.array([5], np.int32), matrix)
-    assert drafts == [[6, 5, 6] if is_used else []]
+    assert proposer.propose([[5]], np.array([5], np.int32), matrix) == [[6, 5, 6] if is_used else []]
     assert proposer.take_counters().num_steps == is_used
     assert (ProposerControl(proposer).take_history() is not None) == is_used
 

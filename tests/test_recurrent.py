@@ -49,8 +49,7 @@ def run_of(fields, folder, group, k=None):
 def test_what_the_states_of_a_request_take(fields, num_mib):
     states = recurrent.states_of(fields)
     assert states is not None
-    found = [states.num_bytes(k) / 2**20 for k in (0, 3, 7, 15)]
-    assert found == pytest.approx(num_mib, rel=0.01)
+    assert [states.num_bytes(k) / 2**20 for k in (0, 3, 7, 15)] == pytest.approx(num_mib, rel=0.01)
     assert states.num_bytes(3, cached=True) / states.num_bytes(3) == 5 / 4
     halves = recurrent.states_of(fields, tensor_parallel_size=2)
     assert halves is not None and halves.num_bytes(3) * 2 == states.num_bytes(3)

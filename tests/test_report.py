@@ -177,8 +177,7 @@ def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
 
 
 def test_the_step_in_which_the_machine_changed_is_named(tmp_path):
-    training = [60.0, 20.0, 20.0, 20.0]
-    comparison = compared(tmp_path, [10.0] * 4, [5.0] * 4, training=training)
+    comparison = compared(tmp_path, [10.0] * 4, [5.0] * 4, training=[60.0, 20.0, 20.0, 20.0])
     assert comparison.has_drifted
     assert "Look at step 1 of sam, which took 3.0× as long as its others." in sentences(comparison)[0]
 

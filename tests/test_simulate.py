@@ -44,8 +44,7 @@ def noise(num_groups=4, group_size=8, length=150):
 
 
 def served(requests, config, times, max_num_seqs, model=None, **more):
-    cluster = Cluster(1, max_num_seqs, **more)
-    alone = Engine(config, times, cluster, model=model)
+    alone = Engine(config, times, Cluster(1, max_num_seqs, **more), model=model)
     rollout([[alone]], [requests])
     assert not alone.has_work
     return alone.total
@@ -76,8 +75,7 @@ def test_a_rollout_without_drafts_by_hand(monkeypatch):
 def test_agents_wait_for_their_tools():
     """Two turns of two tokens; the second has three new ones before it. Then another sample's only turn."""
     spans = [np.array([[0, 2], [5, 7]], np.int32), np.array([[1, 3]], np.int32)]
-    agents = dataclasses.replace(line("0", 5, 7, 3), turns=spans)
-    first, second = requests_of([agents], None)
+    first, second = requests_of([dataclasses.replace(line("0", 5, 7, 3), turns=spans)], None)
     assert [turn.num_tokens for turn in first.turns] == [7, 12] and second.num_tokens == 8
     run = served([first], OFF, BY_HAND, 1, tool_seconds=100.0)
     assert (run.seconds, run.num_tokens) == (5 + 1 + 100 + 3 + 1, 4)
@@ -221,8 +219,7 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
-    one_group = requests_of([line("0", 5, *[3] * 40)], None)
-    assert [len(part) for part in assign(one_group, 2)] == [24, 16]
+    assert [len(part) for part in assign(requests_of([line("0", 5, *[3] * 40)], None), 2)] == [24, 16]
     one = simulate(lines, Cluster(1, 16, 6), OFF, STEPPED)
     two = simulate(lines, Cluster(2, 16, 6), OFF, STEPPED)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
@@ -257,8 +254,7 @@ def test_the_lines_of_a_step_are_one_rollout():
 def test_replicas_share_their_history():
     """In the second step each serves the random text that the other has served in the first."""
     first, second, *others = noise()
-    swapped = [second, first, *others]
-    steps = enumerate((noise(), swapped))
+    steps = enumerate((noise(), [second, first, *others]))
     lines = [dataclasses.replace(one, step=step) for step, part in steps for one in part]
     configs = [SpecConfig(batch_threshold=64, history=history) for history in (0, 8)]
     without, shared = (seconds(lines, Cluster(2, 64), config, FLAT) for config in configs)
@@ -276,8 +272,7 @@ def test_auto_is_as_good_as_the_best_fixed_threshold_and_loses_nothing_where_not
 
 def test_auto_learns_where_requests_come_and_go_in_every_step():
     """Then hardly two steps have the same rows, and none is without a prefill."""
-    rng = np.random.default_rng(5)
-    lengths = np.maximum(3, rng.exponential(30, (200, 8))).astype(int)
+    lengths = np.maximum(3, np.random.default_rng(5).exponential(30, (200, 8))).astype(int)
     lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
     configs = [SpecConfig(batch_threshold=threshold) for threshold in (128, "auto")]
     fixed, auto = (seconds(lines, Cluster(1, 128), config, FLAT) for config in configs)

@@ -49,8 +49,7 @@ def composed(*overrides):
 
 def test_the_groups_hold_every_field_with_its_default():
     """`model_tokens` is for vLLM alone."""
-    plain = SpecConfig(method="off", routing="verl")
-    for method, expected in (("sam", SpecConfig()), ("off", plain)):
+    for method, expected in (("sam", SpecConfig()), ("off", SpecConfig(method="off", routing="verl"))):
         options = OmegaConf.to_container(composed(f"+rollout.spec={method}").rollout.spec, resolve=True)
         assert options | {"model_tokens": 3} == expected.to_dict() | {"model_drafter": None}
 

@@ -202,8 +202,7 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
         raise ActorDiedError
 
     client, calls = make(Server()), []
-    broken = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail))
-    client._load_balancer = broken if balancer else None
+    client._load_balancer = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail)) if balancer else None
     for request_id in "ab":
         made = Call(request_id, "its digest", 1, {}, False)
         calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])

@@ -72,8 +72,7 @@ def with_named_dtype(create):
 
 def collect_unless_vllm_asks(generation=2, *, collect=gc.collect):
     """vLLM collects seven times an engine, each a fifth of a second or more in a process as large as this."""
-    asks = sys._getframe(1).f_globals["__name__"]
-    return 0 if asks.split(".")[0] == "vllm" else collect(generation)
+    return 0 if sys._getframe(1).f_globals["__name__"].split(".")[0] == "vllm" else collect(generation)
 
 
 EXPERTS = {

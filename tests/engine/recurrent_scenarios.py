@@ -76,8 +76,7 @@ def gate(llm):
     engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
     while step == 0 or step <= 6 or engine.has_unfinished_requests():
         for i in {0: range(3), 6: range(3, 9)}.get(step, ()):
-            params = asked(i, (50 if i < 3 else 14 + i) + 9 * (i % 4))
-            add(engine, f"gate {i}", PROMPTS[i], params)
+            add(engine, f"gate {i}", PROMPTS[i], asked(i, (50 if i < 3 else 14 + i) + 9 * (i % 4)))
         take(engine, found)
         step += 1
     return [found[f"gate {i}"] for i in range(9)]

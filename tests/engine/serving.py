@@ -63,8 +63,7 @@ def assert_none_is_idle(found):
     options = {name: SERVED[name][0] for name in found if name in SERVED}
     same = {option.name for name, option in options.items() if found[name] == found[FREE]}
     without_effect = {option.name for option in options.values() if option.verdict == NO_EFFECT}
-    idle = IDLE & {option.name for option in options.values()}
-    assert same - without_effect == idle, same - without_effect
+    assert same - without_effect == IDLE & {option.name for option in options.values()}, same - without_effect
 
 
 def sampling(asked=MappingProxyType({}), text="", key="one"):

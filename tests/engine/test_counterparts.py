@@ -45,7 +45,6 @@ def test_what_coupled_verification_does_not_know_is_refused():
     later = module_with("target_logits_or_tuple")
     couple_rejection_sample(later)
     given = (drafts, counts, 2, torch.tensor(counts).cumsum(0), None)
-    tokens = later.rejection_sample(*given, (probs.log(), None), bonus, metadata)
-    assert tokens.shape == (2, 3)
+    assert later.rejection_sample(*given, (probs.log(), None), bonus, metadata).shape == (2, 3)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         couple_rejection_sample(module_with("target_scores"))

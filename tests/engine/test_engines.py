@@ -74,8 +74,7 @@ def test_scheduling_does_not_matter(name, expected, make_engine):
     scheduler, preempted = core_of(llm).scheduler, []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs)
-    found = serve(llm, requests(**others))
-    for i, (one, whole) in enumerate(zip(found, expected, strict=True)):
+    for i, (one, whole) in enumerate(zip(serve(llm, requests(**others)), expected, strict=True)):
         if others and NAMES[i % 4].keys() == {"extra_args"}:
             continue  # unnamed, it is numbered where it comes
         most = min(LENGTHS[i % 3], arguments.get("max_model_len", 512) - len(PROMPTS[i]))
@@ -164,8 +163,7 @@ def test_images(tmp_path):
         (("No image at all.",), []),
     ):
         seen = {"image": [*map(make_image, images)]}
-        prompt = {"prompt_token_ids": tokens(*text), "multi_modal_data": seen}
-        asked.append(named(prompt, len(asked)))
+        asked.append(named({"prompt_token_ids": tokens(*text), "multi_modal_data": seen}, len(asked)))
     found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
     assert len({tuple(one["tokens"]) for one in found}) == len(found)
 

@@ -51,8 +51,7 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine):
     scheduler, scheduled = core_of(llm).scheduler, []
     schedule = scheduler.schedule
     scheduler.schedule = lambda *args, **kwargs: scheduled.append(schedule(*args, **kwargs)) or scheduled[-1]
-    params = [greedy(500), *(greedy(30) for _ in PROMPTS[1:])]
-    generate(llm, [PROMPTS[0] + [9] * 44, *PROMPTS[1:]], params)
+    generate(llm, [PROMPTS[0] + [9] * 44, *PROMPTS[1:]], [greedy(500), *(greedy(30) for _ in PROMPTS[1:])])
     num_steps = sum(output.total_num_scheduled_tokens > 0 for output in scheduled)
     assert proposer_of(llm).take_counters().num_steps == num_steps
 

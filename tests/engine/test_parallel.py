@@ -64,8 +64,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_mo
         ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]
         ends += [ask(stop=[text[i : i + 2]]) for i in (19, 20, 21, 22)]
         ends.append(ask(routed_experts_prompt_start=2))
-        outputs = llm.generate([prompt] * len(ends), ends, use_tqdm=False)
-        for output, asked in zip(outputs, ends, strict=True):
+        for output, asked in zip(llm.generate([prompt] * len(ends), ends, use_tqdm=False), ends, strict=True):
             [sample] = output.outputs
             own = [*PROMPTS[0], *sample.token_ids][:-1]  # the last one was in no step
             first = asked.routed_experts_prompt_start or 0

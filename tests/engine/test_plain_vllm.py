@@ -92,8 +92,7 @@ def test_the_server_example(chat_model, environment, tmp_path):
 
 def ask(port, path, body=None):
     url, kind = f"http://127.0.0.1:{port}/{path}", {"Content-Type": "application/json"}
-    call = urllib.request.Request(url, body, kind)
-    return urllib.request.urlopen(call, timeout=300).read().decode()
+    return urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=300).read().decode()
 
 
 def wait_until_ready(server, port, log):

@@ -158,8 +158,7 @@ def byte_engines(tiny_model, tmp_path_factory):
     bytewise.decoder = decoders.ByteLevel()
     path = tmp_path_factory.mktemp("models") / "bytes"
     shutil.copytree(tiny_model, path)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID])
-    tokenizer.save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID]).save_pretrained(path)
     yield from both_engines(str(path))
 
 
@@ -335,8 +334,7 @@ def random_request(draw):
 @pytest.fixture(scope="module")
 def mixing_engines(chat_model):
     """Prompts come in chunks, the gate opens and closes."""
-    spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
-    yield from both_engines(chat_model, spec, **MIXING)
+    yield from both_engines(chat_model, {"num_speculative_tokens": 3, "batch_threshold": 12}, **MIXING)
 
 
 @pytest.mark.parametrize("seed", [31, *(pytest.param(seed, marks=pytest.mark.long) for seed in (32, 33))])

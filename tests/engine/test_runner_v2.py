@@ -44,8 +44,7 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
 
     config = VllmConfig()
     more = {"parallel_drafting": False, "uses_dynamic_speculative_decoding": lambda: False}
-    speculative = SimpleNamespace(**speculative_config(8), **more)
-    config.speculative_config = speculative  # type: ignore[assignment]
+    config.speculative_config = SimpleNamespace(**speculative_config(8), **more)  # type: ignore[assignment]
     assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, pos: None)
     mrv2_misfit.cache_clear()
@@ -166,8 +165,7 @@ def test_drafts_are_verified_and_accepted(results, engine):
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
     assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
-    num_drafts = sum(step["drafts"] + step["lost"] + step["cut"] for step in steps)
-    assert num_drafts == counters["num_draft_tokens"]
+    assert sum(step["drafts"] + step["lost"] + step["cut"] for step in steps) == counters["num_draft_tokens"]
     refusal = "not supported together with drafts: logprob_token_ids: vLLM cannot compute them"
     assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
 

@@ -76,8 +76,7 @@ class Storm:
         while is_aborted:
             params = asked | {"max_tokens": asked["max_tokens"] - len(tokens)}
             at = self.rng.randrange(len(self.servers))
-            server = self.servers[at]
-            output = await server.generate(prompt + tokens, params, f"{number}x{len(self.parts)}")
+            output = await self.servers[at].generate(prompt + tokens, params, f"{number}x{len(self.parts)}")
             is_aborted = output.stop_reason == "aborted"
             of = at, output.extra_fields["global_steps"]
             self.parts.append(Part(of, len(output.token_ids), is_aborted, is_validation(number)))

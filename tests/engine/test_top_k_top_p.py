@@ -20,8 +20,7 @@ def ways(monkeypatch):
     """The ways that logits are cut in from now on, in a process of an engine on a GPU."""
     found: list[str] = []
     monkeypatch.setattr(patches, "_applied", {})
-    platform = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
     for name in ("apply_top_k_top_p_pytorch", "apply_top_k_top_p_triton"):
 

@@ -66,8 +66,7 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
 def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, caplog):
     """It would take them from a field that no vLLM has."""
 
-    server = make_server({})
-    fields = asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
+    fields = asyncio.run(make_server({}).generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
     given = [[fields[f"spec_num_{name}"]] for name in ("draft_tokens", "accepted_tokens", "verify_steps")]
     metrics = compute_spec_decode_metrics(*given)
     assert 0 < metrics["rollout/spec_accept_rate"] <= 1 < metrics["rollout/spec_accept_length"]
@@ -89,8 +88,7 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
     assert "has neither a name" not in caplog.text
     unnamed = [respond(None) for _ in range(4)]
     # vLLM's logger may hand a record to its parents as well: one record, said once.
-    said = {id(record) for record in caplog.records if "has neither a name" in record.getMessage()}
-    assert len(said) == 1
+    assert len({id(record) for record in caplog.records if "has neither a name" in record.getMessage()}) == 1
     assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
     assert len({*named, *unnamed}) == 8
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
