@@ -64,8 +64,7 @@ def rows():
         yield Rows(index, History(4, 1 << 20))
 
 
-def of_sample(name="sample"):
-    return {"group": "group", "num_group_tokens": len(PROMPT), "sample": name}
+OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sample"}
 
 
 def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypatch):
@@ -88,7 +87,7 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     assert [call.args[1].tolist() for call in added.call_args_list[2:]] == [[31], [30]]
 
 
-@pytest.mark.parametrize("names", [{}, of_sample()], ids=["without a name", "of a sample"])
+@pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.park([*PROMPT, 30 + i], **names) for i in range(3)]

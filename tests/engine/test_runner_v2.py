@@ -237,7 +237,7 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engin
     for response in responses:  # a longer one may have taken its place
         assert any(kept[: len(response)] == response for kept in found["history"])
     # The four aborted had said something too, which stays; one goes on if its sender has had all of it.
-    others = [kept for kept in found["history"] if not any(is_of(kept, response) for response in responses)]
+    others = [kept for kept in found["history"] if not any(is_of(kept, each) for each in responses)]
     assert len(others) in (3, 4)
     assert all(kept == sampled["tokens"][: len(kept)] for kept in others)
     assert_stopped(found, sampled)
