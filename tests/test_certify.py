@@ -158,9 +158,6 @@ def test_the_verdict_says_what_was_not_tested_and_what_differs():
     assert verdict(certificate(unexplained_differences=1)) == "not certified"
     part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
     assert verdict(part) == "certified in part: 2 of 3 configurations"
-
-
-def test_where_every_bit_counts_log_probabilities_do_too():
     exact = certificate(differences=[], tolerance=0.0)
     assert verdict(exact) == "certified bit for bit"
     assert "promises the same bits" in render_html(exact)

@@ -8,6 +8,8 @@ from rollout_spec.config import METHODS, ConfigError, SpecConfig
 def test_defaults_are_valid_and_survive_a_round_trip():
     config = SpecConfig()
     assert SpecConfig.from_mapping(config.to_dict()) == config
+    for name, value in (("batch_threshold", "auto"), ("min_survival", 1)):
+        assert getattr(SpecConfig.from_mapping({name: value}), name) == value
     configs = [SpecConfig(method=method) for method in METHODS]
     assert [(each.enabled, each.coupled) for each in configs] == [(True, True), (False, False), (False, True)]
 
@@ -45,8 +47,3 @@ def test_both_ends_of_a_range(field, end):
 def test_bad_options_name_the_field(options, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         SpecConfig.from_mapping(options)
-
-
-@pytest.mark.parametrize(("name", "value"), [("batch_threshold", "auto"), ("min_survival", 1)])
-def test_what_else_a_number_may_be(name, value):
-    assert getattr(SpecConfig.from_mapping({name: value}), name) == value

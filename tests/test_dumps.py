@@ -11,7 +11,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
-from rollout_spec.config import UserError
 from rollout_spec.predict import dumps
 from rollout_spec.predict.dumps import NAMES, read_rollouts
 from rollout_spec.trace import TraceError, to_line
@@ -161,16 +160,6 @@ def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
     parquet.write_table(arrow.table({"response": arrow.array([b"\xff"]).cast("string", safe=False)}), file)
     with pytest.raises(TraceError, match=r"x\.parquet: 'utf-8' codec can't decode"):
         found([file])
-
-
-def test_columns_are_named(tmp_path, tokenizer):
-    (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
-    columns = {"prompt": "ask", "response": "said"}
-    everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "k", "group": "k"}))
-    assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
-    (tmp_path / "y.jsonl").write_text('{"said": "a"}')
-    with pytest.raises(UserError, match=r"--columns prompt=ask: a row has the fields said"):
-        read_rollouts([tmp_path], tokenizer, columns)
 
 
 THREE = (3, 3.0, "3", "3.0", "step_3", "global_step_3")

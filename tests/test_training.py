@@ -57,16 +57,12 @@ def test_a_step_drafts_and_says_so_in_verls_stream(run):
     assert 1 <= metrics["load_imbalance"] <= NUM_REPLICAS
 
 
-def test_siblings_are_served_by_one_engine_and_their_checkpoint_has_them_all(run):
+def test_siblings_are_served_by_one_engine_and_draft_better_for_it(run):
     """It is saved before the weight sync, when the engines still take their last requests for running."""
     assert [len(served) for served in run.served] == [1] * NUM_REPLICAS, "two groups for two engines"
     assert all(len(group.responses) == NUM_SAMPLES for [group] in run.served)
     assert [len(responses) for responses in saved(run.folder, 1).values()] == [NUM_SAMPLES] * NUM_PROMPTS
-
-
-def test_siblings_together_draft_better(run):
-    """On the text that the engines made, with its groups split and whole: there nothing is chance."""
-    half = NUM_SAMPLES // 2
+    half = NUM_SAMPLES // 2  # on the text that the engines made, split and whole: there nothing is chance
     split = [
         [dataclasses.replace(group, responses=group.responses[part]) for [group] in run.served]
         for part in (slice(half), slice(half, NUM_SAMPLES))

@@ -78,9 +78,6 @@ def test_a_model_drafts_beside_the_text_and_whatever_drafts_is_counted(head):
     check_config(changed(OFF, own))
     for drafts, drafter in ((MTP, None), (LOADED, head)):
         refused(r"scheduler_cls=my\.Scheduler: rollout\.spec sets it", OFF, drafts, own, drafter=drafter)
-
-
-def test_it_is_an_override_of_one_word(head):
     asked = f"rollout.spec.model_drafter={{method: eagle3, model: {head['model']}}}"
     check_overrides([*SAM, asked])
     assert composed(*SAM, asked).rollout.spec.model_drafter == head

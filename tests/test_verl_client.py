@@ -123,12 +123,15 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
     assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
 
 
-def test_what_else_a_caller_gives_is_handed_on():
+def test_what_else_a_caller_gives_is_handed_on_and_the_noise_that_it_chose():
     server = Server()
     client = make(server)
     client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
     asyncio.run(client.generate("mine", prompt_ids=[1], sampling_params=params(), image_data=["a"]))
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
+    server = Server()
+    asyncio.run(call(make(server), [1], {"seed": 5}))
+    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
@@ -207,12 +210,6 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
         made = Call(request_id, "its digest", 1, {}, False)
         calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])
     assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
-
-
-def test_a_caller_that_chose_the_noise_keeps_it():
-    server = Server()
-    asyncio.run(call(make(server), [1], {"seed": 5}))
-    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
 
 
 @pytest.mark.parametrize("change", ["off", "teacher"])

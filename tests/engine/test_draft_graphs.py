@@ -182,6 +182,7 @@ def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch):
         graph = graph_of(runner, rows)
         assert is_for_drafts(graph) and graph.num_reqs == min(graph.num_tokens, ROWS) >= len(rows)
         assert graph.num_tokens == min(size for size in (2, 4, 8, 16, 32) if size >= sum(rows))
+    assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
 
 
 @pytest.mark.parametrize(
@@ -192,11 +193,6 @@ def test_a_step_with_a_prompt_replays_no_graph_of_decodes(mode, other, monkeypat
     for rows, num_prompts in (([1, 4, 3], 1), ([3, 3], 2), ([1, 1 + K], 1)):
         assert graph_of(runner, rows, num_prompts).cg_mode.name == other
         assert graph_of(runner, rows).cg_mode.name == "FULL"
-
-
-def test_a_step_larger_than_all_graphs_has_none(monkeypatch):
-    runner = runner_with(monkeypatch)
-    assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,10 @@ def test_alone(engines, text, expected, name):
     pytest.fail("no draft was accepted")
 
 
-def test_all_together(engines, text, expected):
+def test_all_together_and_that_an_option_does_what_it_is_for(engines, text, expected):
     num_accepted(engines[1])
     serving.assert_each_same(table(engines[1], text), expected)
     assert num_accepted(engines[1]) > 10 * len(SERVED)
-
-
-def test_an_option_does_what_it_is_for(expected):
     serving.assert_none_is_idle(expected)
 
 
