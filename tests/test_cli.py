@@ -20,19 +20,6 @@ TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
 FILES = {"TRACE": TRACE, "HERE": __file__}
 
 
-@pytest.fixture
-def printed(capsys):
-    """`printed(*arguments)`: what a command prints, which then is the only output; as JSON with `--json`."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        assert main([str(argument) for argument in arguments]) == 0
-        said = capsys.readouterr().out
-        return json.loads(said) if "--json" in arguments else said
-
-    return run
-
-
 def test_help_lists_every_command_and_imports_nothing_slow():
     code = (
         "import sys; from rollout_spec.cli import build_parser; print(build_parser().format_help());"
@@ -167,11 +154,14 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
+def test_simulate_compares_thresholds_on_clusters(capsys, monkeypatch):
+    def printed(*arguments):
+        assert main(["simulate", TRACE, "--step-times", *arguments]) == 0
+        return capsys.readouterr().out
+
     monkeypatch.setenv("COLUMNS", "200")  # as wide as a file
-    command = ["simulate", TRACE, "--step-times", "1:0.02,64:0.021,256:0.04", "--max-num-seqs", 4]
-    command += ["--batch-thresholds", 2, "auto"]
-    one, two = printed(*command, "--replicas", 1, 2, "--json")["results"]
+    command = "1:0.02,64:0.021,256:0.04", "--max-num-seqs", "4", "--batch-thresholds", "2", "auto"
+    one, two = json.loads(printed(*command, "--replicas", "1", "2", "--json"))["results"]
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert [run["batch_threshold"] for run in one["runs"]] == ["off", 2, "auto"]
     assert [run["drafter"] for run in one["runs"]] == ["off", "sam", "sam"]
@@ -181,7 +171,7 @@ def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
     shown = printed(*command)
     assert "sam *" in shown
     assert shown.startswith(f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_thr")
-    shown = printed("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
+    shown = printed("1:1,2:1000", "--limit-groups", "1")
     assert shown.startswith("Drafts would save no time here.\n"), "a second token costs too much"
 
 

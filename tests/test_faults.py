@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 import time
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,17 +20,8 @@ GRACE_SECONDS = 60  # for processes that have lost their parent
 pytestmark = pytest.mark.timeout(900)
 
 
-class End(NamedTuple):
-    code: int
-    error: str
-    log: str
-    seconds: float  # from the fault to the end of the run
-    running: list[str]
-    shared_memory: set[str]
-
-
 def train(folder, model, mode, fault, *overrides):
-    """Train until the fault (of `tests/faults.py`) ends it."""
+    """Train until the fault (of `tests/faults.py`) ends it; `seconds`: from the fault to the end."""
     options = [
         "trainer.total_training_steps=3",
         "data.max_response_length=300",
@@ -51,8 +42,9 @@ def train(folder, model, mode, fault, *overrides):
         end = time.monotonic() + GRACE_SECONDS
         while (running := titles(descendants(os.getpid()) - others)) and time.monotonic() < end:
             time.sleep(1)
-        left = set(os.listdir("/dev/shm")) - memory
-    return End(process.returncode, last_error(log), log.read_text(), seconds, running, left)
+        left = {"running": running, "shared_memory": set(os.listdir("/dev/shm")) - memory}
+    said = {"error": last_error(log), "log": log.read_text()}
+    return SimpleNamespace(code=process.returncode, seconds=seconds, **left, **said)
 
 
 def titles(pids):

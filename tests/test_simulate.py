@@ -111,19 +111,18 @@ def modelled(num_tokens=2, length=6):
     return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
 
 
-PER_TOKEN = StepTimes.parse("1:1,10:10")
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 
 
 def test_a_model_by_hand_alone_and_beside_the_index():
-    run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
+    run = served(modelled(), OFF, BY_HAND, 1, model=MODEL)
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
     assert run.seconds == 5 + 3 + 2 + 3 * 2 * 0.125
     assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
-    closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
+    closed = served(modelled(), SpecConfig(batch_threshold=0), BY_HAND, 1, model=MODEL)
     assert closed.seconds == 5 + 5 + 6 * 0.125
     assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
-    opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
+    opened = served(modelled(), SpecConfig(batch_threshold=1), BY_HAND, 1, model=MODEL)
     # The gate says in a step that it is open, and the model drafts in the next.
     assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
     assert opened.seconds == 5 + 1 + 3 + 1 + (1 + 3 * 2) * 0.125

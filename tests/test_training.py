@@ -2,29 +2,21 @@
 
 import dataclasses
 import json
-import pathlib
 from itertools import groupby
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.trace import Rollout, read_trace, trace_file
+from rollout_spec.trace import read_trace, trace_file
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import tokens_per_step
-from tests.trainings import LENGTH, NUM_PROMPTS, Response, command, execute, responses_of, saved, smollm2
+from tests.trainings import LENGTH, NUM_PROMPTS, command, execute, responses_of, saved, smollm2
 
 NUM_SAMPLES = 8
 NUM_REPLICAS = 2
 
 pytestmark = pytest.mark.timeout(900)
-
-
-class Run(NamedTuple):
-    folder: pathlib.Path
-    served: list[list[Rollout]]
-    responses: list[Response]
-    metrics: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +36,8 @@ def run(tmp_path_factory):
     [(step, metrics)] = execute(command(folder, smollm2(), *overrides, num_train=NUM_PROMPTS), folder).items()
     assert step == 1
     files = [trace_file(folder / trace.FOLDER, replica) for replica in range(NUM_REPLICAS)]
-    return Run(folder, [list(read_trace(file)) for file in files], responses_of(folder), metrics)
+    served, responses = [list(read_trace(file)) for file in files], responses_of(folder)
+    return SimpleNamespace(folder=folder, served=served, responses=responses, metrics=metrics)
 
 
 def test_a_step_drafts_and_says_so_in_verls_stream(run):
