@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -265,10 +266,7 @@ def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
 
 
 def test_too_little_memory_is_one_line(monkeypatch, capsys):
-    def out_of_memory(*_):
-        raise MemoryError
-
-    monkeypatch.setattr("rollout_spec.cli.replay.spec_options", out_of_memory)
+    monkeypatch.setattr("rollout_spec.cli.replay.spec_options", Mock(side_effect=MemoryError))
     assert main(["replay", TRACE]) == 2
     assert capsys.readouterr().err == "rollout-spec replay: needs more memory than there is\n"
 

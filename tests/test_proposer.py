@@ -120,10 +120,7 @@ def engine_of_one(**options):
 @pytest.fixture
 def said(monkeypatch):
     messages: list[str] = []
-
-    def note(message, *args):
-        messages.append(message % args)
-
+    note = lambda message, *args: messages.append(message % args)  # noqa: E731
     for module in (counts, control):
         monkeypatch.setattr(module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
     return messages
@@ -413,10 +410,8 @@ def test_what_fills_a_ranks_graph_is_not_verified(own, padded, most):
 
 
 def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
-    def coordinate(num_tokens_unpadded, parallel_config):
-        return False, torch.tensor([num_tokens_unpadded, 31])
-
-    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    both = lambda num_tokens_unpadded, parallel_config: (False, torch.tensor([num_tokens_unpadded, 31]))  # noqa: E731
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", both)
     watching = []
     for _ in range(2):
         config = vllm_config({})

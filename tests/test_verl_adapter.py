@@ -8,6 +8,7 @@ import json
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -389,24 +390,13 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
     given: list[Any] = []
     waited: list[Any] = []
     fit.__signature__ = inspect.signature(PPOTrainer.fit)  # type: ignore[attr-defined]
-
-    def wait(self, partition_id, last_debug_time):
-        waited.append(partition_id)
-
+    wait = lambda self, partition_id, last_debug_time: waited.append(partition_id)  # noqa: E731
     monkeypatch.setattr(PPOTrainer, "fit", fit)
     monkeypatch.setattr(ReplayBufferAsync.__mro__[1], "_wait_for_next_poll", wait)
     trainer_hooks.install()
-    answers = [None, EngineDeadError()]
-
-    def answered(asked, num_returns, timeout):
-        error = answers.pop(0)
-        if error is not None:
-            raise error
-        return [], []
-
     said: list[str] = []
     monkeypatch.setattr(trainer_hooks.logger, "warning", said.append)
-    monkeypatch.setattr(ray, "wait", answered)
+    monkeypatch.setattr(ray, "wait", Mock(side_effect=[([], []), EngineDeadError()]))
     asked = SimpleNamespace(require_engine=SimpleNamespace(remote=lambda: "a reply"))
     rollout = {"rollout": {"seed": 7}}
     for method, died in (("off", False), ("off", True), (None, False)):
@@ -420,7 +410,7 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
         assert (ROW in given[-1]) == (method is not None)
         for num_tokens in (5 * died, 0):  # of the first two steps
             trainer_hooks._say_uncounted(trainer, {"rollout/spec_generated_tokens": num_tokens})
-    assert waited == ["train"] * 2 and not answers
+    assert waited == ["train"] * 2 and ray.wait.call_count == 2
     assert len(said) == 1 and "have seen no request" in said[0], "of the run whose first step had none"
     assert json.loads(tu.get(given[0], ROW)[0])[0] == 7
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import verl  # loads the plugin, which puts our groups on Hydra's search path
@@ -343,10 +344,8 @@ def test_a_configuration_of_ones_own_may_have_our_group_and_options():
 
 @pytest.fixture
 def broken(monkeypatch):
-    def fail():
-        raise RuntimeError("no such group")
-
-    monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fail)
+    fails = Mock(side_effect=RuntimeError("no such group"))
+    monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fails)
     monkeypatch.setattr(plugin_state, "failure", None)
     monkeypatch.delenv(entry_point.ASKED_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
