@@ -300,7 +300,6 @@ class GroupsMachine(RuleBasedStateMachine):
             at.texts += new
             at.rows |= {(*at.prompt, *text.tokens) for text in new}
         self.running.append((chain, prompt))
-
         if data.draw(st.booleans()):
             self.agrees()
             self.answer(data)

@@ -94,7 +94,6 @@ def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     records = list(wandb_records(file))
     log = read_log(file)
     assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
-
     cut = tmp_path / "cut.wandb"
     cut.write_bytes(data[:-3])
     assert list(wandb_records(cut)) == records[:-1], "a record that is still being written"

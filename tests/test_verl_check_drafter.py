@@ -46,7 +46,6 @@ def refused(message, *args, **kwargs):
 
 def told_to_vllm(config):
     """Of a run that passes: its `speculative_config` as verl completes it, `model_tokens` and scheduler."""
-
     spec = check_config(config)
     OmegaConf.resolve(config)  # as verl's trainer does
     rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout)

@@ -50,7 +50,6 @@ def make_tiny_vl(folder):
 
 def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
     """That of transformers' class with this stem; `numbers` are the tokens'."""
-
     characters = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
     characters.decoder = tokenizers.decoders.Fuse()
     characters.add_special_tokens(list(SPECIAL))

@@ -110,7 +110,6 @@ def saved(folder, step):
 def make_policy(folder):
     """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
     trained policy, so that it soon repeats itself."""
-
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     own = {name: getattr(tokenizer, name) for name in names} | {"vocab_size": len(tokenizer)}
@@ -121,7 +120,6 @@ def make_policy(folder):
 
 def make_image_data(folder):
     """Two prompts of different length with an image each, as a parquet file of verl's."""
-
     rows = []
     for number in range(NUM_PROMPTS):
         png = io.BytesIO()

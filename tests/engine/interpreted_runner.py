@@ -119,7 +119,6 @@ def late(text):
 def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
     """What an engine gives for the requests of these names, what its drafter counted, and how its steps were
     scheduled. With a stop string, it serves more after the weights have changed."""
-
     settings = engine_settings(model, None if spec is None else {"history": 64} | spec)
     sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     sizes |= {"scheduling_policy": "priority"}  # of MIXED
@@ -235,7 +234,6 @@ def history(proposer):
 
 def graphs(manager, mode):
     """The graphs of STEPS, where CUDA's settings have `mode`."""
-
     settings = manager.compilation_config
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
     manager._candidates.clear()
@@ -266,7 +264,6 @@ def noted_calls(core):
 
 def noted_steps(scheduler, runner):
     """What the scheduler decides from now on, step by step."""
-
     host = getattr(runner, "draft_tokens_handler", None)
     batch = getattr(host, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []

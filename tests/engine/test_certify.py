@@ -104,7 +104,6 @@ def test_a_wrong_sampler_is_not_certified(chat_model, tmp_path, monkeypatch, cap
 
 def test_near_ties_are_explained_and_log_probabilities_compared(tiny_model, monkeypatch):
     """With drafts every logit is wrong by 0.003 at most, as numerics may have it, only more so."""
-
     engine, compute = vllm_certify.engine, LlamaForCausalLM.compute_logits
     error = 0.003 * torch.sin(torch.arange(VOCAB_SIZE) * 1.7)
 

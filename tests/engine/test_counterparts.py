@@ -25,7 +25,6 @@ def test_one_that_takes_other_arguments_is_not_replaced():
 
 def test_what_coupled_verification_does_not_know_is_refused():
     """vllm-ascend's logits with the token ids that were kept, and a form not yet seen."""
-
     counts = [2, 1]
     drafts, probs = torch.tensor([3, 4, 5], dtype=torch.int32), torch.rand(3, 50).softmax(dim=-1)
     bonus = torch.tensor([[0], [1]], dtype=torch.int32)

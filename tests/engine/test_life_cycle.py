@@ -89,7 +89,6 @@ def test_requests_in_flight_go_on(make_engine, what):
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine):
     """vLLM 0.32 verifies it too, and fails with top_k."""
-
     llm = make_engine({"batch_threshold": 0}, fresh=True)
     verifier = proposer_of(llm)._runner.rejection_sampler
     verifier.register_forward_pre_hook(lambda *_: pytest.fail("a step without drafts was verified"))

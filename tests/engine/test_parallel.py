@@ -43,7 +43,6 @@ def tiny_experts(tmp_path_factory):
 def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_model, spec):
     """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
     the token and its position."""
-
     arguments = {"tokenizer": chat_model, "enable_return_routed_experts": True}
     llm = new_engine(tiny_experts, spec, model=tiny_experts, **arguments)
     runner = runner_of(llm)
@@ -104,7 +103,6 @@ async def check_ranks(model, server_of, plain):
         for core in range(2):
             [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history")
             assert nums_kept(packed) == [2] * 4, "its own and the other's"
-
         spread_groups(engine, SpecConfig(routing="group"))
         assert await serve(server, 2) == plain
         await server.set_global_steps(2)
@@ -113,7 +111,6 @@ async def check_ranks(model, server_of, plain):
         assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
         of_cores = [nums_kept(content) for content in await server.take_history()]
         assert [sorted(nums) for nums in of_cores if any(nums)] == [[0, 0, 2, 2]] * 2
-
         # Every rank knows of all steps, also of those that it runs without requests.
         for _ in range(100):  # until the ranks rest
             seen = [await cores.call_workers(core, "last_step_of_the_ranks") for core in range(2)]
@@ -122,7 +119,6 @@ async def check_ranks(model, server_of, plain):
             await asyncio.sleep(0.1)
         assert seen[0] == seen[1]
         assert seen[0][0][0] > report.engine.num_steps // 2
-
         long = {"max_tokens": 480, "temperature": 1.0}
         samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))
         requests = engine.output_processor.request_states.values()
@@ -136,7 +132,6 @@ async def check_ranks(model, server_of, plain):
         assert (report.num_generated_tokens, report.requests) == (sum(lengths), [])
         # The tokens of the very last step may not have come through.
         assert 0 <= report.aborted.num_decoded_tokens - (sum(lengths) - 4) <= 4 * 9
-
         await server.resume_generation()
         await cores.call_workers(1, "pass_the_drafter_by")
         await serve(server, 1)

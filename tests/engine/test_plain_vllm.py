@@ -185,7 +185,6 @@ def test_drafts_are_refused_where_steps_have_too_many_logits(tiny_model, vocabul
 
     Ours has fewer in a step.
     """
-
     monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda _: vocabulary)
     monkeypatch.setattr(checks, "is_before", lambda minor: minor <= 29)
     config = configured(tiny_model, {}, max_num_seqs=1024, max_num_batched_tokens=16_384)
@@ -217,7 +216,6 @@ def test_graphs_that_let_drafts_read_later_ones_are_refused(
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):
     """They would draft different tokens, and hang."""
-
     config = configured(tiny_model, {})
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match=r"^prefill_context_parallel_size=2: must be 1 with [^\n]*$"):

@@ -65,7 +65,6 @@ def model(tmp_path_factory):
 @pytest.fixture
 def as_it_is(monkeypatch):
     """vLLM's own treatment of recurrent layers."""
-
     undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
     undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
     monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
@@ -153,7 +152,6 @@ def graphs_of_mrv2(vllm_config):
 
 def builder_of(name, vllm_config):
     """vLLM's own, of the metadata of a policy's recurrent layers."""
-
     k = vllm_config.num_speculative_tokens
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     spec = MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float32,), num_speculative_blocks=k)
@@ -297,7 +295,6 @@ def with_images(request, seeds):
 
 def with_embeddings(request, seed):
     """vLLM refuses log-probabilities of such a prompt."""
-
     if request.params.prompt_logprobs is not None:
         return request
     rows = torch.randn(12, 128, generator=torch.Generator().manual_seed(seed))

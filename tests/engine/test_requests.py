@@ -70,7 +70,6 @@ def same_in_both(engines, *asked, prompt=PROMPT):
 
 def test_every_field_has_a_verdict():
     """A field that a new vLLM brings fails here until somebody decides."""
-
     for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
         known = [option.name for option in options if serving.VLLM in option.versions]
         assert sorted(found.__struct_fields__) == sorted(known)
@@ -146,7 +145,6 @@ BYTES += [
 @pytest.fixture(scope="module")
 def byte_engines(tiny_model, tmp_path_factory):
     """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
-
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     names = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
@@ -162,7 +160,6 @@ def byte_engines(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_characters_of_several_tokens(byte_engines, is_fast, monkeypatch):
     """Responses end, are stopped and are streamed in the middle of characters."""
-
     if not is_fast:
         monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
     same = functools.partial(same_in_both, byte_engines, prompt={"prompt_token_ids": [*range(3, 30)]})

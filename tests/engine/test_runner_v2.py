@@ -70,7 +70,6 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
 )
 def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tmp_path, monkeypatch):
     """But for LoRA."""
-
     architecture = f"{name}ForCausalLM"
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
     plain, drafted = (configured(str(tmp_path), spec, **arguments) for spec in (None, {}))

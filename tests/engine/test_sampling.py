@@ -64,7 +64,6 @@ def test_drafts_leave_the_distribution(make_engine):
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
 def test_a_thinking_budget_follows_its_request(budgets):
     """Where two rows are swapped, and then one takes the place of a request with a budget that has ended."""
-
     thinking_budget.fix(thinking_budget_state)
     marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
     holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)

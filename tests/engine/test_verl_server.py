@@ -65,7 +65,6 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
 
 def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, caplog):
     """It would take them from a field that no vLLM has."""
-
     fields = asyncio.run(make_server({}).generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
     given = [[fields[f"spec_num_{name}"]] for name in ("draft_tokens", "accepted_tokens", "verify_steps")]
     metrics = compute_spec_decode_metrics(*given)
@@ -127,7 +126,6 @@ def test_an_engine_without_the_drafter_fails_the_run(make_server):
 @pytest.mark.usefixtures("own_process_groups")
 def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_server, monkeypatch):
     """States and texts of the first round are of older weights."""
-
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)  # as in `recurrent_scenarios`
     replace_layers()
     model = make_recurrent("qwen3_next", tmp_path)
@@ -167,7 +165,6 @@ async def one_round(server):
 
 def test_turns_with_images(tmp_path, make_server):
     """Siblings of three turns, with images in the first, the second and the third turn."""
-
     model, processor = make_tiny_vl(tmp_path), make_processor()
     banned = get_vision_placeholder_token_ids(processor)
     assert len(banned) == 2

@@ -53,7 +53,6 @@ def make_even(folder):
 
 def make_eagle(target, folder, reads):
     """A target's last layer after what `fc` takes of its input, the token or the state."""
-
     weights = loaded(target)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
     head = {"embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
@@ -66,7 +65,6 @@ def make_eagle(target, folder, reads):
 
 def make_mtp(folder, chat_model):
     """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
-
     shutil.copytree(chat_model, folder)
     of_chat_model = json.loads((folder / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -87,7 +85,6 @@ def make_mtp(folder, chat_model):
 
 def make_eagle3(target, folder):
     """A head of DRAFT_TOKENS: a target's last layer after what comes out of it."""
-
     weights, tokens = loaded(target), torch.tensor(DRAFT_TOKENS)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
     head: dict[str, Any] = {

@@ -68,7 +68,6 @@ def make_recurrent(name, folder, sees=False):
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
     much as the embedding does, so a wrong state shows in the tokens.
     """
-
     stem, fields = MODELS[name]
     config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") and not sees else f"{stem}Config"
     architecture = f"{stem}ForConditionalGeneration" if sees else f"{stem}ForCausalLM"
@@ -102,7 +101,6 @@ def make_mtp(name, folder):
 
     The layers say so little that the head is often right, and so much that a wrong state shows.
     """
-
     make_recurrent(name, folder)
     weights, own = loaded(folder), "model.layers.1."
     for key, value in weights.items():
