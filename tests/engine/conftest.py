@@ -38,12 +38,10 @@ def own_environment():
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     import torch
-    from vllm.engine.arg_utils import EngineArgs
 
     torch.set_num_threads(1)  # another test may have imported it already
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", collect_unless_vllm_asks)
-        patch.setattr(EngineArgs, "create_model_config", with_named_dtype(EngineArgs.create_model_config))
         yield
     os.environ.clear()
     os.environ.update(before)
@@ -53,21 +51,6 @@ def own_environment():
 def environment_of_engines():
     with own_environment():
         yield
-
-
-def with_named_dtype(create):
-    """Let every engine of this process say what it computes in.
-
-    vLLM's `auto` takes bfloat16 for a float32 model. Then the log-probabilities of one row and of several
-    rows differ by 0.05 on some processors and by nothing on others.
-    """
-
-    def create_with_named_dtype(arguments):
-        if arguments.dtype == "auto":
-            raise ValueError("dtype=auto: an engine of a test must name its dtype, for example float32")
-        return create(arguments)
-
-    return create_with_named_dtype
 
 
 def collect_unless_vllm_asks(generation=2, *, collect=gc.collect):

@@ -17,13 +17,12 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
-from rollout_spec.vllm.upstream import mend, recurrent_chunks, recurrent_rows
+from rollout_spec.vllm.upstream import mend, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
@@ -42,7 +41,8 @@ MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
 # Of policies with layers of Mamba 2 and of one with a head.
 SOME = ("crowded", "gate", "preempted")
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
-# Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
+# Without drafts too, linear attention takes a prompt of one token for a decoding row, which reads what an
+# earlier request left in its block.
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()
 
 pytestmark = [
@@ -60,22 +60,6 @@ def model(tmp_path_factory):
     plugin.register()
     replace_layers()
     return make_recurrent(MODEL, tmp_path_factory.mktemp(MODEL))
-
-
-@pytest.fixture
-def as_it_is(monkeypatch):
-    """vLLM's own treatment of recurrent layers."""
-    undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
-    undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
-    monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
-
-
-def undo_mends(monkeypatch, owner, *names):
-    for name in names:
-        current = getattr(owner, name)
-        while hasattr(current, "__rollout_spec_patch__"):
-            current = current.__wrapped__
-        monkeypatch.setattr(owner, name, current)
 
 
 def wrong(drafted, plain):
@@ -97,12 +81,6 @@ def test_drafts_change_nothing(results, model):
     assert rows["beside drafts"] > 0 and rows["left out"] > 0
     assert wrong(results["drafted"], results["plain"]) == set()
     assert results["drafted"]["state_bytes"] == said_bytes(model, 7)
-
-
-def test_before_0_32_a_prompt_of_one_token_reads_an_old_state_without_drafts_too(results):
-    """Linear attention takes it for a decoding row, which reads what an earlier request left in its block."""
-    plain = results["plain"]
-    assert (plain["single_tokens"] == plain["fresh_single_tokens"]) == (MINOR >= 32)
 
 
 def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results):
@@ -218,23 +196,9 @@ def assert_right_with_mamba_2(folder, plain=None, k=7):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
-def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(mamba_2, monkeypatch):
-    folder, plain = mamba_2
-    monkeypatch.setattr(recurrent_chunks, "fix", lambda _: None)
-    undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
-    assert wrong(served(folder, GATED, SOME, **SHORT_STEPS), plain) == {"preempted"}
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("k", "arguments"), [(3, {"threshold": 64}), (7, SHORT_STEPS)], ids=["3", "7"])
 def test_drafts_change_nothing_in_any_scenario(model, k, arguments):
     drafted_right(model, k, None, **arguments)
-
-
-@pytest.mark.long
-def test_the_mend_is_needed_until_vllm_is_right(model, as_it_is):
-    assert bool(wrong(served(model, GATED), served(model, None))) == (MINOR < 32)
 
 
 @pytest.mark.long
