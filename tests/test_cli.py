@@ -50,10 +50,7 @@ MISTAKES = [
     ("certify --model x --dtype int8", "--dtype: invalid choice: 'int8'"),
     ("certify --model x --group-sizes two", "--group-sizes: invalid int value: 'two'"),
     ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
-    (
-        "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
-        "tokens that it drafts, 1 to 4",
-    ),
+    ("certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5", "that it drafts, 1 to 4"),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
     ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),

@@ -213,6 +213,7 @@ def mrv2_step(counts=DRAFTS):
 
 
 RACE = "rollout_spec.verification.coupled._block_masses"
+DRAWN = [RACE, RACE]
 TOKENS = "rollout_spec.verification.transfers.fetched"
 LOGPROBS = "rollout_spec.vllm.mrv1.kept_logprobs._get_logprobs_tensors"
 # By step: what the host waits in, and the copies to the device that nothing waits for.
@@ -222,19 +223,15 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
     "plain, all rows greedy": (lambda: Engine(GREEDY).plain(), [], 0),
     "plain, with log-probabilities": (lambda: Engine(SAMPLED, logprobs=0).plain(), [RACE], 1),
     "plain, with top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).plain(), [RACE], 1),
-    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [RACE, RACE, TOKENS], 2),
-    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [RACE, RACE, TOKENS], 3),
+    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [*DRAWN, TOKENS], 2),
+    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [*DRAWN, TOKENS], 3),
     "with drafts, all rows greedy": (lambda: Engine(GREEDY).with_drafts(), [TOKENS], 1),
-    "with drafts, top-k and top-p": (
-        lambda: Engine(SAMPLED, is_cut=True).with_drafts(), [RACE, RACE, TOKENS], 2,
-    ),
+    "with drafts, top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).with_drafts(), [*DRAWN, TOKENS], 2),
     "with drafts and log-probabilities": (
-        lambda: Engine(SAMPLED, logprobs=0).with_drafts(), [RACE, RACE, TOKENS, LOGPROBS], 3,
+        lambda: Engine(SAMPLED, logprobs=0).with_drafts(), [*DRAWN, TOKENS, LOGPROBS], 3,
     ),
     # vLLM copies rows and tokens, for the drafts and again for what comes behind them.
-    "with drafts and min_tokens": (
-        lambda: Engine(SAMPLED, min_tokens=9).with_drafts(), [RACE, RACE, TOKENS], 2 + 2 + 2,
-    ),
+    "with drafts and min_tokens": (lambda: Engine(SAMPLED, min_tokens=9).with_drafts(), [*DRAWN, TOKENS], 6),
     "with drafts, on MRV2": (mrv2_step, [], 0),
 }  # fmt: skip
 

@@ -80,9 +80,7 @@ FORMS = {
         for p, r in WANTED
         for ids in r
     ],
-    "a recording": [
-        {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
-    ],
+    "recorded": [{"group": f"{i}", "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)],
     "chats": [{"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS],
 }
 VERL_ROW = FORMS["verl"][0]
@@ -143,7 +141,7 @@ def test_rows_without_a_response_are_counted(tmp_path, tokenizer, caplog):
 
 
 def test_gzipped_files_with_a_mark_at_their_begin(tmp_path, tokenizer):
-    for content in (VERL, lines(FORMS["a recording"])):
+    for content in (VERL, lines(FORMS["recorded"])):
         assert read_back(tmp_path, gzip.compress(b"\xef\xbb\xbf" + content), tokenizer) == WANTED
 
 
@@ -163,11 +161,10 @@ def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
 
 
 THREE = (3, 3.0, "3", "3.0", "step_3", "global_step_3")
+SAID = [*((step, 3) for step in THREE), (-1, -1), ("", None), (None, None)]
 
 
-@pytest.mark.parametrize(
-    ("step", "wanted"), [*((step, 3) for step in THREE), (-1, -1), ("", None), (None, None)]
-)
+@pytest.mark.parametrize(("step", "wanted"), SAID)
 def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted):
     rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
     (tmp_path / "x.jsonl").write_bytes(lines(rows))

@@ -160,11 +160,8 @@ def test_figures_by_step_and_by_length(record):
 
 
 def test_sentences_say_losses_and_nothing_of_a_tail_that_is_none(record):
-    for tokens_per_step, said in (
-        (1.5, "Drafts would give 1.50 tokens"),
-        (1.004, "Drafts would change nothing"),
-    ):
-        assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
+    for tokens_per_step, said in ((1.5, "give 1.50 tokens"), (1.004, "change nothing")):
+        assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(f"Drafts would {said}")
     with_tail, without = (sentences(record | {"tail_tokens_per_step": value})[0] for value in (1.0, 0.0))
     assert "; 1.00 near the end of a prompt, when a quarter" in with_tail and "quarter" not in without
     said = headline(record | {"tail_share": 0.001})

@@ -47,13 +47,11 @@ def answers(server_of, monkeypatch):
     """`answers(...)`: how verl's own server ends requests; in the list their parameters will be."""
     asked: list[Any] = []
 
-    def install(token_ids=(8,), **extra_fields):
+    def install(token_ids=(8,), **fields):
         async def generate(self, _, sampling_params, request_id):
             self._windows.admit()
             asked.append(sampling_params)
-            return SimpleNamespace(
-                token_ids=token_ids, extra_fields={**extra_fields}, stop_reason="completed"
-            )
+            return SimpleNamespace(token_ids=token_ids, extra_fields={**fields}, stop_reason="completed")
 
         monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
         return asked

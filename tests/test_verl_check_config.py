@@ -247,11 +247,7 @@ def test_a_command_ends_with_one_line_before_ray_starts(arguments, refusal, star
         ("ppo_trainer", "rollout: {spec: {history: 4}}", "rollout.spec in a YAML file: "),
         ("ppo_trainer", "rollout.spec: sam", "rollout.spec in a YAML file: "),
         ("ppo_trainer", "rollout.spec.history: 4", "rollout.spec.history in a YAML file: "),
-        (
-            "ppo_trainer",
-            "actor_rollout_ref: {rollout: {spec: sam}}",
-            "actor_rollout_ref.rollout.spec in a YA",
-        ),
+        ("ppo_trainer", "actor_rollout_ref: {rollout: {spec: sam}}", "actor_rollout_ref.rollout.spec in a "),
         ("/rollout.spec: sam, ppo_trainer", "", f"{ROUTER}=null: rollout.spec had set it. In a "),
         ("ppo_trainer, /rollout.spec: sam", "rollout: {spec: {corpus: null}}", None),
         ("ppo_trainer", "rollout: {other: 1}", None),

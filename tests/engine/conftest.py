@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 
+closed = itertools.count(1)  # engines
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
 # An engine without drafts whose samples are those of engines with drafts.
@@ -194,7 +196,6 @@ def close(engines):
     """
     from vllm.envs import disable_envs_cache
 
-    global num_closed
     for engine in engines:
         client = engine.llm_engine.engine_core
         if finalizer := getattr(client, "_finalizer", None):  # from vLLM 0.32 on it would end the groups too
@@ -203,13 +204,9 @@ def close(engines):
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()
-        num_closed += 1
-        if num_closed % 8 == 0:
+        if next(closed) % 8 == 0:
             gc.collect()
     disable_envs_cache()
-
-
-num_closed = 0
 
 
 def core_of(llm):

@@ -41,6 +41,3 @@ def graphs(runner, mode="FULL_AND_PIECEWISE"):
 
 def test_full_graphs_are_for_plain_steps(runner):
     assert {mode: graphs(runner, mode) for mode in GRAPHS} == GRAPHS
-    # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
-    runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
-    assert graphs(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]

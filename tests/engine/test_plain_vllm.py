@@ -275,15 +275,12 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
 @pytest.mark.parametrize(
     ("where", "patch"),
     [
-        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
-        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
-        ("rejection_sampler.RejectionSampler.forward", "vllm-coupled-verification"),
-        (
-            "logits_processor.builtin.MinTokensLogitsProcessor.apply_with_spec_decode",
-            "vllm-min-tokens-bonus",
-        ),
-        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
-        ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
+        ("sampler.Sampler.forward", "keyed-sampler"),
+        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "keyed-sampler"),
+        ("rejection_sampler.RejectionSampler.forward", "coupled-verification"),
+        ("logits_processor.builtin.MinTokensLogitsProcessor.apply_with_spec_decode", "min-tokens-bonus"),
+        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "kept-logprobs"),
+        ("rejection_sampler.rejection_sample", "coupled-verification"),
     ],
 )
 def test_other_samplers_of_vllm_are_refused_and_doctor_fails(tiny_model, monkeypatch, capsys, where, patch):
@@ -291,7 +288,7 @@ def test_other_samplers_of_vllm_are_refused_and_doctor_fails(tiny_model, monkeyp
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
-    message = f"patch '{patch}' does not fit the installed packages"
+    message = f"patch 'vllm-{patch}' does not fit the installed packages"
     capsys.readouterr()
     assert main(["doctor"]) == 1
     line, *_ = capsys.readouterr().out.splitlines()  # failures come first

@@ -137,9 +137,9 @@ def test_the_samples_of_one_request_have_keys_of_their_own(engines):
 # Whole characters of one to four bytes, pieces that begin one, end one or both, and parts of long ones.
 BYTES = [bytes([97 + i % 26, 0xC3 + i, 0x80 + i])[i % 2 :] for i in range(28)]
 BYTES += [bytes([0x80 + i, 97 + i % 26, 0xC3 + i % 28])[i % 3 // 2 : 2 + i % 3] for i in range(88)]
-BYTES += [
-    *b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
-]
+BYTES += (
+    b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
+)
 
 
 @pytest.fixture(scope="module")

@@ -64,10 +64,8 @@ def test_no_row_is_split(ways, monkeypatch):
 @pytest.mark.skipif(version() == "0.23.0", reason="the tests interpret the kernels of vLLM 0.24 and later")
 def test_of_tokens_that_tie_the_smallest_ids_stay(tmp_path):
     found = interpreted("tests.engine.interpreted_cuts", tmp_path / "results.json")
-    assert all(one["are_first"] for name, one in found.items() if name.startswith("alike"))
-    assert {*found["alike, top-k, 7"]["kept"], *found["alike, top-k, 8"]["kept"]} == {20}
-    if version() in ("0.24.0", "0.29.0"):
-        assert max(found["vLLM's, top-k, 7"]["kept"]) > 20, "some tie at the 20th place"
+    assert all(one["are_first"] for one in found.values())
+    assert {*found["top-k, 7"]["kept"], *found["top-k, 8"]["kept"]} == {20}
 
 
 @pytest.mark.skipif(not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="before vLLM 0.32")
