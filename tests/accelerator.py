@@ -48,7 +48,6 @@ class Accelerator(TorchDispatchMode):
         self._held, self.peak = self._num_bytes(), 0
 
     def wait(self):
-        """The host waits."""
         self.waits.append(place())
         self.log.append("wait")
 
@@ -131,7 +130,6 @@ class Accelerator(TorchDispatchMode):
 
 
 def is_there(x):
-    """Whether it is a tensor on the device."""
     return isinstance(x, FakeTensor)
 
 

@@ -217,7 +217,6 @@ def test_a_closed_index_refuses_every_call(index):
 
 
 def test_a_module_of_an_older_version_is_told_from_a_broken_one():
-    """It lacks what later versions have."""
     older = "types.SimpleNamespace(ffi=None, lib=types.SimpleNamespace(rs_abi_version=lambda: 4))"
     module = "sys.modules['rollout_spec.drafting._native']"
     script = f"import sys, types; {module} = {older}; import rollout_spec.drafting.index"

@@ -36,7 +36,6 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(not SCRIPTS, reason="no UNI_A
 
 
 def launched(script, folder):
-    """What the script gives to verl's trainer."""
     programs, called = folder / "bin", folder / "called"
     programs.mkdir()
     for name in PROGRAMS:

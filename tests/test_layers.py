@@ -101,7 +101,6 @@ def test_every_import_is_in_the_contract():
 
 @pytest.mark.parametrize("depth", [2, 99], ids=["packages", "modules"])
 def test_nothing_imports_in_circles(depth):
-    """Not inside functions either."""
     TopologicalSorter(graph(depth)).prepare()  # raises CycleError
 
 

@@ -34,7 +34,6 @@ def composed(recipe, name, *overrides):
 
 
 def check(config):
-    """All that verl and we check before anything is launched."""
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):

@@ -28,7 +28,6 @@ NEMOTRON_H: dict[str, Any] = {
 
 
 def run_of(fields, folder, group, k=None):
-    """A composition with a policy of this config.json, and K draft tokens."""
     (folder / "config.json").write_text(json.dumps(fields))
     config = composed(group)
     config.actor_rollout_ref.model.path = str(folder)

@@ -28,7 +28,6 @@ def line(group, prompt, *lengths, rng=None):
 
 
 def rollouts(num_groups=6, group_size=8, seed=3):
-    """Groups with long-tailed lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
     return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
@@ -97,7 +96,6 @@ class ContextTimes(StepTimes):
 
 
 def right_model(response, num_tokens):
-    """The drafts of one that is always right."""
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
     return Proposals(tokens, np.full(tokens.shape, 9, np.float32))

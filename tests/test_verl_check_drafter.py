@@ -31,7 +31,6 @@ def head(tmp_path):
 
 
 def changed(groups, *values, drafter=None):
-    """A composition of these groups with other values."""
     config = composed(*groups)
     for key, value in itertools.chain(*(each.items() for each in values)):
         OmegaConf.update(config, key, value, force_add=key.startswith(ENGINE))

@@ -151,7 +151,6 @@ def write_model(folder, fields):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    """Has the driver see what a version of vLLM holds."""
 
     def install(version):
         for module in ("vllm.versions", "verl.check_engine"):

@@ -121,7 +121,6 @@ def engine_settings(model, spec=None):
 
 
 def configured(model, spec=None, **arguments):
-    """The configuration of an engine, which is not started."""
     from vllm.engine.arg_utils import EngineArgs
 
     plugin.register()

@@ -10,7 +10,6 @@ VOCAB_SIZE = 1000
 
 
 def main():
-    """By the kind and the number of rows: see `cut`."""
     cut_rows_alike()
     return {f"{kind}, {num}": cut(num, *kept) for kind, kept in CUTS.items() for num in (1, 7, 8)}
 

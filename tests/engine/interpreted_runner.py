@@ -233,7 +233,6 @@ def history(proposer):
 
 
 def graphs(manager, mode):
-    """The graphs of STEPS, where CUDA's settings have `mode`."""
     settings = manager.compilation_config
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
     manager._candidates.clear()
@@ -263,7 +262,6 @@ def noted_calls(core):
 
 
 def noted_steps(scheduler, runner):
-    """What the scheduler decides from now on, step by step."""
     host = getattr(runner, "draft_tokens_handler", None)
     batch = getattr(host, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []

@@ -145,7 +145,6 @@ SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
 
 def with_mtp(k):
-    """Arguments of an engine in which the policy's own head drafts beside the text."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k}}
 
 

@@ -148,7 +148,6 @@ def graph_of(runner, rows, num_prompts=0, rank=0):
 
 
 def is_for_drafts(graph):
-    """Whether it takes rows of 1 to K + 1 tokens."""
     longest = getattr(graph, "max_query_len", None)
     return longest == 1 + K or graph.uniform_token_count == graphs_24.VARYING
 

@@ -101,7 +101,6 @@ def assert_both_draft(found):
 
 
 def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempting):
-    """And then taken again; what was left out does no harm."""
     found = preempting["preempted"]
     assert_each_same(found["requests"], preempting["plain"]["requests"])
     assert_both_draft(found)

@@ -63,7 +63,6 @@ def model(tmp_path_factory):
 
 
 def wrong(drafted, plain):
-    """The scenarios with other tokens."""
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
     assert drafted["rows"]["alone"] > 0, "rows without a draft after one, in steps without drafts"
@@ -116,7 +115,6 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, res
 
 
 def graphs_of_mrv2(vllm_config):
-    """vLLM's own manager of graphs, as our runner has it."""
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     query_len = 1 + vllm_config.num_speculative_tokens
@@ -129,7 +127,6 @@ def graphs_of_mrv2(vllm_config):
 
 
 def builder_of(name, vllm_config):
-    """vLLM's own, of the metadata of a policy's recurrent layers."""
     k = vllm_config.num_speculative_tokens
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     spec = MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float32,), num_speculative_blocks=k)
@@ -171,7 +168,6 @@ def drafted_right(folder, k, names=SOME, plain=None, head=None, threshold=4, **a
 
 @pytest.fixture(scope="module")
 def mamba_2(model, tmp_path_factory):
-    """A tiny Nemotron-H, and what it gives without drafts."""
     folder = make_recurrent("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
     return folder, served(folder, None, SOME, **SHORT_STEPS)
 
