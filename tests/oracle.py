@@ -30,7 +30,6 @@ def suffixes(text):
 
 
 def num_alike(text, other):
-    """With how many of the same tokens both begin."""
     return [*(a == b for a, b in zip(text, other, strict=False)), False].index(False)
 
 
@@ -58,7 +57,6 @@ class ContextsOracle:
         return next((slot for slot in self.bucket(identity) if slot[0] == identity), None)
 
     def learn(self, identities, token):
-        """The token came after these contexts."""
         for identity in identities:
             self.learn_in(identity, token)
         for _ in range(min(self.SPLITS_PER_TOKEN, self.num_wanted - len(self.buckets))):
@@ -353,7 +351,6 @@ class GroupOracle:
 
 
 def group_of(texts):
-    """A group in which these are indexed."""
     group = GroupOracle((), Options(num_speculative_tokens=1))
     for text in texts:
         group.set_prompt(text)
@@ -414,7 +411,6 @@ class SequenceOracle:
         self.num_followed = min(self.num_followed, num_kept)
 
     def index(self, num):
-        """So much of what is behind."""
         for token in self.said[len(self.text) :][:num]:
             if len(self.text) < self.num_followed:
                 self.text += (token,)

@@ -137,7 +137,6 @@ def test_a_validation_is_served_and_neither_counted_nor_recorded(run):
 
 
 def test_the_trainers_own_engine_serves_beside_the_other(separate):
-    """How often it comes back depends on how fast the other one is."""
     assert {response.replica for response in separate.ended("train")} == {0, 1}
 
 

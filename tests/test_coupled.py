@@ -293,7 +293,6 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name):
 
 
 def test_what_cannot_be_drawn_falls_short_by_infinity():
-    """Also where nothing of the token's block, or of the row, can be drawn."""
     n, first = 20, torch.zeros(20, dtype=torch.int64)
     for end in (1, blocks.BLOCK_SIZE, 600):
         logits = target(600).repeat(n, 1)

@@ -239,7 +239,6 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("chunk_size", [1 << 10, 1 << 22])
 def test_what_a_step_waits_for_and_sends(name, chunk_size, vllm, monkeypatch):
-    """However many chunks it works in."""
     monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
     step, places, num_sent = STEPS[name]
     accelerator = step()

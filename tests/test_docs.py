@@ -66,7 +66,6 @@ def test_every_example_has_arguments_that_exist(page):
 
 
 def anchors_of(page):
-    """Of a page's headings, as mkdocs and GitHub make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 

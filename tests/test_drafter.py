@@ -57,7 +57,6 @@ def make(*names, **options):
 
 
 def steps_told(gate):
-    """Of which steps the gate hears from now on."""
     steps, begin = list[Step](), gate.begin
     gate.begin = lambda step: (steps.append(step), begin(step))[1]
     return steps
@@ -326,7 +325,6 @@ def test_text_is_indexed_while_a_device_is_waited_for():
 
 
 def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts():
-    """Idle groups make room first."""
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, max_index_mb=1))
     batch = Batch(drafter, num_rows=4, length=40_000)
     text = speak(np.random.default_rng(0), 40_000)

@@ -107,7 +107,6 @@ def test_a_text_of_another_vocabulary_is_refused():
 
 @pytest.mark.parametrize("num_tokens", [60_000, 10_000])
 def test_a_full_index_does_without_history(num_tokens):
-    """What turns out too long for it is left out, and rows have room."""
     drafter = Drafter(SpecConfig(history=2, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
     rng = np.random.default_rng(3)
     for _ in range(2):

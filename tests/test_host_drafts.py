@@ -77,7 +77,6 @@ class SomeMRV2(mrv2.GPUModelRunner):
 
 
 def mrv2_host(accelerator, rows):
-    """A runner of MRV2 with our drafter, and these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
     runner = bare(

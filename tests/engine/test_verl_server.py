@@ -164,7 +164,6 @@ async def one_round(server):
 
 
 def test_turns_with_images(tmp_path, make_server):
-    """Siblings of three turns, with images in the first, the second and the third turn."""
     model, processor = make_tiny_vl(tmp_path), make_processor()
     banned = get_vision_placeholder_token_ids(processor)
     assert len(banned) == 2
