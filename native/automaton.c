@@ -24,7 +24,7 @@
 
 static rs_status reserve_states(rs_automaton *a, uint32_t num) {
     uint64_t needed = (uint64_t)a->num_states + num;
-    return rs_reserve(a->memory, (void **)&a->states, &a->capacity, needed, sizeof *a->states);
+    return RS_RESERVE(a->memory, a->states, a->capacity, needed);
 }
 
 static void make_root(rs_automaton *a) {
@@ -43,15 +43,15 @@ rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
 }
 
 void rs_automaton_reset(rs_automaton *a) {
-    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
     memset(&a->pool, 0, sizeof a->pool);
-    rs_resize(a->memory, (void **)&a->states, &a->capacity, 1, sizeof *a->states);
+    RS_RESIZE(a->memory, a->states, a->capacity, 1);
     make_root(a);
 }
 
 void rs_automaton_free(rs_automaton *a) {
-    rs_resize(a->memory, (void **)&a->states, &a->capacity, 0, sizeof *a->states);
-    rs_resize(a->memory, (void **)&a->pool.units, &a->pool.capacity, 0, sizeof *a->pool.units);
+    RS_RESIZE(a->memory, a->states, a->capacity, 0);
+    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
     memset(a, 0, sizeof *a);
 }
 
@@ -92,10 +92,7 @@ static void redirect(rs_automaton *a, uint32_t state, int32_t token, uint32_t fr
 static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uint32_t origin) {
     uint32_t block = 0;
     if (a->states[origin].block != 0) {
-        rs_status status = rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block);
-        if (status != RS_OK) {
-            return status;
-        }
+        RS_TRY(rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block));
     }
     uint32_t clone = a->num_states++;
     a->states[clone] = a->states[origin];
@@ -154,21 +151,15 @@ static void count_suffixes(rs_automaton *a, uint32_t state) {
 }
 
 rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
-    rs_status status = reserve_states(a, 2);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(reserve_states(a, 2));
     const uint32_t *target = rs_find(a, *last, token);
     uint32_t after = a->num_states;
     if (target == NULL) {
-        status = create_state(a, *last, token);
+        RS_TRY(create_state(a, *last, token));
     } else if (a->states[*target].len == a->states[*last].len + 1) {
         after = *target;
     } else {
-        status = clone_state(a, *last, token, *target);
-    }
-    if (status != RS_OK) {
-        return status;
+        RS_TRY(clone_state(a, *last, token, *target));
     }
     count_suffixes(a, after);
     *last = after;

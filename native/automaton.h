@@ -12,7 +12,7 @@
 
 #include "transitions.h"
 
-enum { RS_ROOT = 0 };
+enum { RS_ROOT = 0, RS_COUNTED_STATES = 8 /* of the longest suffixes: only these count a new token */ };
 static const uint32_t RS_NO_STATE = UINT32_MAX;
 
 typedef struct {

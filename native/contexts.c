@@ -18,8 +18,7 @@ enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
-    rs_status status = rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, FIRST_NUM_BUCKETS,
-                                 sizeof *contexts->buckets);
+    rs_status status = RS_RESIZE(memory, contexts->buckets, contexts->capacity, FIRST_NUM_BUCKETS);
     if (status == RS_OK) {
         memset(contexts->buckets, 0, FIRST_NUM_BUCKETS * sizeof *contexts->buckets);
         contexts->num_buckets = FIRST_NUM_BUCKETS;
@@ -28,7 +27,7 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
 }
 
 void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
-    rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, 0, sizeof *contexts->buckets);
+    RS_RESIZE(memory, contexts->buckets, contexts->capacity, 0);
 }
 
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */
@@ -109,7 +108,7 @@ static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
         memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
     if (fits && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
-        rs_resize(memory, (void **)&contexts->buckets, &contexts->capacity, capacity, sizeof *contexts->buckets);
+        RS_RESIZE(memory, contexts->buckets, contexts->capacity, capacity);
     }
 }
 

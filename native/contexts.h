@@ -53,8 +53,9 @@ static inline int32_t rs_recent_last(const rs_recent *recent) {
 /* The tags of the contexts that the next token has. Sequences with different own_salts share no own context. */
 void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[RS_NUM_CONTEXTS]);
 
-/* The token came after these contexts. Twice the buckets when most slots are used, at most an eighth of the byte budget;
- * where there is no memory for it, the table stays as it is. */
+/* The token came after these contexts. Twice the buckets when most slots are used, at most an eighth of the byte budget.
+ * Idle groups leave the index for that, as for any text: in time they fill every budget, so the table would never grow
+ * beside them. Where none is left and there is no memory, it stays as it is. */
 void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token);
 
 /* The bucket for this tag. */

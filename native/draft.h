@@ -1,8 +1,17 @@
-/* A walk through everything that was indexed, which collects the draft after a sequence's text. */
+/* A draft: what may come after a sequence's text, token by token.
+ *
+ * A continuation of a string is a token that came after it, in the text of any sequence of the group. The match is the
+ * longest suffix of the sequence's text, the whole included, that has one. Strings that end at the same positions are a
+ * class, one state of the automaton. At each position experts propose a token, as draft.c pictures: a match proposes its
+ * most frequent continuation, on a tie the one that came first. The best proposal is drafted; evidence.h says how the
+ * probability is learned that it is accepted. A draft ends before the token with which the product of these, the survival,
+ * falls below min_survival. */
 #ifndef RS_DRAFT_H
 #define RS_DRAFT_H
 
 #include "index.h"
+
+enum { RS_MAX_BRANCHES = 64 /* continuations of a match that are looked at: the earliest */ };
 
 /* What a model drafts after a sequence's text. */
 typedef struct {

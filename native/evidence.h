@@ -1,14 +1,11 @@
 /* From what several experts propose to one draft token and the probability that it is accepted.
  *
- * An expert is a place where the next token may be found: the longest match and the next shorter
- * one in the group's automaton, the longest in the corpus, the contexts of contexts.h, and a model. Each
- * proposes one token. How often an expert's proposals were right is counted in a cell, one for each
- * kind of circumstance (match length, count, and share of the continuation; confidence; depth and confidence). The experts'
- * probabilities are combined by logistic mixing with weights that are learned online, as in the PAQ
- * compressors (Mahoney, Adaptive weighing of context models, 2005). A weight is the sum of three,
- * looked up by the token before, by the candidate, and by which of the experts propose it: some tokens
- * are more predictable than others, and so are some coalitions. Everything is learned from what the
- * target then samples, and only then: a cell begins with the prior of its circumstance, so that asking changes nothing. */
+ * How often an expert's proposals were right is counted in a cell, one for each kind of circumstance (match length, count,
+ * and share of the continuation; confidence; depth and confidence). The experts' probabilities are combined by logistic
+ * mixing with weights that are learned online, as in the PAQ compressors (Mahoney, Adaptive weighing of context models,
+ * 2005). A weight is the sum of three, looked up by the token before, by the candidate, and by which of the experts propose
+ * it: some tokens are more predictable than others, and so are some coalitions. Everything is learned from what the target
+ * then samples, and only then: a cell begins with the prior of its circumstance, so that asking changes nothing. */
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 

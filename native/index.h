@@ -1,4 +1,6 @@
-/* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them. */
+/* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them.
+ *
+ * index.c and step.c call groups.c, and all three call sequences.c, which calls none of them. */
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
@@ -6,13 +8,13 @@
 #include "error.h"
 #include "evidence.h"
 
-/* How far a text is indexed, and where it is there. Zeros: the empty one. */
+/* How far a text is indexed. Zeros: the empty one. */
 typedef struct {
     int32_t indexed;  /* the level up to which it is */
     uint32_t last;    /* the state of its tokens up to there */
     rs_recent recent; /* their end */
     rs_match corpus;  /* the longest suffix of them that is in the corpus */
-} rs_place;
+} rs_position;
 
 /* What runs is in the batches of steps. What is parked may run again. A text closes itself when it is indexed. */
 typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
@@ -20,19 +22,19 @@ typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
 typedef struct rs_sequence rs_sequence;
 struct rs_sequence {
     rs_kind kind;
-    bool is_left_out;      /* there was no memory for more of it: the next step drops its row */
+    bool has_no_memory;    /* for more of it: the next step drops its row */
     bool is_resumed;       /* the next step compares its row with its text */
     int32_t id;
     int32_t group;
     rs_sequence *prompt;   /* after which it begins; NULL: it is one itself */
     rs_sequence *next;     /* of its group; NULL: none */
     rs_sequence *previous; /* likewise */
-    uint32_t behind;       /* its place in the queue of those that are, from 1; 0: it is not there */
+    uint32_t queued;       /* its number in the queue, from 1; 0: it is not there */
     int32_t num_after;     /* of a prompt: sequences that begin after it */
     int32_t start;         /* the level at which its text begins: the prompt's length */
     int32_t end;           /* the level at which its text ends */
     int32_t followed;      /* up to this level the text is in the automaton already, and is not counted again */
-    rs_place at;
+    rs_position at;
     int32_t *text;
     uint32_t text_capacity;
     rs_prediction *predictions; /* [num_speculative_tokens], only while it runs */
@@ -44,13 +46,13 @@ struct rs_sequence {
 
 typedef struct {
     bool open;
-    bool is_thin;        /* it has lost a text, or had no room for one: to be given up once it is idle */
+    bool lacks_text;     /* has lost one, or had no memory for one: to be given up once it is idle */
     int32_t next_free;   /* while it is closed: in the list of free slots, or of those given up; -1: none */
     int32_t num_running; /* sequences; during a call also what has entered the group, so that it stays */
     int32_t older;       /* while it is idle, in the list of these: idle for longer; -1: none */
     int32_t newer;       /* likewise */
     rs_sequence *prompt; /* the latest; until a prompt is indexed as a whole, nothing that begins after it is */
-    rs_sequence *first;  /* of its sequences; NULL: none */
+    rs_sequence *first;  /* of its sequences, the latest first; NULL: none */
     uint64_t num_tokens;
     rs_automaton automaton;
 } rs_group;
@@ -63,7 +65,7 @@ typedef struct {
 typedef struct {
     uint64_t key; /* the least goes first, of equal ones that with the least serial */
     rs_sequence *sequence;
-} rs_behind;
+} rs_entry;
 
 struct rs_index {
     rs_options options;
@@ -80,26 +82,36 @@ struct rs_index {
     uint32_t slots_capacity;
     int32_t free_slot;
     uint32_t num_open; /* sequences */
-    rs_behind *behind; /* a heap of what can be indexed */
-    uint32_t num_behind;
-    uint32_t behind_capacity;
+    rs_entry *queue;   /* a heap of the unindexed texts that can be indexed */
+    uint32_t num_queued;
+    uint32_t queue_capacity;
     uint64_t num_serials;
-    uint64_t num_texts_left_out; /* ever, for want of memory */
+    uint64_t num_texts_left_out;
     uint64_t num_steps;
     rs_contexts contexts;
     rs_calibration calibration;
     rs_automaton corpus; /* states NULL: none */
 };
 
-static inline rs_group *rs_find_group(const rs_index *index, int32_t group) {
-    bool known = group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open;
-    return known ? index->groups + group : NULL;
-}
+/* ---- groups.c ---- */
 
-/* RS_EUNKNOWN: no open group has this id. */
-rs_status rs_require_group(const rs_index *index, int32_t group, rs_error *error);
+/* The open group with this id; NULL: there is none, and the error says so. */
+rs_group *rs_find_group(const rs_index *index, int32_t group, rs_error *error);
 
-/* One that runs or is parked: only these have callers. */
+/* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
+ * _park; others are during a call. */
+void rs_group_enter(rs_index *index, int32_t group);
+void rs_group_leave(rs_index *index, int32_t group);
+
+/* Close the group that has been idle longest; false where none is. `owner` is the index. */
+bool rs_give_up_idle(void *owner);
+
+/* Close an open group, whoever is in it. */
+void rs_group_free(rs_index *index, int32_t group);
+
+/* ---- sequences.c ---- */
+
+/* One that runs or is parked: only these have callers. NULL: there is none. */
 static inline rs_sequence *rs_find_sequence(const rs_index *index, int32_t sequence) {
     rs_sequence *found = sequence >= 0 && (uint32_t)sequence < index->num_slots ? index->slots[sequence].sequence : NULL;
     return found != NULL && (found->kind == RS_RUNNING || found->kind == RS_PARKED) ? found : NULL;
@@ -110,42 +122,40 @@ static inline bool rs_waits_for_prompt(const rs_sequence *sequence) {
     return sequence->prompt != NULL && sequence->prompt->at.indexed < sequence->prompt->end;
 }
 
-/* A sequence of this kind, with these tokens after its prompt, in a group that does not leave the index meanwhile. */
-rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, rs_sequence *prompt, const int32_t *tokens,
-                          int64_t num_tokens, rs_sequence **made);
+static inline bool rs_is_unindexed(const rs_sequence *sequence) {
+    return sequence->at.indexed < sequence->end || rs_waits_for_prompt(sequence);
+}
 
-/* After any change: whether something of it can be indexed, and when. */
-void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence);
+/* A sequence with these tokens after the prompt of its group, which does not leave the index meanwhile. A prompt takes the
+ * place of the group's. */
+rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
+                          rs_sequence **made);
 
-/* Whether everything that can be indexed is in the queue exactly once, in its order. */
-bool rs_behind_check(const rs_index *index);
+/* Its slot is closed, and its prompt's, if that is not its group's any more and nothing else begins after it. The group does
+ * not learn of it. */
+void rs_sequence_free(rs_index *index, rs_sequence *sequence);
+
+/* It runs again, which alone can fail; is parked; or is a text that closes itself. */
+rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind);
+
+/* There is no memory for more of it. */
+void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence);
 
 /* Its text ends at this level now, which is not below its start. */
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level);
 
-/* Its text goes on with these tokens, which are not indexed yet. Idle groups make room, and then spare text. */
+/* Its text goes on with these tokens, which are unindexed. Idle groups make room, and then idle text. */
 rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int64_t num_tokens);
 
-/* Index up to max_tokens of what is behind of a sequence whose prompt is whole, as far as there is room. For what runs and
- * for prompts spare text makes room: then it may be behind again. */
+/* Index up to max_tokens of a text, unless its prompt is unindexed, as far as there is room. For what runs and for prompts
+ * idle text makes room: then it may be unindexed again. */
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens);
 
 /* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
 
-/* Free a prompt that is not its group's any more, and after which nothing begins. */
-void rs_prompt_free_if_old(rs_index *index, rs_sequence *prompt);
-
-/* Its slot is closed; its group does not learn of it. */
-void rs_sequence_free(rs_index *index, rs_sequence *sequence);
-
-/* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
- * _park; rs_group_add leaves for its text. */
-void rs_group_enter(rs_index *index, int32_t group);
-void rs_group_leave(rs_index *index, int32_t group);
-
-/* Check what groups and sequences say of each other, and the closed slots: NULL, or what is broken. */
-const char *rs_tables_check(const rs_index *index);
+/* Whether everything that can be indexed is in the queue exactly once, in its order. */
+bool rs_queue_check(const rs_index *index);
 
 /* What keeps the own contexts of a text apart from those of others. */
 static inline uint64_t rs_own_salt(uint64_t serial) { return ~(serial << 8); }

@@ -1,7 +1,7 @@
 /* The account of an index's bytes, and growth of its arrays.
  *
- * Invariants: num_bytes is the sum of capacity * element_size over all arrays, and never above max_bytes; what their owner
- * can spare gives way to what is needed. */
+ * Invariants: num_bytes is the sum of capacity * element_size over all arrays, and never above max_bytes; what make_room
+ * frees gives way to what is needed. */
 #include "memory.h"
 
 #include <stdlib.h>

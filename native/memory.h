@@ -12,7 +12,7 @@ typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
     uint64_t kept_free;      /* of these, what is not for what is allocated now */
-    bool (*make_room)(void *owner); /* frees what its owner can spare; false: nothing. NULL: nobody is asked */
+    bool (*make_room)(void *owner); /* frees something; false: nothing. NULL: nobody is asked */
     void *owner;
 } rs_memory;
 
@@ -30,5 +30,20 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
 /* Make room for `needed` elements; grows geometrically. */
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
                      size_t element_size);
+
+/* Return the status from the function that this stands in, unless it is RS_OK. */
+#define RS_TRY(status)                    \
+    do {                                  \
+        const rs_status tried = (status); \
+        if (tried != RS_OK) {             \
+            return tried;                 \
+        }                                 \
+    } while (0)
+
+/* rs_resize and rs_reserve of an array and its capacity by their names. */
+#define RS_RESIZE(memory, array, capacity, new_size) \
+    rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
+#define RS_RESERVE(memory, array, capacity, needed) \
+    rs_reserve(memory, (void **)&(array), &(capacity), needed, sizeof *(array))
 
 #endif

@@ -3,43 +3,28 @@
  * This file is also the cffi cdef (native/build_native.py reads it and blanks the lines that start
  * with '#'): constants are enums, there are no function-like macros.
  *
- * An index holds groups (the samples of one prompt). A group holds the text of its prompt and of its sequences. It may get
- * another prompt: then its sequences that are there stay after theirs.
+ * An index has groups: the samples of one prompt. A group has the text of its prompt and of its sequences. rs_step takes
+ * over what the sequences have said and drafts what may come next (native/draft.h says how), from all text of the group,
+ * from what lately came after the last few tokens in any text of the index, from what a model drafts, and from the
+ * corpus: texts that belong to no group.
  *
- *   continuation  Of a string: a token that came after it, in the text of any sequence of the group.
- *   match     The longest suffix w of a sequence's text (the whole text included) that has a continuation. The match
- *             length is |w|.
- *   class     A set of strings that end at the same positions: a state of the automaton.
- *   count(w)  How often w was indexed. Indexing a token counts the suffixes that end with it, but only in the
- *             RS_COUNTED_STATES longest classes of them.
- *   expert    A place where the next token may be found. There are: the match, and the longest suffix of it in a
- *             shorter class that has a continuation, each with its most frequent one c (the highest count(wc); on a
- *             tie the one that came first; only the RS_MAX_BRANCHES earliest are looked at); what lately came after
- *             the last 1, 2, 3 and 6 tokens in any text of the index, but prompts and corpus, and after the last 1 and 2 in
- *             this sequence; a model, where the caller has one; and the corpus.
- *   corpus    Texts that belong to no group and are there before the first. Its match is the longest suffix of the
- *             sequence's text that has a continuation in it. It proposes the most frequent one, where its match is longer
- *             than the group's.
- *   model     Drafts a few tokens after each text, and says how sure it is of each. It proposes its next token as long as
- *             the draft is its own; after another token it proposes nothing.
- *   draft     At each position the experts' best proposal. native/evidence.h says how the probability that it is
- *             accepted is learned. A draft ends before the token with which the product of the probabilities, the
- *             survival, falls below min_survival.
+ * Text is copied at once, and indexed when there is time: in the step that brings it, if that is little, or else by
+ * rs_catch_up. A row drafts nothing while its text, or its prompt, is unindexed.
+ *
+ * A sequence runs, so that it may be in steps, or it is parked: it keeps its text until it runs again or is closed. Where
+ * the memory of max_bytes does not suffice, in whatever call that is, this leaves the index, in this order:
+ * 1. The group that has been idle, which is without a running sequence, for longest, with what is parked in it.
+ *    rs_group_given_up names it.
+ * 2. Idle text, of no running sequence, in the group that has most of it. The rest of that group is indexed again; what is
+ *    parked there is indexed when it runs again. The group is given up once it is idle.
+ * 3. The text that needs the memory. Its row is dropped, and its group is given up once it is idle.
+ * Texts without a sequence and parked ones leave an eighth of the budget to those that run.
  *
  * No function is thread safe for one index; different indexes are independent.
- * A function that fails changes nothing, but memory may stay reserved, idle groups and spare text (below) be gone, and
- * num_texts_left_out count. After rs_corpus_add a part of the text may be there.
+ * A function that fails changes no text, but for that of the corpus. Memory may stay reserved, and what is said above may
+ * have left the index.
  * `error` is written on failure only. It may be NULL.
  * An array of no tokens may be NULL too; no other pointer may.
- *
- * A sequence runs or is parked; a parked one has its place until it runs again or is closed. A text is behind while not all
- * of it is indexed: rs_catch_up goes on with it.
- *
- * A group without a running sequence is idle. Where an index is full it gives up the group that has been idle longest, in
- * whatever call that is, with what is parked in it; rs_group_given_up names it. Where none is idle, a group that holds more
- * than its running sequences' text forgets the rest, its spare text, and indexes theirs again. What is parked there is
- * indexed when it runs again. Texts without a sequence and parked ones leave an eighth of the budget to those that run.
- * A group that has lost a text so, or had no room for one, is given up once it is idle.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H
@@ -48,11 +33,9 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 28, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 29, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
-    RS_MAX_BRANCHES = 64,
-    RS_COUNTED_STATES = 8,
     /* Confidence c is of log-odds from RS_LEAST_LOG_ODDS + c to one more; the first and the last range are open. */
     RS_MODEL_CONFIDENCES = 12,
     RS_LEAST_LOG_ODDS = -4
@@ -88,7 +71,7 @@ typedef struct {
     const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
     const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
     const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
-    int64_t max_tokens;              /* to index of what is behind, before the drafts */
+    int64_t max_tokens;              /* to index of unindexed text, before the drafts */
     double min_survival;             /* 0 .. 1: the least survival that is drafted */
     int32_t num_model_tokens;          /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
     const int32_t *model_tokens;       /* [num_rows][m]; negative: it proposes nothing from there on */
@@ -98,7 +81,7 @@ typedef struct {
                                         this token is accepted */
     int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is dropped, its sequence is closed */
     int32_t num_dropped;             /* out: rows */
-    int32_t num_behind;              /* out: rows that draft nothing, as something of them is not indexed */
+    int32_t num_unindexed;           /* out: rows that draft nothing, as something of them is unindexed */
 } rs_batch;
 
 typedef struct {
@@ -106,8 +89,8 @@ typedef struct {
     uint64_t num_sequences; /* that run */
     uint64_t num_states;    /* this and the next two: without the corpus */
     uint64_t num_tokens;    /* indexed and not forgotten */
-    uint64_t num_tokens_behind;  /* of prompts and sequences: not indexed yet */
-    uint64_t num_texts_left_out; /* ever: for which there was no memory */
+    uint64_t num_tokens_unindexed;
+    uint64_t num_texts_left_out; /* ever: prompts, sequences and others for which there was no memory */
     uint64_t num_bytes;     /* allocated, everything included */
 } rs_stats;
 
@@ -121,22 +104,22 @@ void rs_index_free(rs_index *index);
 /* Add a text to the corpus. RS_EINVAL: a group has been opened. After RS_ENOMEM or RS_EBUDGET a part of it may be there. */
 rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
-/* The prompt is copied, and is behind. So are the group's sequences until all of it is indexed.
+/* Until all of the prompt is indexed, none of the group's sequences is.
  * The id is that of the group closed last, or else the smallest that was never used.
  * An id that is not open is refused. One that was opened again cannot be told from its predecessor. */
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error);
 
-/* From now on what is opened in the group, or added to it, begins after this prompt, which is copied and is behind. */
+/* From now on what is opened in the group, or added to it, begins after this prompt. What is there stays after its own. */
 rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                               rs_error *error);
 
-/* This text, which is copied, follows the group's prompt, and is behind. */
+/* Add a text that follows the group's prompt. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
-/* Index up to max_tokens of what is behind; returns whether there is more to index. Rows and prompts go first, those of
- * which least is left before others; then parked sequences and texts in the order in which they came. A text for
- * which there is no memory is left out: the next step drops its row, or the rows whose prompt it is. */
+/* Index up to max_tokens; returns whether there is more to index. Rows and prompts go first, those of which least is left
+ * before others; then parked sequences and texts in the order in which they came. Where there is no memory for a text, the
+ * next step drops its row, or the rows whose prompt it is. */
 bool rs_catch_up(rs_index *index, int64_t max_tokens);
 
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
@@ -159,7 +142,7 @@ rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error)
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error);
 
-/* The text stays in the group; what of it is behind is indexed yet. */
+/* The text stays in the group; what of it is unindexed is still indexed. */
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 
 /* Take over what is new in every row and index it, catch up, then draft for every row: siblings see each other's newest
@@ -169,7 +152,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
  * A row is dropped where there is no memory for it, a new token is negative, or its level is below the prompt's length,
  * above num_columns or RS_MAX_TEXT_TOKENS. Its sequence is closed then; what of it had room stays in the group.
  *
- * A row that has got more than RS_MAX_SPECULATIVE_TOKENS + 1 tokens is behind, and has no draft while it is. */
+ * A row that has got more than RS_MAX_SPECULATIVE_TOKENS + 1 tokens is left to rs_catch_up. */
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);

@@ -1,76 +1,90 @@
-/* Sequences: their slots, their texts, what of these is behind, and how it is indexed. index.c has the picture. */
+/* Sequences: their slots, their texts, which of these are indexed next, and how.
+ *
+ *     slots      [ prompt of 0 ][ 1 ][ 2: closed ][ 3 ]     each open one has a state in its group's automaton, `last`
+ *
+ *     a text     start ....... at.indexed ....... end       in levels: tokens of its row, with the prompt
+ *                      indexed          unindexed
+ *
+ * Invariants: every closed slot is in the list of free ones once; the queue has every text of which more can be indexed. */
 #include "index.h"
 
-#include <inttypes.h>
 #include <string.h>
 
 enum {
-    LEAST_SPARE = 8, /* less than this part of a group's text is not worth that the rest is indexed again */
-    KEPT_FREE = 8    /* this part of the budget is for what runs */
+    LEAST_IDLE = 8, /* less than this part of a group's text is not worth that the rest is indexed again */
+    KEPT_FREE = 8   /* this part of the budget is for urgent texts */
 };
 
-static bool may_take_spare_text(const rs_sequence *sequence) {
+/* What runs, and prompts: they are indexed first, and idle text makes room for them. */
+static bool is_urgent(const rs_sequence *sequence) {
     return sequence->kind == RS_RUNNING || sequence->kind == RS_PROMPT;
 }
 
-/* ---- the queue of what is behind: a heap ---- */
+/* ---- the queue: a heap ---- */
 
-static bool goes_first(const rs_behind *one, const rs_behind *other) {
+static bool goes_first(const rs_entry *one, const rs_entry *other) {
     return one->key != other->key ? one->key < other->key : one->sequence->serial < other->sequence->serial;
 }
 
-static void put(rs_index *index, uint32_t at, rs_behind entry) {
-    index->behind[at] = entry;
-    entry.sequence->behind = at + 1;
+static void put(rs_index *index, uint32_t at, rs_entry entry) {
+    index->queue[at] = entry;
+    entry.sequence->queued = at + 1;
 }
 
 /* Into the place `at`, which is free, or another that becomes free for it. */
-static void sift(rs_index *index, uint32_t at, rs_behind entry) {
-    for (uint32_t above; at > 0 && goes_first(&entry, index->behind + (above = (at - 1) / 2)); at = above) {
-        put(index, at, index->behind[above]);
+static void sift(rs_index *index, uint32_t at, rs_entry entry) {
+    for (uint32_t above; at > 0 && goes_first(&entry, index->queue + (above = (at - 1) / 2)); at = above) {
+        put(index, at, index->queue[above]);
     }
-    for (uint32_t below; (below = 2 * at + 1) < index->num_behind; at = below) {
-        below += below + 1 < index->num_behind && goes_first(index->behind + below + 1, index->behind + below);
-        if (!goes_first(index->behind + below, &entry)) {
+    for (uint32_t below; (below = 2 * at + 1) < index->num_queued; at = below) {
+        below += below + 1 < index->num_queued && goes_first(index->queue + below + 1, index->queue + below);
+        if (!goes_first(index->queue + below, &entry)) {
             break;
         }
-        put(index, at, index->behind[below]);
+        put(index, at, index->queue[below]);
     }
     put(index, at, entry);
 }
 
-static bool is_behind(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
+static bool can_be_indexed(const rs_sequence *sequence) {
+    return sequence->at.indexed < sequence->end && !sequence->has_no_memory && !rs_waits_for_prompt(sequence);
 }
 
-/* What runs and prompts go first, of these the one with least left; then others in the order in which they came. */
-static rs_behind entry_of(rs_sequence *sequence) {
+/* Of urgent texts the one with least left goes first; then others in the order in which they came. */
+static rs_entry entry_of(rs_sequence *sequence) {
     const uint64_t num_left = (uint64_t)(sequence->end - sequence->at.indexed);
-    return (rs_behind){may_take_spare_text(sequence) ? num_left : UINT64_MAX, sequence};
+    return (rs_entry){is_urgent(sequence) ? num_left : UINT64_MAX, sequence};
 }
 
-void rs_sequence_note_behind(rs_index *index, rs_sequence *sequence) {
-    const uint32_t at = sequence->behind;
-    if (is_behind(sequence)) {
-        sift(index, at > 0 ? at - 1 : index->num_behind++, entry_of(sequence));
-    } else if (at > 0) {
-        sequence->behind = 0;
-        const rs_behind last = index->behind[--index->num_behind];
+static void dequeue(rs_index *index, rs_sequence *sequence) {
+    const uint32_t number = sequence->queued;
+    if (number > 0) {
+        sequence->queued = 0;
+        const rs_entry last = index->queue[--index->num_queued];
         if (last.sequence != sequence) {
-            sift(index, at - 1, last);
+            sift(index, number - 1, last);
         }
     }
 }
 
-bool rs_behind_check(const rs_index *index) {
+/* To its place in the queue, after any change. */
+static void requeue(rs_index *index, rs_sequence *sequence) {
+    if (can_be_indexed(sequence)) {
+        sift(index, sequence->queued > 0 ? sequence->queued - 1 : index->num_queued++, entry_of(sequence));
+    } else {
+        dequeue(index, sequence);
+    }
+}
+
+bool rs_queue_check(const rs_index *index) {
     uint32_t num = 0;
     for (uint32_t i = 0; i < index->num_slots; i++) {
-        num += index->slots[i].sequence != NULL && is_behind(index->slots[i].sequence);
+        num += index->slots[i].sequence != NULL && can_be_indexed(index->slots[i].sequence);
     }
-    bool holds = num == index->num_behind;
-    for (uint32_t at = 0; at < index->num_behind && holds; at++) {
-        const rs_behind *entry = index->behind + at, *above = index->behind + (at - (at > 0)) / 2;
-        holds = is_behind(entry->sequence) && entry->sequence->behind == at + 1 &&
+    bool holds = num == index->num_queued;
+    for (uint32_t at = 0; at < index->num_queued && holds; at++) {
+        const rs_entry *entry = index->queue + at, *above = index->queue + (at - (at > 0)) / 2;
+        holds = can_be_indexed(entry->sequence) && entry->sequence->queued == at + 1 &&
                 entry->key == entry_of(entry->sequence).key && !goes_first(entry, above);
     }
     return holds;
@@ -80,46 +94,52 @@ bool rs_behind_check(const rs_index *index) {
 
 /* To have it indexed from its start. Up to `followed` it is in the automaton already. */
 static void restart(rs_index *index, rs_sequence *sequence, int32_t followed) {
-    sequence->at = (rs_place){.indexed = 0};
+    sequence->at = (rs_position){.indexed = 0};
     if (sequence->prompt != NULL) {
         sequence->at = sequence->prompt->at;
         sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
     }
     sequence->followed = followed;
-    rs_sequence_note_behind(index, sequence);
+    requeue(index, sequence);
 }
 
 static rs_status reserve_predictions(rs_index *index, rs_sequence *sequence) {
-    return rs_resize(&index->memory, (void **)&sequence->predictions, &sequence->predictions_capacity,
-                     (uint64_t)index->options.num_speculative_tokens, sizeof *sequence->predictions);
+    return RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity,
+                     (uint64_t)index->options.num_speculative_tokens);
 }
 
 static void free_predictions(rs_index *index, rs_sequence *sequence) {
     sequence->num_predictions = 0;
-    rs_resize(&index->memory, (void **)&sequence->predictions, &sequence->predictions_capacity, 0,
-              sizeof *sequence->predictions);
+    RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity, 0);
 }
 
-rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, rs_sequence *prompt, const int32_t *tokens,
-                          int64_t num_tokens, rs_sequence **made) {
+/* Free a prompt that is not its group's any more, and after which nothing begins. */
+static void free_if_old(rs_index *index, rs_sequence *prompt) {
+    if (prompt != NULL && prompt->num_after == 0 && index->groups[prompt->group].prompt != prompt) {
+        rs_sequence_free(index, prompt);
+    }
+}
+
+rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
+                          rs_sequence **made) {
     rs_memory *memory = &index->memory;
+    rs_sequence *const old = index->groups[group].prompt, *const prompt = kind == RS_PROMPT ? NULL : old;
     rs_sequence sequence = {.kind = kind, .group = group, .prompt = prompt};
     uint32_t one = 0;
     *made = NULL;
-    rs_status status = rs_reserve(memory, (void **)&index->behind, &index->behind_capacity,
-                                  (uint64_t)index->num_open + 1, sizeof *index->behind);
+    rs_status status = RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1);
     if (status == RS_OK && index->free_slot < 0) {
-        status = rs_reserve(memory, (void **)&index->slots, &index->slots_capacity, (uint64_t)index->num_slots + 1,
-                            sizeof *index->slots);
+        status = RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1);
     }
     if (status == RS_OK && kind == RS_RUNNING) {
         status = reserve_predictions(index, &sequence);
     }
     if (status == RS_OK) {
-        status = rs_resize(memory, (void **)made, &one, 1, sizeof **made);
+        status = RS_RESIZE(memory, *made, one, 1);
     }
     if (status != RS_OK) {
         free_predictions(index, &sequence);
+        index->num_texts_left_out++;
         return status;
     }
     sequence.id = index->free_slot; /* only now: idle groups may have made room, and given back theirs */
@@ -145,13 +165,16 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, rs_seque
     if (status != RS_OK) {
         rs_sequence_free(index, *made);
         index->num_serials--;
+        index->num_texts_left_out++;
+    } else if (kind == RS_PROMPT) {
+        index->groups[group].prompt = *made;
+        free_if_old(index, old);
     }
     return status;
 }
 
 void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
-    sequence->is_left_out = true;
-    rs_sequence_note_behind(index, sequence);
+    dequeue(index, sequence);
     *(sequence->previous == NULL ? &index->groups[sequence->group].first : &sequence->previous->next) = sequence->next;
     if (sequence->next != NULL) {
         sequence->next->previous = sequence->previous;
@@ -159,24 +182,84 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     index->slots[sequence->id] = (rs_slot){.sequence = NULL, .next_free = index->free_slot};
     index->free_slot = sequence->id;
     index->num_open--;
-    rs_resize(&index->memory, (void **)&sequence->text, &sequence->text_capacity, 0, sizeof *sequence->text);
+    RS_RESIZE(&index->memory, sequence->text, sequence->text_capacity, 0);
     free_predictions(index, sequence);
     rs_sequence *prompt = sequence->prompt;
     uint32_t one = 1;
-    rs_resize(&index->memory, (void **)&sequence, &one, 0, sizeof *sequence);
+    RS_RESIZE(&index->memory, sequence, one, 0);
     if (prompt != NULL) {
         prompt->num_after--;
-        rs_prompt_free_if_old(index, prompt);
+        free_if_old(index, prompt);
     }
 }
 
-void rs_prompt_free_if_old(rs_index *index, rs_sequence *prompt) {
-    if (prompt->num_after == 0 && index->groups[prompt->group].prompt != prompt) {
-        rs_sequence_free(index, prompt);
+/* ---- idle text ---- */
+
+/* Forget all text of a group but that of its running sequences, which is to be indexed again. */
+static void forget_idle_text(rs_index *index, rs_group *group) {
+    rs_automaton_reset(&group->automaton);
+    group->num_tokens = 0;
+    group->lacks_text = true;
+    for (rs_sequence *each = group->first; each != NULL; each = each->next) {
+        each->has_no_memory |= each->kind == RS_PARKED; /* until it runs again */
+        if (each->kind == RS_PROMPT) {
+            restart(index, each, 0);
+        }
+    }
+    for (rs_sequence **each = &group->first; *each != NULL;) {
+        if ((*each)->kind == RS_TEXT) {
+            rs_sequence_free(index, *each); /* and perhaps its prompt, further on */
+        } else {
+            restart(index, *each, 0);
+            each = &(*each)->next;
+        }
     }
 }
 
-/* ---- sequences ---- */
+/* Forget the idle text of the group that has most of it; false where that is little everywhere. */
+static bool forget_most_idle_text(rs_index *index) {
+    rs_group *found = NULL;
+    uint64_t most = 0;
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        rs_group *group = index->groups + i;
+        uint64_t num_idle = group->num_tokens;
+        for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
+            if (is_urgent(each)) {
+                const int32_t end = each->at.indexed > each->followed ? each->at.indexed : each->followed;
+                num_idle -= (uint64_t)(end - each->start);
+            }
+        }
+        if (num_idle > most && num_idle >= group->num_tokens / LEAST_IDLE) {
+            most = num_idle;
+            found = group;
+        }
+    }
+    if (found != NULL) {
+        forget_idle_text(index, found);
+    }
+    return found != NULL;
+}
+
+/* ---- their texts ---- */
+
+rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind) {
+    if (kind == RS_RUNNING) {
+        RS_TRY(reserve_predictions(index, sequence));
+        sequence->is_resumed = true;
+        sequence->has_no_memory = false;
+    } else {
+        free_predictions(index, sequence);
+    }
+    sequence->kind = kind;
+    requeue(index, sequence);
+    return RS_OK;
+}
+
+void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
+    sequence->has_no_memory = index->groups[sequence->group].lacks_text = true;
+    index->num_texts_left_out++;
+    requeue(index, sequence);
+}
 
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     sequence->end = level;
@@ -188,15 +271,13 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     if (level < sequence->followed) {
         sequence->followed = level;
     }
-    rs_sequence_note_behind(index, sequence);
+    requeue(index, sequence);
 }
 
-static bool forget_most_spare_text(rs_index *index);
-
-/* What does not run leaves a part of the budget to what does. */
+/* What is not urgent leaves a part of the budget to what is. */
 static void keep_free(rs_index *index, const rs_sequence *sequence) {
     const uint64_t max_bytes = index->memory.max_bytes;
-    const bool keeps = max_bytes > 0 && sequence != NULL && !may_take_spare_text(sequence);
+    const bool keeps = max_bytes > 0 && sequence != NULL && !is_urgent(sequence);
     index->memory.kept_free = keeps ? (max_bytes - sizeof *index) / KEPT_FREE : 0;
 }
 
@@ -205,59 +286,16 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     rs_status status;
     keep_free(index, sequence);
     do {
-        status = rs_reserve(&index->memory, (void **)&sequence->text, &sequence->text_capacity,
-                            num_before + (uint64_t)num_tokens, sizeof *sequence->text);
-    } while (status != RS_OK && may_take_spare_text(sequence) && forget_most_spare_text(index));
+        status = RS_RESERVE(&index->memory, sequence->text, sequence->text_capacity, num_before + (uint64_t)num_tokens);
+    } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
     keep_free(index, NULL);
-    if (status != RS_OK) {
-        index->num_texts_left_out++;
-        return status;
-    }
+    RS_TRY(status);
     if (num_tokens > 0) {
         memcpy(sequence->text + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
     }
     sequence->end += (int32_t)num_tokens;
-    rs_sequence_note_behind(index, sequence);
+    requeue(index, sequence);
     return RS_OK;
-}
-
-/* A group has been entered for a sequence that could not be had. */
-static rs_status leave(rs_index *index, int32_t group, rs_status status, rs_error *error) {
-    rs_group_leave(index, group);
-    return rs_memory_error(&index->memory, error, status);
-}
-
-rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t *sequence, rs_error *error) {
-    if (rs_require_group(index, group, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    rs_sequence *opened;
-    rs_group_enter(index, group);
-    rs_status status = rs_sequence_new(index, RS_RUNNING, group, index->groups[group].prompt, NULL, 0, &opened);
-    if (status != RS_OK) {
-        return leave(index, group, status, error);
-    }
-    *sequence = opened->id;
-    return RS_OK;
-}
-
-rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
-    rs_status status = rs_check_tokens(token_ids, num_tokens, "token_ids", error);
-    if (status == RS_OK) {
-        status = rs_require_group(index, group, error);
-    }
-    if (status != RS_OK || num_tokens == 0) {
-        return status;
-    }
-    rs_sequence *text;
-    rs_group_enter(index, group);
-    status = rs_sequence_new(index, RS_TEXT, group, index->groups[group].prompt, token_ids, num_tokens, &text);
-    return leave(index, group, status, error);
-}
-
-static rs_status find(const rs_index *index, int32_t sequence, rs_sequence **found, rs_error *error) {
-    *found = rs_find_sequence(index, sequence);
-    return *found != NULL ? RS_OK : rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
 }
 
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
@@ -268,88 +306,18 @@ int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, i
     return common;
 }
 
-rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found;
-    if (find(index, sequence, &found, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    const int32_t group = found->group;
-    const bool runs = found->kind == RS_RUNNING;
-    if (found->at.indexed < found->end && !found->is_left_out) {
-        free_predictions(index, found);
-        found->kind = RS_TEXT;
-        rs_sequence_note_behind(index, found);
-    } else {
-        rs_sequence_free(index, found);
-    }
-    if (runs) {
-        rs_group_leave(index, group);
-    }
-    return RS_OK;
-}
-
-rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found;
-    if (find(index, sequence, &found, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    if (found->kind == RS_RUNNING) {
-        found->kind = RS_PARKED;
-        free_predictions(index, found);
-        rs_sequence_note_behind(index, found);
-        rs_group_leave(index, found->group);
-    }
-    return RS_OK;
-}
-
-rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found;
-    if (find(index, sequence, &found, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    if (found->kind == RS_PARKED) {
-        rs_group_enter(index, found->group);
-        rs_status status = reserve_predictions(index, found);
-        if (status != RS_OK) {
-            return leave(index, found->group, status, error);
-        }
-        found->kind = RS_RUNNING;
-        found->is_resumed = true;
-        found->is_left_out = false;
-        rs_sequence_note_behind(index, found);
-    }
-    return RS_OK;
-}
-
-rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
-                           int64_t *num_tokens, rs_error *error) {
-    rs_sequence *found;
-    if (find(index, sequence, &found, error) != RS_OK) {
-        return RS_EUNKNOWN;
-    }
-    *num_tokens = found->end - found->start;
-    int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
-    if (num_copied > 0) {
-        memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
-    }
-    return RS_OK;
-}
-
 /* ---- indexing ---- */
 
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
 static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
-    rs_place *at = &sequence->at;
+    rs_position *at = &sequence->at;
     const int32_t *tokens = sequence->text + (at->indexed - sequence->start);
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
         if (at->indexed < sequence->followed) {
             at->last = *rs_find(&group->automaton, at->last, token);
         } else {
-            rs_status status = rs_extend(&group->automaton, &at->last, token);
-            if (status != RS_OK) {
-                return status;
-            }
+            RS_TRY(rs_extend(&group->automaton, &at->last, token));
             if (sequence->kind != RS_PROMPT) {
                 uint32_t tags[RS_NUM_CONTEXTS];
                 rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);
@@ -371,14 +339,14 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
     rs_status status;
     keep_free(index, sequence);
     do {
-        const int64_t num_behind = sequence->end - sequence->at.indexed;
+        const int64_t num_left = sequence->end - sequence->at.indexed;
         status = RS_OK;
         if (!rs_waits_for_prompt(sequence)) {
-            status = append(index, group, sequence, num_behind < max_tokens ? num_behind : max_tokens);
+            status = append(index, group, sequence, num_left < max_tokens ? num_left : max_tokens);
         }
-    } while (status != RS_OK && may_take_spare_text(sequence) && forget_most_spare_text(index));
+    } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
     keep_free(index, NULL);
-    rs_sequence_note_behind(index, sequence);
+    requeue(index, sequence);
     if (sequence->kind == RS_PROMPT && sequence->at.indexed == sequence->end) {
         for (rs_sequence *each = group->first; each != NULL; each = each->next) {
             if (each->prompt == sequence) {
@@ -387,51 +355,4 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
         }
     }
     return status;
-}
-
-/* ---- spare text ---- */
-
-/* Forget all text of a group but that of its running sequences, which is to be indexed again. */
-static void forget_spare_text(rs_index *index, rs_group *group) {
-    rs_automaton_reset(&group->automaton);
-    group->num_tokens = 0;
-    group->is_thin = true;
-    for (rs_sequence *each = group->first; each != NULL; each = each->next) {
-        each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
-        if (each->kind == RS_PROMPT) {
-            restart(index, each, 0);
-        }
-    }
-    for (rs_sequence **each = &group->first; *each != NULL;) {
-        if ((*each)->kind == RS_TEXT) {
-            rs_sequence_free(index, *each); /* and perhaps its prompt, further on */
-        } else {
-            restart(index, *each, 0);
-            each = &(*each)->next;
-        }
-    }
-}
-
-/* Forget the spare text of the group that has most of it; false where that is little everywhere. */
-static bool forget_most_spare_text(rs_index *index) {
-    rs_group *found = NULL;
-    uint64_t most = 0;
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        rs_group *group = index->groups + i;
-        uint64_t num_spare = group->num_tokens;
-        for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
-            if (may_take_spare_text(each)) {
-                const int32_t end = each->at.indexed > each->followed ? each->at.indexed : each->followed;
-                num_spare -= (uint64_t)(end - each->start);
-            }
-        }
-        if (num_spare > most && num_spare >= group->num_tokens / LEAST_SPARE) {
-            most = num_spare;
-            found = group;
-        }
-    }
-    if (found != NULL) {
-        forget_spare_text(index, found);
-    }
-    return found != NULL;
 }

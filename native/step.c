@@ -1,6 +1,6 @@
 /* One engine step.
  *
- *     check        rows 0 .. n-1            what is behind   drafts 0 .. n-1
+ *     check        rows 0 .. n-1            unindexed text   drafts 0 .. n-1
  *     [ all rows ] [ new tokens of each ]   [ a few tokens ] [ from what all have now ]
  *          |            |
  *          |            +-- does not fit, or is no text: this row is dropped
@@ -103,7 +103,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
     const int32_t level = batch->levels[i];
     if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
-        sequence->is_left_out || sequence->prompt->is_left_out) {
+        sequence->has_no_memory || sequence->prompt->has_no_memory) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {
@@ -114,12 +114,14 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
         return false;
     }
-    const bool was_behind = sequence->at.indexed < first || rs_waits_for_prompt(sequence);
+    const bool is_left = rs_is_unindexed(sequence) || num_new > TOKENS_OF_A_STEP; /* to rs_catch_up */
     learn_outcome(index, sequence, tokens + first, num_new);
-    if (rs_sequence_write(index, sequence, tokens + first, num_new) != RS_OK) {
-        return false;
+    rs_status status = rs_sequence_write(index, sequence, tokens + first, num_new);
+    if (status == RS_OK && !is_left) {
+        status = rs_sequence_index(index, sequence, num_new);
     }
-    return was_behind || num_new > TOKENS_OF_A_STEP || rs_sequence_index(index, sequence, num_new) == RS_OK;
+    index->num_texts_left_out += status != RS_OK;
+    return status == RS_OK;
 }
 
 /* Returns how many rows were dropped. */
@@ -139,25 +141,23 @@ static int32_t take_rows(rs_index *index, const rs_batch *batch) {
     return num_dropped;
 }
 
-/* ---- what is behind ---- */
+/* ---- unindexed text ---- */
 
 bool rs_catch_up(rs_index *index, int64_t max_tokens) {
-    while (index->num_behind > 0 && max_tokens > 0) {
-        rs_sequence *first = index->behind[0].sequence;
+    while (index->num_queued > 0 && max_tokens > 0) {
+        rs_sequence *first = index->queue[0].sequence;
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
-            first->is_left_out = index->groups[group].is_thin = true;
-            index->num_texts_left_out++;
-            rs_sequence_note_behind(index, first);
+            rs_sequence_out_of_memory(index, first);
         }
         max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
-        if (first->kind == RS_TEXT && first->behind == 0) {
+        if (first->kind == RS_TEXT && first->queued == 0) {
             rs_sequence_free(index, first);
         }
         rs_group_leave(index, group);
     }
-    return index->num_behind > 0;
+    return index->num_queued > 0;
 }
 
 /* ---- draft ---- */
@@ -170,33 +170,30 @@ static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
                     : (rs_model_draft){batch->model_tokens + at, batch->model_confidences + at, num};
 }
 
-/* Returns how many rows are behind. */
+/* Returns how many rows are unindexed. */
 static int32_t draft_rows(rs_index *index, rs_batch *batch) {
-    int32_t num_behind = 0;
+    int32_t num_unindexed = 0;
     for (int32_t i = 0; i < batch->num_rows; i++) {
         if (batch->num_draft_tokens[i] < 0) {
             continue;
         }
         rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
         const int64_t at = (int64_t)i * index->options.num_speculative_tokens;
-        const bool is_behind = sequence->at.indexed < sequence->end || rs_waits_for_prompt(sequence);
-        num_behind += is_behind;
+        const bool is_unindexed = rs_is_unindexed(sequence);
+        num_unindexed += is_unindexed;
         batch->num_draft_tokens[i] =
-            rs_draft(index, sequence, is_behind ? 0 : batch->max_draft_tokens[i], batch->min_survival,
+            rs_draft(index, sequence, is_unindexed ? 0 : batch->max_draft_tokens[i], batch->min_survival,
                      model_draft(batch, i), batch->draft_tokens + at, batch->survivals + at);
     }
-    return num_behind;
+    return num_unindexed;
 }
 
 /* ---- the whole step ---- */
 
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
-    rs_status status = check(index, batch, error);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(check(index, batch, error));
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens);
-    batch->num_behind = draft_rows(index, batch);
+    batch->num_unindexed = draft_rows(index, batch);
     return RS_OK;
 }

@@ -41,11 +41,7 @@ static rs_status take_units(rs_pool *pool, rs_memory *memory, uint32_t k, uint32
     if (aligned + size > (uint64_t)1 << 31) {
         return RS_ENOMEM;
     }
-    rs_status status =
-        rs_reserve(memory, (void **)&pool->units, &pool->capacity, aligned + size, sizeof *pool->units);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(RS_RESERVE(memory, pool->units, pool->capacity, aligned + size));
     while (pool->top < aligned) {
         uint32_t gap = pool->top & (~pool->top + 1U);
         push_free(pool, pool->top, log2_of(gap));
@@ -125,10 +121,7 @@ static uint32_t units_for(uint32_t num_entries) {
 static rs_status rehouse(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t room, uint32_t *result) {
     uint32_t num_units = units_for(room);
     uint32_t offset;
-    rs_status status = take_units(pool, memory, log2_of(num_units), &offset);
-    if (status != RS_OK) {
-        return status;
-    }
+    RS_TRY(take_units(pool, memory, log2_of(num_units), &offset));
     rs_transition *units = pool->units + offset;
     uint32_t num = 0;
     const rs_transition *entries = block == 0 ? NULL : rs_block_entries(pool, block, &num);
@@ -158,10 +151,7 @@ rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_
     }
     if (num == room) {
         uint32_t larger;
-        rs_status status = rehouse(pool, memory, *block, num + 1, &larger);
-        if (status != RS_OK) {
-            return status;
-        }
+        RS_TRY(rehouse(pool, memory, *block, num + 1, &larger));
         if (*block != 0) {
             rs_block_free(pool, *block);
         }

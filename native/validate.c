@@ -1,17 +1,66 @@
-/* Every invariant of an index, for tests. Each module checks itself; here is what points from one into another, and the
- * sum of the bytes of all arrays.
+/* Every invariant of an index, for tests. Lower modules check themselves; here are the tables, what points from one module
+ * into another, and the sum of the bytes of all arrays.
  *
  * Invariants: nothing is changed; of what is broken the first that is found is named. */
 #include <inttypes.h>
 
 #include "index.h"
 
+static bool groups_hold(const rs_index *index) {
+    int64_t num_closed = 0, num_idle = 0;
+    for (uint32_t i = 0; i < index->num_groups; i++) {
+        const rs_group *group = index->groups + i;
+        int32_t num_running = 0;
+        for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
+            num_running += each->kind == RS_RUNNING;
+            if (!group->open || each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
+                return false;
+            }
+        }
+        num_closed += !group->open;
+        num_idle += group->open && num_running == 0;
+        if (num_running != group->num_running) {
+            return false;
+        }
+    }
+    const int32_t lists[] = {index->free_group, index->given_up};
+    for (int i = 0; i < 2; i++) {
+        for (int32_t id = lists[i]; id >= 0; id = index->groups[id].next_free) {
+            if (index->groups[id].open || num_closed-- == 0) {
+                return false;
+            }
+        }
+    }
+    int32_t older = -1;
+    for (int32_t id = index->oldest_idle; id >= 0; older = id, id = index->groups[id].newer) {
+        if (index->groups[id].num_running > 0 || index->groups[id].older != older || num_idle-- == 0) {
+            return false;
+        }
+    }
+    return num_closed == 0 && num_idle == 0 && older == index->newest_idle;
+}
+
+static bool slots_hold(const rs_index *index) {
+    int64_t num = (int64_t)index->num_slots - index->num_open;
+    for (int32_t id = index->free_slot; id >= 0; id = index->slots[id].next_free) {
+        if ((uint32_t)id >= index->num_slots || index->slots[id].sequence != NULL || num-- == 0) {
+            return false;
+        }
+    }
+    return num == 0;
+}
+
+static const char *check_tables(const rs_index *index) {
+    const bool hold = groups_hold(index) && slots_hold(index) && rs_queue_check(index);
+    return hold ? NULL : "index: broken list of groups, sequences or slots";
+}
+
 static const char *check_sequence(const rs_index *index, const rs_sequence *sequence) {
     const int32_t indexed = sequence->at.indexed;
     if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
-    const rs_group *group = rs_find_group(index, sequence->group);
+    const rs_group *group = rs_find_group(index, sequence->group, NULL);
     if (group == NULL) {
         return "sequence: its group is not open";
     }
@@ -19,7 +68,7 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (sequence->at.last >= a->num_states || (rs_waits_for_prompt(sequence)
                                                    ? indexed != sequence->start
                                                    : a->states[sequence->at.last].len != (uint32_t)indexed)) {
-        return "sequence: at is not the place of its text";
+        return "sequence: at is not the position of its text";
     }
     if (indexed < sequence->start || indexed > sequence->end || sequence->followed > sequence->end) {
         return "sequence: its levels are not in order";
@@ -46,7 +95,7 @@ static uint64_t num_bytes_of(const rs_index *index) {
     uint64_t num_bytes = sizeof *index +
                          (uint64_t)index->groups_capacity * sizeof *index->groups +
                          (uint64_t)index->slots_capacity * sizeof *index->slots +
-                         (uint64_t)index->behind_capacity * sizeof *index->behind +
+                         (uint64_t)index->queue_capacity * sizeof *index->queue +
                          (uint64_t)index->contexts.capacity * sizeof *index->contexts.buckets +
                          num_bytes_of_automaton(&index->corpus);
     for (uint32_t i = 0; i < index->num_slots; i++) {
@@ -74,7 +123,7 @@ rs_status rs_index_validate(const rs_index *index, rs_error *error) {
     const char *found[] = {index->corpus.states == NULL ? NULL : rs_automaton_check(&index->corpus),
                            rs_contexts_check(&index->contexts),
                            rs_calibration_check(&index->calibration),
-                           rs_tables_check(index),
+                           check_tables(index),
                            check_bytes(index)};
     for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
         if (found[i] != NULL) {

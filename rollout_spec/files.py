@@ -45,7 +45,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> None:
 
     None of them is replaced before all are written, so a full disk changes nothing.
 
-    Raises UserError: as `replacing`.
+    Raises UserError: see `replacing`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,13 +39,13 @@ class EngineCounters(Counters):
     """Counts of one engine's drafter since the last reading; a step is one draft for its rows."""
 
     num_steps: int = 0  # engine steps in which at least one row decoded
-    num_steps_on: int = 0  # of these, steps that drafted, would have, or found nothing to draft
+    num_steps_on: int = 0  # of these, those in which the gate was open
     num_row_steps: int = 0  # decoding rows, summed over steps
     num_drafts: int = 0  # rows given at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # as the proposer sees it, bonus tokens excluded
-    num_untracked_rows: int = 0  # decoding rows without a place in the index
-    num_behind_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
+    num_untracked_rows: int = 0  # decoding rows that were not in the index
+    num_unindexed_rows: int = 0  # decoding rows without drafts, as not all of their text was indexed yet
     num_texts_left_out: int = 0  # prompts, requests and earlier texts, for want of memory in the index
     num_samples_dropped: int = 0  # of the history, for want of memory
     num_resumed: int = 0  # requests that went on where their sample's text ended
@@ -177,7 +177,8 @@ METRICS = (
     Metric("num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
         "Decoding requests that had no place in the index, summed over steps.",
         "Above 0: the index is full (raise `max_index_mb`), or a request held no text."),
-    Metric("share_behind", "engine", lambda counts: _ratio(counts.num_behind_rows, counts.num_row_steps),
+    Metric("share_unindexed", "engine",
+        lambda counts: _ratio(counts.num_unindexed_rows, counts.num_row_steps),
         "Share of the decoding requests' steps without drafts because their text was not indexed yet.",
         "High: prompts are long and answers short, or name samples, so that turns go on where they were."),
     Metric("num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,

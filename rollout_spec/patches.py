@@ -44,10 +44,7 @@ def record(patch: Patch) -> None:
 
 def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Patch) -> Callable:
     """Replace `owner.name` (a module's function or a class's method), unless a patch of this name did so;
-    returns the original function.
-
-    Raises PatchError: there is no such attribute.
-    """
+    returns the original function. Raises PatchError: there is no such attribute."""
     try:
         current = getattr(owner, name)
     except AttributeError:
@@ -102,9 +99,10 @@ def body_digest(function: Any) -> str:
 def put_before(ours: type, instance: Any, patch: Patch) -> None:
     """Let a class of ours stand before an object's own class: its methods override and call `super()`.
 
-    The class put last is outermost; what a platform has made of the object's class stays below. Idempotent.
+    A line above the class says before which class and methods, and as which: of two, the one put later runs
+    first. What a platform has made of the object's class stays below. Idempotent.
 
-    Raises PatchError: as `guard_class`, and the object stays as it was.
+    Raises PatchError: see `guard_class`; the object stays as it was.
     """
     if not isinstance(instance, ours):
         instance.__class__ = _standing_before(ours, type(instance), patch)  # type: ignore[arg-type]
@@ -118,12 +116,8 @@ def _standing_before(ours: type, base: type, patch: Patch) -> type:
 
 
 def guard_class(patch: Patch, ours: type, base: type) -> None:
-    """Check that each method of `ours`, and of the classes of ours below it, overrides one of `base`.
-
-    What it is called with says what the patch counts on, as in `wrap`.
-
-    Raises PatchError: `base` has no such method, or one that takes others.
-    """
+    """Raise a PatchError unless each method of `ours`, and of the classes of ours below it, overrides one of
+    `base` that can be called so. What it is called with says what the patch counts on, as in `wrap`."""
     for each in ours.__mro__:
         if issubclass(base, each):  # upstream's
             continue
@@ -133,11 +127,9 @@ def guard_class(patch: Patch, ours: type, base: type) -> None:
 
 
 def _guard_call(patch: Patch, owner: Any, name: str, parameters: list[inspect.Parameter]) -> None:
-    """Check that a function can be called as one with these parameters is.
-
-    The first of its own have the same names in the same order. It has those that are keywords only, and no
-    others unless *args or **kwargs stand for them.
-    """
+    """Check that a function can be called as one with these parameters is: the first of its own have the same
+    names in the same order. It has those that are keywords only, and no others unless *args or **kwargs stand
+    for them."""
     ordered = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     guard_parameters(patch, owner, name, ordered)
     found = inspect.signature(getattr(owner, name)).parameters
@@ -153,11 +145,8 @@ def guard_all(patch: Patch, functions: Iterable[tuple[Any, ...]]) -> None:
 
 
 def guard_parameters(patch: Patch, owner: Any, name: str, *accepted: tuple[str, ...]) -> None:
-    """Check that the parameters of a function begin with one of `accepted`, those of each version that the
-    patch was written for; further ones may follow.
-
-    Raises PatchError: they begin with none of these, or there is no such function.
-    """
+    """Raise a PatchError unless there is such a function, and its parameters begin with one of `accepted`,
+    those of each version that the patch was written for; further ones may follow."""
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if function is not None else ()
     if function is None or not any(found[: len(expected)] == expected for expected in accepted):

@@ -1,7 +1,7 @@
 """An obviously correct, slow model of the native index: dictionaries of substrings, no automaton.
 
-The words match, class, count, expert and corpus are defined in native/rollout_spec_native.h, what is
-learned in native/contexts.h and native/evidence.h.
+The words match, class and expert are defined in native/draft.h, what is learned in native/contexts.h and
+native/evidence.h.
 """
 
 from __future__ import annotations
@@ -274,12 +274,12 @@ class PromptOracle:
     indexed: Text = ()
 
     @property
-    def num_behind(self):
+    def num_unindexed(self):
         return len(self.text) - len(self.indexed)
 
     @property
     def is_whole(self):
-        return self.num_behind == 0
+        return self.num_unindexed == 0
 
     def index(self, num):
         for token in self.text[len(self.indexed) :][:num]:
@@ -287,7 +287,7 @@ class PromptOracle:
 
 
 class GroupOracle:
-    """Everything that was indexed in one group; `experience`: where its prompts are behind at first."""
+    """Everything that was indexed in one group; `experience`: where its prompts are unindexed at first."""
 
     def __init__(self, prompt, options, experience=None):
         self.options = options
@@ -382,12 +382,12 @@ class SequenceOracle:
         return self.prompt.text
 
     @property
-    def num_behind(self):
+    def num_unindexed(self):
         return len(self.said) - len(self.text)
 
     @property
     def is_whole(self):
-        return self.prompt.is_whole and self.num_behind == 0
+        return self.prompt.is_whole and self.num_unindexed == 0
 
     def take(self, row, *, is_resumed=False):
         """The first half of a step: the row has these tokens now."""

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import rollout_spec.verification
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
+from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner
 from rollout_spec.vllm.mrv1.sampler import RowSampling
@@ -117,7 +118,7 @@ class Engine:
         return put(logits), metadata
 
     def indexing(self, has_drafts, monkeypatch):
-        """MRV1's own step, while text is behind: `log` has "catch up" where it is indexed."""
+        """MRV1's own step, while text is unindexed: `log` has "catch up" where it is indexed."""
         accelerator, batch, num = self.accelerator, self.runner.input_batch, len(DRAFTS)
         logits, metadata = accelerator.put(torch.randn(num, VOCAB_SIZE)), None
         if has_drafts:
@@ -159,6 +160,8 @@ class Engine:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
+        runner.idle_host = IdleHost(proposer.catch_up)
+        self.row_sampling.before_wait = runner.idle_host.before_wait
         patches.put_before(CatchingUpRunner, runner, IDLE_HOST)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)

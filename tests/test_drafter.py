@@ -7,11 +7,11 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import drafter as drafter_module
-from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafter import PAD, Drafter
+from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import group_key, prompt_key
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.drafting.native import InvalidArgument
 from tests.text import speak
 
@@ -24,6 +24,7 @@ class Batch:
         self.token_ids = np.zeros((num_rows, length), np.int32)
         self.levels = np.zeros(num_rows, np.int32)
         self.request_ids: list[str] = []
+        self.drafts_wanted = False  # after the last step
         for name in names:
             self.add(name)
 
@@ -39,16 +40,17 @@ class Batch:
             self.drafter.remove(name)
         self.request_ids.clear()
 
-    def step(self, tokens, *, in_time=True, model=None, rooms=None, work=None):
+    def step(self, tokens, *, takes_drafts=True, model=None, room=None, work=None):
         for row, new in enumerate(tokens):
             self.token_ids[row, self.levels[row] : self.levels[row] + len(new)] = new
             self.levels[row] += len(new)
-        more = {"work": work, "in_time": in_time, "rooms": rooms and np.array(rooms, np.int32)}
         if model is not None:
-            log_odds = np.full(np.shape(model), 9, np.float32)
-            more["model_drafts"] = ModelDrafts(np.array(model, np.int32), log_odds)
+            model = ModelDrafts(np.array(model, np.int32), np.full(np.shape(model), 9, np.float32))
+        next_step = NextStep(model, takes_drafts, room and np.array(room, np.int32))
         nums = list(map(len, tokens))
-        return self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, **more).lists()
+        drafts = self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, work, next_step)
+        self.drafts_wanted = drafts.drafts_wanted
+        return drafts.lists()
 
 
 def make(*names, **options):
@@ -68,7 +70,7 @@ def test_a_draft_fits_the_room_of_its_row():
     text = [10, 11, 12, 13, 14, 15]
     batch.step([[-7], text, text, text])
     again = [[-7], text[:1], text[:1], text[:1]]
-    assert batch.step(again, rooms=[4, 2, 0, 4]) == [[], text[1:3], [], text[1:5]]
+    assert batch.step(again, room=[4, 2, 0, 4]) == [[], text[1:3], [], text[1:5]]
     assert batch.drafter.counters.num_draft_tokens == 6
     assert batch.step([[-7], [11], [11], [11]])[2] == text[2:6], "the room is one step's"
 
@@ -91,16 +93,16 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
     batch = Batch(Drafter(config, most_model_tokens=most_model_tokens), "a")
     for token in [10, 11] * 10:
-        assert batch.step([[token]], in_time=False) == [[]]
+        assert batch.step([[token]], takes_drafts=False) == [[]]
         repeats = batch.levels[0] > len(PROMPT) + 2
         if batch_threshold != "auto":
             may_draft = most_model_tokens > 0 or repeats
-            assert batch.drafter.next_step_waits == (batch_threshold != 0 and may_draft)
-    assert batch.drafter.next_step_waits == (batch_threshold != 0)
+            assert batch.drafts_wanted == (batch_threshold != 0 and may_draft)
+    assert batch.drafts_wanted == (batch_threshold != 0)
     assert batch.drafter.counters.num_draft_tokens == 0
     [draft] = batch.step([[10]])
     assert draft[:3] == [11, 10, 11][: 3 * (batch_threshold != 0)]
-    assert batch.drafter.next_step_waits == (batch_threshold != 0)
+    assert batch.drafts_wanted == (batch_threshold != 0)
 
 
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
@@ -116,10 +118,10 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
         nonlocal now, num_accepted
         num_drafted = 0
         for _ in range(num_steps):
-            done, waits = int(batch.levels[0]), drafter.next_step_waits
+            done, waits = int(batch.levels[0]), batch.drafts_wanted
             end = done + 1 + num_accepted
             model = [text[end : end + 2]] if waits else None
-            [draft] = batch.step([text[done:end]], in_time=waits, model=model)
+            [draft] = batch.step([text[done:end]], takes_drafts=waits, model=model)
             num_accepted = sum(token == true for token, true in zip(draft, text[end:], strict=False))
             now += 1.0 + dear * bool(draft)
             num_drafted += bool(draft)
@@ -179,7 +181,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     steps = steps_told(batch.drafter._gate)
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
-    drafts = batch.step([[50], [60], [70], [80]], model=model, rooms=[4, 2, 4, 0])
+    drafts = batch.step([[50], [60], [70], [80]], model=model, room=[4, 2, 4, 0])
     assert [draft[:3] for draft in drafts[:2]] == [[51, 52, 53], [61, 62]] and drafts[3] == []
     assert drafts[2][:2] == [71, 72]
     batch.step([[51, 52, 53, 50], [61, 65], [71, 72, 70], []])
@@ -187,7 +189,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     verified, accepted = steps[-1].model_shares
     assert verified.tolist() == pytest.approx([1.0, 1.0, 1 / 3])
     assert accepted.tolist() == pytest.approx([1.0, 2 / 3, 1 / 3])
-    counters = batch.drafter._model_share.counters
+    counters = batch.drafter.counters
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
     assert [step.model_shares is None for step in steps] == [True, True, False, True]
@@ -309,7 +311,7 @@ def test_a_long_prompt_is_indexed_in_a_fiftieth_of_a_step(monkeypatch):
 
 
 def test_text_is_indexed_while_a_device_is_waited_for():
-    """A row that is behind has no draft, the others do; what is left when the device is ready waits."""
+    """An unindexed row has no draft, the others do; what is left when the device is ready waits."""
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
     batch = Batch(drafter, "short", num_rows=2, length=9_000)
@@ -319,7 +321,7 @@ def test_text_is_indexed_while_a_device_is_waited_for():
     for answers in ([True, True, False], [False], [True] * 9):
         times = iter(answers)
         drafter.catch_up(lambda: next(times))  # noqa: B023
-        nums_left.append(drafter.index.stats().num_tokens_behind)
+        nums_left.append(drafter.index.stats().num_tokens_unindexed)
     assert nums_left == [8_000 - 2 * 1024, 8_000 - 2 * 1024, 0]
     assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 
@@ -421,13 +423,14 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
     assert promised[-1] == 0.0
 
 
-def test_drafts_are_filled_up_in_every_decoding_row_while_the_gate_is_open():
-    drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4), fills=True)
+def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
+    config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4)
+    drafter = Drafter(config, pads_drafts=True)
     batch = Batch(drafter, *"abc")
-    assert batch.step([[10, 11, 12], [], []]) == [[FILLER] * 4, [], []]
-    assert batch.step([[13], [10, 11], []]) == [[FILLER] * 4, [12, 13, FILLER, FILLER], []]
+    assert batch.step([[10, 11, 12], [], []]) == [[PAD] * 4, [], []]
+    assert batch.step([[13], [10, 11], []]) == [[PAD] * 4, [12, 13, PAD, PAD], []]
     assert drafter.take_counters().num_draft_tokens == 2
-    assert batch.step([[], [12, 13, 14], []], in_time=False) == [[], [], []]
+    assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 
 
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():

@@ -24,14 +24,14 @@ def test_a_fixed_gate_is_open_up_to_its_threshold():
 
 class Machine:
     """Rows that all draft tokens with these survivals; what was promised comes true, unless it `lies`. Every
-    step with drafts verifies `fill_to` tokens of each row, whatever was proposed."""
+    step with drafts verifies `pad_to` tokens of each row, whatever was proposed."""
 
-    def __init__(self, survivals, seconds, share_proposed=1.0, fill_to=0):
-        self.gate, self.seconds = AutoGate(fill_to), seconds
+    def __init__(self, survivals, seconds, share_proposed=1.0, pad_to=0):
+        self.gate, self.seconds = AutoGate(pad_to), seconds
         self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
         self.lies = False
         self._rng, self._share = np.random.default_rng(0), share_proposed
-        self._num_filled = fill_to * NUM_ROWS
+        self._num_filled = pad_to * NUM_ROWS
         self._num_drafted = self.num_right = 0
 
     def step(self):
@@ -46,7 +46,7 @@ class Machine:
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
         chosen = self.gate.choose(self.survivals, numbers)
-        if self._num_filled and not self.gate.fills:
+        if self._num_filled and not self.gate.pads:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
         self.num_right = round(float(self.survivals[is_right].sum()))
@@ -65,7 +65,7 @@ def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     is_plain, was_said = [], []
     for _ in range(5 * PROBE_EVERY):
         is_plain.append(machine.step() is None)
-        was_said.append(machine.gate.probes_soon)
+        was_said.append(machine.gate.probe_in_two)
     assert is_plain[ENOUGH + 2 :] == was_said[ENOUGH:-2]
     assert sum(is_plain) >= ENOUGH + 4
 
@@ -255,19 +255,19 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
 
 
 @pytest.mark.parametrize(
-    ("survivals", "seconds", "share_proposed", "fill_to", "least", "most"),
+    ("survivals", "seconds", "share_proposed", "pad_to", "least", "most"),
     [
         # As vllm-ascend 9077 measured: 59.6 tokens a second with K tokens in all steps, 6.1 in none.
         ([0.9, 0.5, 0.1], (0.025, 0.11), 0.5, 3, 0.99, 1.0),
-        ([0.9], (0.11, 0.1), 1.0, 16, 0.9, 1.0),  # short drafts are known by what fills them up
+        ([0.9], (0.11, 0.1), 1.0, 16, 0.9, 1.0),  # short drafts are known by their padding
         ([0.9, 0.5, 0.1], (0.4, 0.11), 1.0, 3, 0.0, 0.1),
         # Drafts pay, when there are some; a step without any is a plain one.
         ([0.9, 0.9, 0.9], (0.12, 0.1), 0.5, 3, 0.3, 0.6),
     ],
 )
-def test_filled_steps_are_taken_where_they_pay(survivals, seconds, share_proposed, fill_to, least, most):
+def test_padded_steps_are_taken_where_they_pay(survivals, seconds, share_proposed, pad_to, least, most):
     """`seconds`: of a step with drafts, and of a plain one."""
-    machine = Machine(survivals, lambda drafted: seconds[not drafted], share_proposed, fill_to)
+    machine = Machine(survivals, lambda drafted: seconds[not drafted], share_proposed, pad_to)
     machine.steps(300)
     assert least < np.mean([chosen is not None for chosen in machine.steps(1000)]) <= most
 

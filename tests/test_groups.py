@@ -14,6 +14,7 @@ from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from rollout_spec.metrics import EngineCounters
 from tests.oracle import group_of, num_alike
 from tests.text import int32
 
@@ -24,7 +25,8 @@ class Rows:
     """Requests one after the other, each of which says its text in one step and ends."""
 
     def __init__(self, index, history):
-        self.index, self.history, self.groups = index, history, Groups(index, history)
+        self.index, self.history, self.counters = index, history, EngineCounters()
+        self.groups = Groups(index, history, self.counters)
 
     def add(self, prompt, group=None, num_group_tokens=None, sample=None):
         return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
@@ -50,7 +52,7 @@ class Rows:
         return member
 
     def index_all(self):
-        while self.groups.has_waiting or self.index.has_behind:
+        while self.groups.has_waiting or self.index.has_unindexed:
             self.index.catch_up()
             self.groups.index_next()
 
@@ -74,17 +76,16 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(rows.index, "open_sequence", Mock(side_effect=full))
         assert rows.add(PROMPT, group="group") is None
-    added = Mock(side_effect=[None, full])
+    added = Mock(side_effect=[None, full, None])
     monkeypatch.setattr(rows.index, "add_text", added)
     member = rows.add(PROMPT, group="group")
     rows.index_all()
-    assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31]]
-    assert rows.groups.num_texts_left_out == 1, "beside the one that the index counts"
+    assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31], [30]]
     rows.end(member, [*PROMPT, 40])
     added.side_effect = None
     rows.add(PROMPT, group="group")
     rows.index_all()
-    assert [call.args[1].tolist() for call in added.call_args_list[2:]] == [[31], [30]]
+    assert [call.args[1].tolist() for call in added.call_args_list[3:]] == [[31]]
 
 
 @pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
@@ -268,7 +269,7 @@ class GroupsMachine(RuleBasedStateMachine):
         key = ("prompt", tuple(prompt)) if group is None else ("group", group)
         self.rows.groups.end_samples([])  # it learns what has left
         self.note_left()
-        chain, num_resumed = self.expected(prompt, key, sample), self.rows.groups.num_resumed
+        chain, num_resumed = self.expected(prompt, key, sample), self.rows.counters.num_resumed
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
         stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
@@ -293,7 +294,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.parked.remove(chain)
             if not chain.goes_on_whole(prompt):
                 self.keep(chain, chain.said[max(0, chain.num_shared(prompt) - 8) :])
-        assert self.rows.groups.num_resumed == num_resumed
+        assert self.rows.counters.num_resumed == num_resumed
         at = self.indexed[handle]
         if handle not in busy:
             new = [text for text in self.packed.texts(member.group.history_key) if text not in at.texts]

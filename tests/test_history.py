@@ -117,7 +117,7 @@ def test_a_full_index_does_without_history(num_tokens):
         drafts = drafter.draft(["a"], [1], token_ids, int32(level))
     assert drafts.lists() == [[1] * 8]
     stats = drafter.index.stats()
-    assert (stats.num_groups, stats.num_sequences, stats.num_tokens_behind) == (1, 1, 0)
+    assert (stats.num_groups, stats.num_sequences, stats.num_tokens_unindexed) == (1, 1, 0)
     assert stats.num_tokens == 199 or 199 < stats.num_tokens <= 199 + num_tokens
     drafter.index.validate()
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
-from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.drafts import Drafts
 from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv2 import host_drafts, speculators
@@ -27,7 +27,6 @@ from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
 from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.proposer import BESIDE_MODEL
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from tests import test_device_waits as waits
 from tests.accelerator import DEVICE, Accelerator
@@ -107,8 +106,8 @@ def scheduled(new=(), drafts=None):
 
 def planned(output, plan, names):
     """It with room for drafts in some of these requests, and the plan of it."""
-    rooms = output.scheduled_spec_decode_tokens
-    output.num_scheduled_tokens = {name: 1 + len(rooms.get(name, ())) for name in names}
+    room = output.scheduled_spec_decode_tokens
+    output.num_scheduled_tokens = {name: 1 + len(room.get(name, ())) for name in names}
     output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     attach(output, plan)
     return output
@@ -145,15 +144,15 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
         runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, 0), names))
         accelerator.start()
         after_sampling(runner, accelerator.put, names, [6, 6, 40])
-        rooms = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
-        given = planned(scheduled(drafts=dict(rooms)), Plan(None, 1, K), names)
+        room = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
+        given = planned(scheduled(drafts=dict(room)), Plan(None, 1, K), names)
         runner.execute_model(given)
         report = report_of(runner.sample_tokens(None).model_runner_output)
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
     assert runner.executed.scheduled_spec_decode_tokens == drafts
     assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
     assert runner.executed.total_num_scheduled_tokens == 9
-    assert given.scheduled_spec_decode_tokens == rooms and given.total_num_scheduled_tokens == 13
+    assert given.scheduled_spec_decode_tokens == room and given.total_num_scheduled_tokens == 13
     assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
     assert placed[0][:2] == drafts["b"] and placed[1] == drafts["a"]
@@ -211,11 +210,11 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         after_sampling(runner, accelerator.put, names[:2], [6, 40])
         known = len(TEXT)
         counted = [known + K, known + 1, 4]
-        rooms = {"drafted": [-1] * K, "plain": [-1] * K}
-        assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known, known, 4]
+        room = {"drafted": [-1] * K, "plain": [-1] * K}
+        assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known, known, 4]
         after_sampling(runner, accelerator.put, names[:2], [41, 42])
         counted = [known + 1 + K, known + 1 + K, 4]
-        assert step(scheduled(drafts=rooms), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
+        assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"
 
 
@@ -251,7 +250,7 @@ def with_model(engine, proposer=None):
     bind_model_drafter(runner, engine.row_sampling, proposer)
     if proposer is None:
         return engine.counted(lambda: runner.propose_draft_token_ids(None, runner.sampled))
-    setattr(runner, BESIDE_MODEL, proposer)
+    runner.rollout_spec_proposer = proposer
     return engine.counted(lambda: runner.sample_tokens(None))
 
 
@@ -271,13 +270,13 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     assert (accelerator.waits, accelerator.num_sent) == (races, 1)
     given: list[Any] = []
     beside = SimpleNamespace(
-        is_used=True, num_passes=2, most_model_tokens=2, work=None, note_passes=lambda *_: None,
-        draft=lambda *_, model_drafts, **__: given.append(model_drafts) or Drafts.none(3),
+        is_used=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
+        draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
     )  # fmt: skip
     accelerator = with_model(Engine(temperature), beside)
     assert given[0].tokens.tolist() == drafts
     assert np.isfinite(given[0].log_odds).all()
-    fetched = "rollout_spec.vllm.mrv1.speculators.<genexpr>"
+    fetched = "rollout_spec.vllm.mrv1.proposers.<genexpr>"
     assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import index as index_module
-from rollout_spec.drafting.index import ModelDrafts, SuffixIndex, make_index
+from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
 from tests.text import int32, speak
@@ -236,9 +237,9 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
             step = index.index_and_draft(int32(second), rows, int32(1), int32(level), nothing)
         assert step.num_dropped == 0 and index.stats().num_tokens == level
         index.validate()
-        assert not index.has_behind
+        assert not index.has_unindexed
         index.resume_sequence(first)
-        assert index.has_behind and index.text(first).tolist() == rows[0, 2:4_000].tolist()
+        assert index.has_unindexed and index.text(first).tolist() == rows[0, 2:4_000].tolist()
         for sequence in (first, second):
             index.park_sequence(sequence)
         assert index.given_up() == [group], "it lacks a text, and is idle"

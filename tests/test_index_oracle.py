@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollout_spec.drafting.index import ALL_TOKENS, ModelDrafts, SuffixIndex
+from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.index import ALL_TOKENS, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
 from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle, group_of, num_alike
 from tests.text import int32, speak
@@ -95,7 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.idle = [*(each for each in self.idle if each != group), group]
 
     def check_given_up(self, *, after_indexing=False):
-        """Where room was wanted, those that had been idle longest; and whether spare text made room.
+        """Where room was wanted, those that had been idle longest; and whether idle text made room.
 
         Of text that is indexed the index does not say when it wanted room, so how it went on is not known.
         """
@@ -130,7 +131,7 @@ class IndexMachine(RuleBasedStateMachine):
         try:
             self.index.set_prompt(group, np.array(prompt, np.int32))
         except BudgetExceeded:
-            self.is_over = True  # spare text may be gone
+            self.is_over = True  # idle text may be gone
             return
         self.groups[group].set_prompt(prompt, self.experience)
         self.leave(group)
@@ -199,12 +200,13 @@ class IndexMachine(RuleBasedStateMachine):
         models = self.model_drafts(data, len(matrix))
         max_tokens = data.draw(st.sampled_from([0, 3, 50, ALL_TOKENS]))
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
+        num_left_out = self.index.stats().num_texts_left_out
         asked = *arrays[1:], price, max_tokens, as_arrays(models)
         result = self.index.index_and_draft(arrays[0], matrix, *asked)
         dropped = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
         assert result.num_dropped == len(dropped)
         assert no_text <= dropped
-        self.is_over = dropped != no_text or self.index.stats().num_texts_left_out > 0
+        self.is_over = dropped != no_text or self.index.stats().num_texts_left_out > num_left_out
         if self.is_over:
             assert self.max_bytes
             return
@@ -219,15 +221,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_given_up(after_indexing=True)
         if self.is_over:
             return
-        nums_behind = 0
+        nums_unindexed = 0
         for i, sequence in enumerate(chosen):
             if sequence in no_text:
                 continue
             oracle = self.sequences[sequence]
             budget, model = budgets[i] * oracle.is_whole, models[rows[i]] if models else ()
-            nums_behind += not oracle.is_whole
+            nums_unindexed += not oracle.is_whole
             assert_drafts(result, i, oracle, budget, price, model)
-        assert result.num_behind == nums_behind
+        assert result.num_unindexed == nums_unindexed
 
     def catch_up(self, max_tokens):
         """What runs and prompts, first where least is left; then what is parked and texts, in order."""
@@ -240,21 +242,21 @@ class IndexMachine(RuleBasedStateMachine):
             # Of earlier prompts those after which there is something.
             prompts = {group.prompt: number for number, group in self.groups.items()}
             prompts |= {oracle.prompt: number for _, number, oracle in every}
-            waiting = [((0, each.num_behind, each.serial), number, each) for each, number in prompts.items()]
+            waiting = [((0, one.num_unindexed, one.serial), number, one) for one, number in prompts.items()]
             for runs, number, oracle in every:
                 if oracle.prompt.is_whole:
-                    key = (0, oracle.num_behind) if runs else (1, 0)
+                    key = (0, oracle.num_unindexed) if runs else (1, 0)
                     waiting.append(((*key, oracle.serial), number, oracle))
-            waiting = [each for each in waiting if each[2].num_behind]
+            waiting = [each for each in waiting if each[2].num_unindexed]
             if not waiting:
                 return False
             if max_tokens == 0:
                 return True
             _, number, oracle = min(waiting, key=lambda each: each[0])
-            num = min(max_tokens, oracle.num_behind)
+            num = min(max_tokens, oracle.num_unindexed)
             oracle.index(num)
             max_tokens -= num
-            self.texts = [each for each in self.texts if each[1].num_behind]
+            self.texts = [each for each in self.texts if each[1].num_unindexed]
             self.leave(number)
 
     @precondition(lambda self: self.groups and not self.is_over)
@@ -313,7 +315,7 @@ class IndexMachine(RuleBasedStateMachine):
         oracle = self.sequences.pop(sequence)
         self.resumed.discard(sequence)
         group = {**self.sequence_group, **self.parked}[sequence]
-        self.texts += [(group, oracle)] * bool(oracle.num_behind)
+        self.texts += [(group, oracle)] * bool(oracle.num_unindexed)
         if self.parked.pop(sequence, None) is None:
             self.leave(self.sequence_group.pop(sequence))
         with pytest.raises(UnknownId):

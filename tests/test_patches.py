@@ -1,10 +1,14 @@
 """The patch register: guards, idempotence, and what a failed guard leaves behind."""
 
+import ast
 import importlib
+import re
 import sys
 import threading
 import types
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +102,36 @@ def test_a_class_stands_before_an_objects_own(module):
     assert made.g() == "g" and isinstance(made, Platforms)
     assert Platforms().f(3) == [3, 1, "platform"], "no other object is changed"
     assert patches.applied() == [PATCH]
+
+
+def _methods(node):
+    """Names of the functions in a class, also of those that only some versions get."""
+    parts = [node, *(each for each in node.body if isinstance(each, ast.If))]
+    found = [each.name for part in parts for each in (*part.body, *getattr(part, "orelse", ()))
+             if isinstance(each, ast.FunctionDef)]  # fmt: skip
+    return [name for name in found if name != "__init__"]
+
+
+def test_a_line_above_each_class_says_before_which_methods_it_stands():
+    """And in which order: later ones are put before earlier ones."""
+    lines = re.compile(r"^# Before (\w+), (\d): ((?:[\w, ]+\n(?:# )?)+)class (\w+)", re.MULTILINE)
+    num_put = 0
+    for file in sorted((Path(rollout_spec.__file__).parent / "vllm").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        said = {name: (base, int(number)) for base, number, _, name in lines.findall(file.read_text())}
+        methods = {name: re.findall(r"\w+", named) for _, _, named, name in lines.findall(file.read_text())}
+        classes = {node.name: _methods(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+        assert {name: classes[name] for name in methods} == methods
+        orders = defaultdict[str, list[int]](list)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        for call in sorted(calls, key=lambda call: call.lineno):
+            if getattr(call.func, "id", "") == "put_before":
+                num_put += 1
+                names = {each.id for each in ast.walk(call.args[0]) if isinstance(each, ast.Name)}
+                for base, number in {said[name] for name in names & classes.keys()}:
+                    orders[base].append(number)
+        assert all(numbers == sorted(numbers) for numbers in orders.values()), (file, orders)
+    assert num_put > 20
 
 
 def test_a_class_that_no_longer_fits_stands_before_nothing(module):

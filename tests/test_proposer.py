@@ -4,6 +4,7 @@ Plain objects stand for vLLM's configuration, its runner and its batch, with the
 reads. The target is a text that each request will say.
 """
 
+import contextlib
 import types
 from typing import Any
 
@@ -289,14 +290,17 @@ def test_what_is_on_its_way_is_received_first():
     assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
-def test_what_a_warm_up_has_left_is_forgotten():
+@pytest.mark.parametrize("forgets", ["without_drafter", "reset"])
+def test_of_a_warm_up_nothing_is_left(forgets):
     engine = Engine(history=4)
-    engine.add("warm-up")
-    for _ in range(9):
+    with engine.proposer.without_drafter() if forgets != "reset" else contextlib.nullcontext():
+        engine.add("warm-up")
+        for _ in range(9):
+            engine.step()
+        engine.finish("warm-up")
         engine.step()
-    engine.finish("warm-up")
-    engine.step()
-    engine.proposer.start_afresh()
+    if forgets == "reset":
+        engine.proposer.reset()
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_groups == 0
     assert engine.control.pack_history() == Engine(history=4).control.pack_history()
@@ -334,7 +338,6 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
     engine.batch.req_ids.remove("stranger")
     assert engine.step() == {"a": []}
-    assert not engine.proposer.wants_room
     counters = engine.proposer.take_counters()
     assert (counters.num_steps, counters.num_failed_steps) == (1, 2)
     [message] = said

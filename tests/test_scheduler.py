@@ -64,10 +64,10 @@ def test_who_gets_which_scheduler(drafts, asked, is_asynchronous, given):
 )
 def test_room_for_drafts_leaves_half_of_a_step_for_prompts(asks, num_rows, room):
     scheduler = AheadScheduler.__new__(AheadScheduler)
-    scheduler._gives_room, scheduler.num_spec_tokens = asks, 15
+    scheduler._drafts_wanted, scheduler.num_spec_tokens = asks, 15
     scheduler.max_num_scheduled_tokens = 2048
     scheduler.running = [None] * num_rows
-    assert scheduler._room() == room
+    assert scheduler._room_for_drafts() == room
 
 
 def test_room_that_stays_empty_is_no_draft():

@@ -199,7 +199,7 @@ def test_a_response_without_a_token_takes_no_step():
 
 def test_filled_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
-    plain, filled = (served(lines, config, FLAT, 8, fills_drafts=fills) for fills in (False, True))
+    plain, filled = (served(lines, config, FLAT, 8, pads_drafts=pads) for pads in (False, True))
     assert filled.num_tokens == plain.num_tokens
     assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
     assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens

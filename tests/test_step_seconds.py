@@ -15,8 +15,8 @@ def step(num_verified, num_prompt=0, *, context=0, rows=4, passes=0, drafted=Non
     return Step(*work, rows, context, rows, num_passes=passes)
 
 
-def learned(steps, seconds, noise=0.0, fills=False):
-    found, rng = StepSeconds(fills), np.random.default_rng(0)
+def learned(steps, seconds, noise=0.0, pads_drafts=False):
+    found, rng = StepSeconds(pads_drafts), np.random.default_rng(0)
     for each in steps:
         found.learn(each, seconds(each) * rng.lognormal(0.0, noise))
     return found
@@ -60,8 +60,10 @@ def test_a_pass_of_a_model_has_a_time_of_its_own():
     assert found.expected_pass(4) == pytest.approx(0.002, rel=0.1)
 
 
-def test_where_drafts_are_filled_up_plain_steps_may_take_longer():
-    found = learned([step(4), *[step(20)] * 9] * 60, lambda s: 0.02 if s.has_drafts else 0.1, fills=True)
+def test_where_drafts_are_padded_plain_steps_may_take_longer():
+    found = learned(
+        [step(4), *[step(20)] * 9] * 60, lambda s: 0.02 if s.has_drafts else 0.1, pads_drafts=True
+    )
     assert found.expected(step(20), 20) == pytest.approx(0.02, rel=0.05)
     assert found.expected(step(4), 4) == pytest.approx(0.1, rel=0.1)
 

@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from rollout_spec.homes import Homes
+from rollout_spec.placement import GroupPlacement
 from rollout_spec.verl.router import RankRouter
 
 
@@ -14,7 +14,7 @@ class Engine:
     def __init__(self):
         self.ranks: list[int] = []
         self.may_end = asyncio.Event()
-        self.placed = RankRouter(self.generate, 2, Homes(8))
+        self.placed = RankRouter(self.generate, 2, GroupPlacement(8))
 
     async def generate(self, *_, data_parallel_rank, priority):
         self.ranks.append(data_parallel_rank)

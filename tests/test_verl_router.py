@@ -1,4 +1,4 @@
-"""The group router as verl uses it, without Ray; where a group goes: tests/test_homes.py."""
+"""The group router as verl uses it, without Ray; where a group goes: tests/test_placement.py."""
 
 import subprocess
 import sys

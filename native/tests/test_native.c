@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "index.h"
+#include "draft.h"
 
 #define CHECK(condition)                                                                   \
     do {                                                                                   \
@@ -291,7 +291,7 @@ static void test_allocation_failures(uint32_t alphabet) {
         const rs_index *i = l.index;
         CHECK(i->memory.num_bytes == sizeof *i + i->groups_capacity * sizeof *i->groups +
                                          i->slots_capacity * sizeof *i->slots +
-                                         i->behind_capacity * sizeof *i->behind +
+                                         i->queue_capacity * sizeof *i->queue +
                                          i->contexts.capacity * sizeof *i->contexts.buckets +
                                          i->corpus.capacity * sizeof *i->corpus.states +
                                          i->corpus.pool.capacity * sizeof *i->corpus.pool.units);

@@ -200,7 +200,7 @@ def _patches() -> Iterator[Check]:
     vllm_plugin.import_patched()
     if vllm_plugin.failure:
         yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
-    for name, reason in vllm_plugin.left_out.items():
+    for name, reason in vllm_plugin.not_fixed.items():
         yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         import verl.trainer.main_ppo  # noqa: F401

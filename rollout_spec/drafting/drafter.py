@@ -13,25 +13,26 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.gate import AutoGate, FixedGate, Gate
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
-from rollout_spec.drafting.index import Drafts, ModelDrafts, StepResult, make_index
+from rollout_spec.drafting.index import StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
-FILLER = 0  # a token id of any vocabulary
-STEP_SHARE = 0.02  # of a step's time that the next one spends on text that is behind
+PAD = 0  # a token id of any vocabulary, where there is no better one
+STEP_SHARE = 0.02  # of a step's time that the next one spends on unindexed text
 MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
-PIECE_TOKENS = 1024  # that are indexed at a time of text that is behind, in 0.1 ms or less
+PIECE_TOKENS = 1024  # of unindexed text, that are indexed at a time: in 0.1 ms or less
 
 
 class _Rows:
-    """The rows of the engine's token matrix that have a place in the index.
+    """The rows of the engine's token matrix whose sequences are in the index.
 
-    As long as the batch does not change these are the same arrays, which the index then need not check again.
+    As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
     def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
@@ -47,17 +48,17 @@ class _Rows:
         chosen = kept[self.numbers]
         return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
 
-    def set_levels(self, levels: Int32Array, may_draft: bool, rooms: Int32Array | None) -> None:
+    def set_levels(self, levels: Int32Array, may_draft: bool, room: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
         self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) if may_draft else 0
-        if rooms is not None:
-            np.minimum(self.max_draft_tokens, rooms[self.numbers], out=self.max_draft_tokens)
+        if room is not None:
+            np.minimum(self.max_draft_tokens, room[self.numbers], out=self.max_draft_tokens)
 
 
 @dataclasses.dataclass
 class _Request:
-    member: Member | None  # None: it has no place in the index
+    member: Member | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
 
 
@@ -70,8 +71,8 @@ class Drafter:
     Args:
         config: the options; `config.num_speculative_tokens` bounds every draft.
         clock: seconds, of which the gate learns what a step takes.
-        fills: fill the drafts of a step up to `config.num_speculative_tokens` in every decoding row, for
-            engines whose other steps have no graph. What fills them is verified, and seldom right.
+        pads_drafts: pad the drafts of a step to `config.num_speculative_tokens` in every decoding row, for
+            engines whose other steps have no graph. Padding is verified, and seldom right.
         most_model_tokens: the most that a model drafts for a row; 0: there is no model.
     """
 
@@ -79,49 +80,32 @@ class Drafter:
         self,
         config: SpecConfig,
         clock: Callable[[], float] = time.perf_counter,
-        fills: bool = False,
+        pads_drafts: bool = False,
         most_model_tokens: int = 0,
     ) -> None:
-        self.counters = EngineCounters()  # without those of the gate and the model
         self._num_speculative_tokens = config.num_speculative_tokens
-        self._fill_to = config.num_speculative_tokens if fills else 0
+        self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self._gate: Gate = (
-            AutoGate(self._fill_to, most_model_tokens)
+            AutoGate(self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
             else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
         )
+        self.counters = self._gate.counters
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
-        self.next_step_waits = False  # for drafts, as they may pay
+        self._drafts_wanted = False  # by the gate, in the steps to come
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
-        self._groups = Groups(self.index, self.history)
+        self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
-        self._model_share = ModelShare()
+        self._model_share = ModelShare(self.counters)
         self._row_ids: list[str] = []  # the rows of the last step
         self._num_given = 0  # draft tokens that it gave the next one
-        self._rows: _Rows | None = None  # those of them with a place in the index; None: to be mapped anew
-
-    @property
-    def num_passes(self) -> int:
-        """How many passes of a model draft in the next step, each a token for every row. 0 where that step
-        does not wait for drafts: the model takes its first pass only.
-
-        Whatever runs the model reads this after every `draft`. Where ranks share a model all take the same
-        passes: the scheduler tells them.
-        """
-        return self._gate.num_passes if self.next_step_waits else 0
-
-    @property
-    def wants_room(self) -> bool:
-        """Whether the step after the next one is to get room for drafts: for engines that schedule ahead. Not
-        shortly before the gate measures a plain step, which must not wait for drafts either.
-        """
-        return self.next_step_waits and not self._gate.probes_soon
+        self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -156,7 +140,7 @@ class Drafter:
         self._rows = None
 
     def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
-        """End a request that was added; its text stays, and its place is kept for the sample's next one.
+        """End a request that was added; its text stays, and the sample's next one goes on after it.
 
         is_aborted: that one's prompt may lack the last tokens.
         """
@@ -179,12 +163,8 @@ class Drafter:
         nums_new_tokens: npt.ArrayLike,
         token_ids: Int32Array,
         levels: Int32Array,
-        *,
         work: Step | None = None,
-        ended: float | None = None,
-        in_time: bool = True,
-        model_drafts: ModelDrafts | None = None,
-        rooms: Int32Array | None = None,
+        next_step: NextStep = TAKES_ANY,
     ) -> Drafts:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -196,18 +176,11 @@ class Drafter:
             levels: int32, shape [>= num_rows], how many tokens each row has.
             work: what the step that has ended processed; by default a token of each decoding row and the
                 drafts that it was given.
-            ended: when it ended, by the clock; by default now.
-            in_time: False where the next step takes no drafts: it has begun, or a model has drafted nothing
-                for it.
-            model_drafts: what a model drafts after the tokens that each row has now, row for row, with as
-                many columns as it has taken passes in the step that has ended; None: just the first.
-            rooms: int32 [num_rows], draft tokens that each row can have in the next step; None: any number.
-
-        `next_step_waits` then says whether the next step must wait for its drafts.
+            next_step: what the next one can take.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
-        raises nothing: idle groups leave it, then spare text, then the requests that do not fit. So do those
-        whose rows hold what no text can.
+        raises nothing: idle groups leave it, then idle text, then the requests that do not fit. So do those
+        whose rows have negative tokens.
         """
         started = time.perf_counter()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
@@ -217,7 +190,7 @@ class Drafter:
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         goes_on = self._map_rows(request_ids)
         assert self._rows is not None
-        decodes = nums > 0
+        decodes, model = nums > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
@@ -226,33 +199,39 @@ class Drafter:
             num_rows=num_decoding,
             num_context=int(levels[:num_rows].sum(where=decodes)),
             num_new_tokens=int(nums.sum()),
-            seconds=self._end_step(self._clock() if ended is None else ended, goes_on),
-            num_passes=0 if model_drafts is None else model_drafts.tokens.shape[1],
+            seconds=self._end_step(self._clock() if work.ended is None else work.ended, goes_on),
+            num_passes=0 if model is None else model.tokens.shape[1],
             model_shares=self._model_share.count_accepted(request_ids, nums),
         )
         rows = self._rows if num_decoding == num_rows else self._rows.among(decodes)
         drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows == 0:
             self._gate.discard()
-            self._propose_after(rows, token_ids, levels, None)  # only what waits is indexed
-            return drafts
+            self._propose_after(rows, token_ids, levels, None)  # to index only
+            return self._answer(drafts)
         least_survival = self._gate.begin(step)
-        proposed = self._propose_after(rows, token_ids, levels, least_survival, model_drafts, rooms)
+        proposed = self._propose_after(rows, token_ids, levels, least_survival, next_step)
         self._count(step, rows, proposed)
-        if least_survival is None:
-            self.next_step_waits = False
-        elif in_time:
-            self.next_step_waits = True
+        self._drafts_wanted = least_survival is not None
+        if least_survival is not None and next_step.takes_drafts:
             self._give(drafts, rows, proposed)
-            self._model_share.count_drafted(request_ids, drafts, model_drafts)
-            if self._fill_to and self._gate.fills:  # steps with drafts are of one shape only
-                drafts.tokens[np.arange(self._fill_to) >= drafts.numbers[:, None]] = FILLER
-                drafts.numbers[decodes] = self._fill_to
+            self._model_share.count_drafted(request_ids, drafts, model)
+            if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
+                drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
+                drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
-        else:  # these drafts come too late for a step; what the gate says of them decides for the next one
-            self._choose_whether_to_wait(rows, proposed)
+        elif least_survival is not None:  # too late for that step: what the gate says of them is for others
+            self._drafts_wanted = self._would_give(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
-        return drafts
+        return self._answer(drafts)
+
+    def _answer(self, drafts: Drafts) -> Drafts:
+        """These, and what the steps to come are to have. No room shortly before the gate measures a plain
+        step, which must not wait for drafts."""
+        return drafts._replace(
+            drafts_wanted=self._drafts_wanted and not self._gate.probe_in_two,
+            num_passes=self._gate.num_passes if self._drafts_wanted else 0,
+        )
 
     def note_passes(self, num: int, num_left_out: int) -> None:
         """A model has drafted beside the text: how many passes it took, and how many it left out."""
@@ -260,19 +239,18 @@ class Drafter:
         self.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
-        """Index text that is behind, piece by piece, while there is time: for who waits for a device."""
-        while self._has_behind and has_time():
+        """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
+        while self._has_unindexed and has_time():
             if not self.index.catch_up(PIECE_TOKENS):
                 self._groups.index_next()
 
     @property
-    def _has_behind(self) -> bool:
-        return self.index.has_behind or self._groups.has_waiting
+    def _has_unindexed(self) -> bool:
+        return self.index.has_unindexed or self._groups.has_waiting
 
     def _end_step(self, now: float, goes_on: bool) -> float | None:
         """A step ends now; returns what it took. None: without a request that goes on, the engine may have
-        waited for one, slept, or taken new weights.
-        """
+        waited for one, slept, or taken new weights."""
         seconds = None if self._last_end is None or not goes_on else now - self._last_end
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
@@ -293,12 +271,12 @@ class Drafter:
         return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def _count(self, step: Step, rows: _Rows, proposed: StepResult) -> None:
-        """Count the step that ended: its decoding rows, and those of them that had a place in the index."""
+        """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
         self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
-        self.counters.num_behind_rows += proposed.num_behind
+        self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(
         self,
@@ -306,17 +284,16 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         least_survival: float | None,
-        model_drafts: ModelDrafts | None = None,
-        rooms: Int32Array | None = None,
+        next_step: NextStep = TAKES_ANY,
     ) -> StepResult:
-        """Index what these rows got, and what waits; propose tokens of this survival or more, None: none."""
-        rows.set_levels(levels, least_survival is not None, rooms)
+        """Index what these rows got and more; propose tokens of this survival or more, None: none."""
+        rows.set_levels(levels, least_survival is not None, next_step.room)
         self._groups.index_next()
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
-            least_survival or 0.0, PIECE_TOKENS, model_drafts,
+            least_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
         )  # fmt: skip
-        if self._has_behind:  # also where nobody waits for a device
+        if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
@@ -324,7 +301,7 @@ class Drafter:
         return result
 
     def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has dropped (-1, here 0 then) have no place in the index any more."""
+        """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
         for row in rows.numbers[nums_draft_tokens < 0].tolist():
             request = self._requests[self._row_ids[row]]
             assert request.member is not None
@@ -340,16 +317,14 @@ class Drafter:
         self.counters.num_draft_tokens += int(chosen.sum())
         drafts.tokens[rows.numbers], drafts.numbers[rows.numbers] = proposed.draft_tokens, chosen
 
-    def _choose_whether_to_wait(self, rows: _Rows, proposed: StepResult) -> None:
-        """The next step has begun without drafts: should the one after it wait for them?"""
-        if self._has_model:
-            # It has something for every step, but not for this one. The text's drafts alone would wrongly
-            # tell the gate that drafting does not pay.
-            self.next_step_waits = True
-            self.counters.num_steps_on += 1
-        else:
-            self.next_step_waits = bool(self._chosen(rows, proposed).any())
+    def _would_give(self, rows: _Rows, proposed: StepResult) -> bool:
+        """The next step has begun without drafts: would the open gate have taken some?"""
+        # A model has something for every step, but not for this one. The text's drafts alone would wrongly
+        # tell the gate that drafting does not pay.
+        would_give = self._has_model or bool(self._chosen(rows, proposed).any())
+        self.counters.num_steps_on += self._has_model
         self._gate.discard()
+        return would_give
 
     def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
         """How much of each row's draft the open gate takes, int32 [rows]."""
@@ -361,13 +336,11 @@ class Drafter:
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
-        num_left_out = self.index.stats().num_texts_left_out + self._groups.num_texts_left_out
+        num_left_out = self.index.stats().num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
         self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
-        self.counters.num_resumed, self._groups.num_resumed = self._groups.num_resumed, 0
-        each = self.counters, self._gate.counters, self._model_share.counters
-        return EngineCounters.sum(one.take() for one in each)
+        return self.counters.take()
 
     def note_new_weights(self, step: int | None = None) -> None:
         """The target's weights have changed: the time until the next step is no step's. `step`: the training

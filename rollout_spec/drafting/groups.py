@@ -1,5 +1,6 @@
 """The groups of an index: after which text a request goes on, and which of a prompt's texts are indexed."""
 
+import contextlib
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable
@@ -9,6 +10,7 @@ import numpy as np
 from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
+from rollout_spec.metrics import EngineCounters
 
 MAX_PARKED = 256  # sequences of one sample, or of all that have no name
 _CONTEXT = 8  # tokens before a text that is cut off from another, by which it is found
@@ -57,18 +59,17 @@ class Groups:
     """The groups and sequences of an index, and the history that they are indexed from.
 
     When a request has ended the history has its text, and its sequence is parked: the sample's next request
-    goes on there. It is closed when the sample has said all, when too many are parked,
-    or with its group. What leaves a full index is decided in native/.
+    goes on there. It is closed when the sample has said all, when too many are parked, or with its group.
+    What leaves a full index is decided in native/.
     """
 
-    def __init__(self, index: SuffixIndex, history: History) -> None:
+    def __init__(self, index: SuffixIndex, history: History, counters: EngineCounters) -> None:
         self._index = index
         self._history = history
+        self._counters = counters
         self._groups: dict[_Key, _Group] = {}
         self._by_handle: dict[int, _Group] = {}
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
-        self.num_resumed = 0  # requests that went on where their sample's text ended
-        self.num_texts_left_out = 0  # of the history, for which there was no memory
         # By the sample's name, None: those without; the one parked last is the last.
         self._parked: defaultdict[Hashable | None, list[Member]] = defaultdict(list)
 
@@ -79,7 +80,7 @@ class Groups:
         num_group_tokens: int | None,
         sample: Hashable | None,
     ) -> Member | None:
-        """The sequence of a request; None where no memory is left, or the prompt holds what no text can.
+        """The sequence of a request; None where no memory is left, or the prompt has negative tokens.
 
         The arguments are those of `Drafter.add`.
         """
@@ -127,7 +128,7 @@ class Groups:
             return None
         self._index.resume_sequence(member.sequence)
         self._unpark(member)
-        self.num_resumed += is_all
+        self._counters.num_resumed += is_all
         if not is_all:
             self._remember(member, member.said[max(0, num - _CONTEXT) :])
         return member
@@ -170,13 +171,11 @@ class Groups:
                 continue
             # Of equally frequent continuations the one that came first is drafted: so the latest first.
             text = texts.pop()
-            try:
-                if text.is_kept and text not in group.texts:
+            self._waiting.append((group, texts))
+            if text.is_kept and text not in group.texts:
+                with contextlib.suppress(BudgetExceeded, OutOfMemory):  # the index counts it
                     self._index.add_text(group.handle, text.tokens)
                     group.texts.add(text)
-                self._waiting.append((group, texts))
-            except (BudgetExceeded, OutOfMemory):  # which the index counts
-                self.num_texts_left_out += len(texts)
             return
 
     def park(self, member: Member, *, is_aborted: bool) -> None:

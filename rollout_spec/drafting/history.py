@@ -81,12 +81,10 @@ class History:
     ) -> Text:
         """Keep a text of this engine as the latest of its prompt, if it has tokens and none is negative.
 
-        Args:
-            prompt_key: of `prompt_key` or `group_key`.
-            tokens: int32 [n].
-            sample: of `sample_key`; None: one that says no more than this.
-            text: what this call's tokens go on after, and whose place they take.
-            is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
+        prompt_key: of `prompt_key` or `group_key`.
+        sample: of `sample_key`; None: one that says no more than this.
+        text: what this call's tokens go on after, and whose place they take.
+        is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
         text = text or Text(sample or uuid.uuid4().bytes[:_NAME_BYTES])
         text.step = self.step
@@ -169,9 +167,7 @@ class History:
 def read_file(path: Path) -> list[bytes]:
     """The pieces of a file of what `pack` made, for `merge`.
 
-    Raises:
-        OSError: the file cannot be read.
-        HistoryError: it is not one of ours, of another version, damaged, or cut off.
+    Raises OSError; HistoryError: it is not one of ours, of another version, damaged, or cut off.
     """
     content, pieces, begin, mark = path.read_bytes(), list[bytes](), 0, _MORE
     while begin < len(content) or mark == _MORE:

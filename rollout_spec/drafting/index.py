@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.native import (
     BudgetExceeded,
     Float32Array,
@@ -37,61 +38,8 @@ class StepResult(NamedTuple):
     """[n]; -1: the row is dropped, and its sequence closed."""
     num_dropped: int = 0
     """Rows."""
-    num_behind: int = 0
-    """Rows that draft nothing, as something of their text is not indexed."""
-
-
-class Drafts(NamedTuple):
-    """Drafts for the rows of a batch."""
-
-    tokens: Int32Array
-    """[num_rows, K]: row i holds numbers[i] draft tokens, the rest is unspecified."""
-    numbers: Int32Array
-    """[num_rows], most often 0."""
-
-    @classmethod
-    def none(cls, num_rows: int, width: int = 1) -> Drafts:
-        return cls(np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32))
-
-    def lists(self) -> list[list[int]]:
-        tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.numbers[:, None]].tolist(), 0
-        return [tokens[end : (end := end + num)] for num in self.numbers.tolist()]
-
-
-class ModelDrafts(NamedTuple):
-    """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
-
-    tokens: Int32Array
-    """[R, m]; negative: nothing from there on."""
-    log_odds: Float32Array
-    """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
-    the model is least sure."""
-
-    def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
-        """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
-
-        Raises InvalidArgument: a type or shape is wrong.
-        """
-        tokens, log_odds = self
-        for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
-            if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 2:
-                raise InvalidArgument(
-                    f"model_drafts.{name}: must be a two-dimensional {dtype.__name__} array"
-                )
-        if tokens.shape != log_odds.shape:
-            raise InvalidArgument(
-                f"model_drafts.log_odds: has the shape {log_odds.shape}, tokens {tokens.shape}"
-            )
-        if tokens.shape[1] > most_tokens:
-            raise InvalidArgument(
-                f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
-            )
-        if len(tokens) <= rows.max(initial=-1):
-            raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
-        chosen = log_odds.take(rows, axis=0, mode="clip")
-        least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
-        confidences = np.floor(np.fmin(np.fmax(chosen, least), most)) - least
-        return tokens.take(rows, axis=0, mode="clip"), confidences.astype(np.int32)
+    num_unindexed: int = 0
+    """Rows that draft nothing, as something of their text, or of their prompt, is not indexed yet."""
 
 
 class IndexStats(NamedTuple):
@@ -101,9 +49,9 @@ class IndexStats(NamedTuple):
     num_sequences: int
     num_states: int
     num_tokens: int
-    num_tokens_behind: int
+    num_tokens_unindexed: int
     num_texts_left_out: int
-    """Ever: for which there was no memory."""
+    """Ever: prompts, sequences and others for which there was no memory."""
     num_bytes: int
 
 
@@ -139,9 +87,10 @@ class SuffixIndex:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
 
-    native/rollout_spec_native.h says exactly what is drafted.
+    native/draft.h says exactly what is drafted.
 
-    Raises InvalidArgument: an option is out of range; OutOfMemory, BudgetExceeded.
+    Its methods raise InvalidArgument: an argument has the wrong type or is out of range; UnknownId: no such
+    group or sequence; BudgetExceeded, OutOfMemory. Then they change no text, but `add_to_corpus` the corpus.
     """
 
     def __init__(self, *, num_speculative_tokens: int, max_bytes: int = 0) -> None:
@@ -159,7 +108,7 @@ class SuffixIndex:
         options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
         options.max_bytes = max_bytes
         made = ffi.new("rs_index **")
-        self._check(lib.rs_index_new(options, made, self._error))
+        check_status(lib.rs_index_new(options, made, self._error), self._error)
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
         self.max_bytes = max_bytes  # 0: no budget
@@ -167,42 +116,28 @@ class SuffixIndex:
 
     def add_to_corpus(self, token_ids: Int32Array) -> None:
         """Draft from this text too (int32 vector). Before the first group is opened."""
-        check_vector("token_ids", token_ids, None)
-        tokens = _tokens(token_ids)
-        self._check(lib.rs_corpus_add(self._handle(), tokens, len(token_ids), self._error))
+        self._call(lib.rs_corpus_add, *_tokens("token_ids", token_ids))
 
     def open_group(self, prompt_token_ids: Int32Array) -> int:
-        """A new group with this prompt (int32 vector, may be empty), which is behind; returns its id."""
-        check_vector("prompt_token_ids", prompt_token_ids, None)
-        index, num_tokens = self._handle(), len(prompt_token_ids)
-        self._check(lib.rs_group_open(index, _tokens(prompt_token_ids), num_tokens, self._id, self._error))
+        """A new group with this prompt (int32 vector, may be empty), unindexed; returns its id."""
+        self._call(lib.rs_group_open, *_tokens("prompt_token_ids", prompt_token_ids), self._id)
         return int(self._id[0])
 
     def set_prompt(self, group: int, prompt_token_ids: Int32Array) -> None:
-        """What is opened in the group from now on, or added to it, begins after this prompt, which is behind.
-
-        Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
-        """
-        check_vector("prompt_token_ids", prompt_token_ids, None)
-        index, num_tokens = self._handle(), len(prompt_token_ids)
-        tokens = _tokens(prompt_token_ids)
-        self._check(lib.rs_group_set_prompt(index, int32("group", group), tokens, num_tokens, self._error))
+        """What is opened in the group from now on, or added to it, begins after this prompt, unindexed."""
+        tokens = _tokens("prompt_token_ids", prompt_token_ids)
+        self._call(lib.rs_group_set_prompt, int32("group", group), *tokens)
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
-        """A text (int32 vector) that follows the group's prompt, and is behind.
-
-        Raises UnknownId, InvalidArgument, BudgetExceeded, OutOfMemory.
-        """
-        check_vector("token_ids", token_ids, None)
-        index, group = self._handle(), int32("group", group)
-        self._check(lib.rs_group_add(index, group, _tokens(token_ids), len(token_ids), self._error))
+        """A text (int32 vector) that follows the group's prompt; unindexed."""
+        self._call(lib.rs_group_add, int32("group", group), *_tokens("token_ids", token_ids))
 
     def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
-        """Index up to so many tokens of what is behind; whether there is more to index."""
+        """Index up to so many tokens; whether there is more to index."""
         return bool(lib.rs_catch_up(self._handle(), max_tokens))
 
     @property
-    def has_behind(self) -> bool:
+    def has_unindexed(self) -> bool:
         """Whether there is more to index."""
         return self.catch_up(0)
 
@@ -212,46 +147,35 @@ class SuffixIndex:
         return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
 
     def close_group(self, group: int) -> None:
-        """Forget a group's text, and close what is parked in it.
-
-        Raises UnknownId: no such group; InvalidArgument: one of its sequences runs.
-        """
-        self._check(lib.rs_group_close(self._handle(), int32("group", group), self._error))
+        """Forget the text of a group in which nothing runs, and close what is parked there."""
+        self._call(lib.rs_group_close, int32("group", group))
 
     def open_sequence(self, group: int) -> int:
-        """Open a sequence and return its id. Its rows begin with the group's prompt.
-
-        Raises UnknownId, BudgetExceeded, OutOfMemory.
-        """
-        index, group = self._handle(), int32("group", group)
-        self._check(lib.rs_sequence_open(index, group, self._id, self._error))
+        """Open a sequence and return its id. Its rows begin with the group's prompt."""
+        self._call(lib.rs_sequence_open, int32("group", group), self._id)
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
-        """The tokens of an open sequence after its prompt, indexed or not, int32 [n]. Raises UnknownId."""
-        number = ffi.new("int64_t *")
-        index, sequence = self._handle(), int32("sequence", sequence)
-        self._check(lib.rs_sequence_text(index, sequence, ffi.NULL, 0, number, self._error))
-        tokens = np.empty(int(number[0]), np.int32)
-        if len(tokens):
-            buffer = ffi.from_buffer("int32_t[]", tokens, require_writable=True)
-            self._check(lib.rs_sequence_text(index, sequence, buffer, len(tokens), number, self._error))
-        return tokens
+        """The tokens of an open sequence after its prompt, indexed or not, int32 [n]."""
+        number, tokens = ffi.new("int64_t *"), np.empty(0, np.int32)
+        while True:
+            buffer, num = ffi.from_buffer("int32_t[]", tokens, require_writable=True), len(tokens)
+            self._call(lib.rs_sequence_text, int32("sequence", sequence), buffer, num, number)
+            if num == number[0]:
+                return tokens
+            tokens = np.empty(int(number[0]), np.int32)
 
     def close_sequence(self, sequence: int) -> None:
-        """Close a sequence; its text stays in the group, and is indexed as a whole. Raises UnknownId."""
-        self._check(lib.rs_sequence_close(self._handle(), int32("sequence", sequence), self._error))
+        """Close a sequence; its text stays in the group, and is indexed as a whole."""
+        self._call(lib.rs_sequence_close, int32("sequence", sequence))
 
     def park_sequence(self, sequence: int) -> None:
-        """Keep a sequence's place while it is in no step. Raises UnknownId."""
-        self._check(lib.rs_sequence_park(self._handle(), int32("sequence", sequence), self._error))
+        """Keep a sequence while it is in no step."""
+        self._call(lib.rs_sequence_park, int32("sequence", sequence))
 
     def resume_sequence(self, sequence: int) -> None:
-        """Its next row goes on after what it and the sequence's text begin with.
-
-        Raises UnknownId: no such sequence; BudgetExceeded, OutOfMemory.
-        """
-        self._check(lib.rs_sequence_resume(self._handle(), int32("sequence", sequence), self._error))
+        """Its next row goes on after what it and the sequence's text begin with."""
+        self._call(lib.rs_sequence_resume, int32("sequence", sequence))
 
     def index_and_draft(
         self,
@@ -273,15 +197,16 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_survival: end a draft where its estimated survival falls below.
-            max_tokens: to index of what is behind; a row that still is has no draft.
+            max_tokens: to index of unindexed text; a row that still has some has no draft.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
 
-        A row that does not fit, or holds what no text can, is dropped; the result says which.
+        A row that does not fit, or has a negative token, is dropped; the result says which. Where an argument
+        is wrong the error names it and its entry, and nothing was indexed.
 
-        Raises InvalidArgument, UnknownId: naming the argument and entry; nothing was indexed.
+        An array is checked in the first step that it comes with: a caller whose batch stays writes the new
+        values into the same arrays.
         """
-        index, batch = self._handle(), self._batch
-        # What is the same array as in the step before needs no look: engines' batches change seldom.
+        batch = self._batch
         vectors = sequences, rows, levels, max_draft_tokens
         if self._vectors is None or any(map(operator.is_not, vectors, self._vectors)):
             self._set_vectors(*vectors)
@@ -291,8 +216,8 @@ class SuffixIndex:
             self._set_model(model_drafts, rows)
         batch.min_survival = min_survival
         batch.max_tokens = max_tokens
-        self._check(lib.rs_step(index, batch, self._error))
-        return self._result._replace(num_dropped=batch.num_dropped, num_behind=batch.num_behind)
+        self._call(lib.rs_step, batch)
+        return self._result._replace(num_dropped=batch.num_dropped, num_unindexed=batch.num_unindexed)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
@@ -301,7 +226,7 @@ class SuffixIndex:
 
     def validate(self) -> None:
         """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
-        self._check(lib.rs_index_validate(self._handle(), self._error))
+        self._call(lib.rs_index_validate)
 
     def close(self) -> None:
         """Free the index; every later call but close raises InvalidArgument."""
@@ -321,13 +246,12 @@ class SuffixIndex:
             raise InvalidArgument("index: is closed")
         return self._index
 
-    def _check(self, status: int) -> None:
-        check_status(status, self._error)
+    def _call(self, function: Callable[..., int], *arguments: Any) -> None:
+        check_status(function(self._handle(), *arguments, self._error), self._error)
 
     def _set_vectors(
         self, sequences: Int32Array, rows: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
     ) -> None:
-        """Raises InvalidArgument."""
         self._vectors = None
         check_vector("sequences", sequences, None)
         n = len(sequences)
@@ -345,7 +269,6 @@ class SuffixIndex:
         self._vectors = (sequences, rows, levels, max_draft_tokens)
 
     def _set_model(self, model_drafts: ModelDrafts | None, rows: Int32Array) -> None:
-        """Raises InvalidArgument."""
         self._batch.num_model_tokens = 0
         if model_drafts is None:
             return
@@ -379,5 +302,7 @@ class SuffixIndex:
         self._matrix = token_ids
 
 
-def _tokens(token_ids: Int32Array) -> Any:
-    return ffi.from_buffer("int32_t[]", token_ids) if len(token_ids) else ffi.NULL
+def _tokens(name: str, token_ids: Int32Array) -> tuple[Any, int]:
+    """The argument of this name for C: a pointer to an int32 vector, and its length."""
+    check_vector(name, token_ids, None)
+    return ffi.from_buffer("int32_t[]", token_ids), len(token_ids)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rollout_spec.drafting.drafts import Drafts, ModelDrafts
 from rollout_spec.drafting.gate.step import Floats
-from rollout_spec.drafting.index import Drafts, ModelDrafts
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.trace import num_alike
@@ -14,8 +14,8 @@ from rollout_spec.trace import num_alike
 class ModelShare:
     """Counts the tokens that a draft begins with and that the model proposed too."""
 
-    def __init__(self) -> None:
-        self.counters = EngineCounters()
+    def __init__(self, counters: EngineCounters) -> None:
+        self._counters = counters
         self._num_tokens = 0  # that the model drafted of each row for the step that runs
         self._lengths: dict[str, int] = {}  # how many of its tokens the step verifies, by request
 
@@ -29,7 +29,7 @@ class ModelShare:
         proposed = model_drafts.tokens.tolist()
         for request_id, draft, tokens in zip(request_ids, drafts.lists(), proposed, strict=False):
             self._lengths[request_id] = num_alike(draft, tokens)
-        self.counters.num_model_draft_tokens += sum(self._lengths.values())
+        self._counters.num_model_draft_tokens += sum(self._lengths.values())
 
     def count_accepted(
         self, request_ids: Sequence[str], nums_new_tokens: Int32Array
@@ -44,6 +44,6 @@ class ModelShare:
             return None
         verified, accepted = np.array(rows).T
         accepted = np.minimum(verified, accepted)
-        self.counters.num_model_accepted_tokens += int(accepted.sum())
+        self._counters.num_model_accepted_tokens += int(accepted.sum())
         places = np.arange(self._num_tokens)
         return (verified[:, None] > places).mean(axis=0), (accepted[:, None] > places).mean(axis=0)

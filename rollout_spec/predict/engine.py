@@ -14,8 +14,8 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
+from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.index import ModelDrafts
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.proposers import drafts_at
@@ -33,7 +33,7 @@ class Cluster:
     group_size: int | None = None  # the first responses of each line, None: all
     num_ranks: int = 1  # data-parallel ranks of a replica
     kv_tokens: float = math.inf  # tokens that the KV cache of a rank holds
-    fills_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
+    pads_drafts: bool = False  # draft up to K tokens in every row, as `Drafter` does it
     max_num_batched_tokens: int = 8192  # of a step, prompts included; verl's default
     tool_seconds: float = 0.0  # between two turns of an agent; what it has said stays in the prefix cache
 
@@ -86,10 +86,12 @@ class Engine:
             self.drafter = Drafter(
                 config,
                 lambda: self.total.seconds,
-                fills=cluster.fills_drafts,
+                pads_drafts=cluster.pads_drafts,
                 most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
             )
             num_draft_tokens = config.num_speculative_tokens
+        # The model's passes in the step that runs that draft: as the drafter says, or all.
+        self._num_passes = 0 if self.drafter is not None or model is None else model.num_tokens
         self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
@@ -147,15 +149,6 @@ class Engine:
             return seconds
         return seconds + self._model.seconds(num_tokens, num_rows, context, max(1, self._num_passes))
 
-    @property
-    def _num_passes(self) -> int:
-        """The model's passes in this step that draft."""
-        if self._model is None:
-            return 0
-        if self.drafter is None:
-            return self._model.num_tokens
-        return self.drafter.num_passes
-
     def end_step(self, seconds: float, step: Step) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, num_running = self.total, len(self._running)
@@ -193,17 +186,16 @@ class Engine:
         if self.drafter is not None:
             names = [request.name for request in self._running]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
-            in_time = self._model is None or model is not None
-            return self.drafter.draft(
-                names, nums_new, self._token_ids, self._levels,
-                work=step, in_time=in_time, model_drafts=model,
-            ).lists()  # fmt: skip
+            next_step = NextStep(model, self._model is None or model is not None)
+            drafts = self.drafter.draft(names, nums_new, self._token_ids, self._levels, step, next_step)
+            self._num_passes = drafts.num_passes
+            return drafts.lists()
         if model is None:
             return [[] for _ in self._running]
-        rooms = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
+        room = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
         return [
-            [token for token in tokens[: max(0, room) if num_new else 0] if token >= 0]
-            for tokens, room, num_new in zip(model.tokens.tolist(), rooms.tolist(), nums_new, strict=True)
+            [token for token in tokens[: max(0, most) if num_new else 0] if token >= 0]
+            for tokens, most, num_new in zip(model.tokens.tolist(), room.tolist(), nums_new, strict=True)
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:

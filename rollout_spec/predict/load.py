@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout_spec.config import UserError
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.homes import Homes
+from rollout_spec.placement import GroupPlacement
 from rollout_spec.trace import Proposals, Rollout
 
 MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
@@ -116,8 +116,8 @@ def _first_turn(line: Rollout, number: int, name: str) -> Request | None:
 def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
     """The requests of every engine, placed as our router does, all before the first one ends."""
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
-    homes = Homes(MAX_IMBALANCE)
+    placement = GroupPlacement(MAX_IMBALANCE)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
-        engines[homes.choose(request.group, loads)].append(request)
+        engines[placement.choose(request.group, loads)].append(request)
     return engines

@@ -6,7 +6,8 @@ from typing import Protocol
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.index import ModelDrafts, make_index
+from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 

@@ -6,9 +6,8 @@ the logits' size: it works in chunks of 16 MiB (`blocks`).
 MRV1 draws with this. On MRV2 vLLM's own sampler draws: only a request's key and a model's `log_odds` are
 taken from here.
 
-Read in this order: `coupled`, how drafts are verified; `prefixes`, what is made of draft tokens that hold;
-`noise`, random numbers by request and position; `blocks`, long rows in parts; `transfers`, what goes between
-host and device.
+Read in this order: `coupled`, how drafts are verified; `prefixes`, what each request gets; `noise`, random
+numbers by request and position; `blocks`, long rows in parts; `transfers`, between host and device.
 
 The operations of `coupled` but `log_odds`, views and copies apart, all of which torch_npu has (read in its
 op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run): add, amax,

@@ -12,14 +12,8 @@ def rows_at_a_time(row_size: int) -> int:
 
 
 def split_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the whole blocks and of the values after them.
-
-    Args:
-        values: [n, vocab_size].
-
-    Returns:
-        [n, vocab_size // BLOCK_SIZE, BLOCK_SIZE] and [n, vocab_size % BLOCK_SIZE].
-    """
+    """Views of values, [n, vocab_size]: the whole blocks, [n, vocab_size // BLOCK_SIZE, BLOCK_SIZE], and the
+    values after them, [n, vocab_size % BLOCK_SIZE]."""
     num_whole = values.shape[1] // BLOCK_SIZE
     end = num_whole * BLOCK_SIZE
     return values[:, :end].view(len(values), num_whole, BLOCK_SIZE), values[:, end:]
@@ -33,11 +27,9 @@ def block_peaks(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_values(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """The values of one block a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary.
+    """Of values, [n, vocab_size], those of one block a row, [n, BLOCK_SIZE]; -inf beyond the vocabulary.
 
-    Args:
-        values: [n, vocab_size].
-        block: the number of each row's block, int64 [n, 1].
+    block: the number of each row's block, int64 [n, 1].
     """
     whole, rest = split_blocks(values)
     if not rest.shape[1]:
@@ -48,12 +40,7 @@ def block_values(values: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def best_token(block: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The token with the best score in a row's block, int64 [n].
-
-    Args:
-        block: int64 [n, 1].
-        scores: of the block's tokens, [n, BLOCK_SIZE].
-    """
+    """The token with the best score, of [n, BLOCK_SIZE], in a row's block: int64 [n]. block: int64 [n, 1]."""
     return scores.argmax(dim=-1) + BLOCK_SIZE * block.squeeze(-1)
 
 

@@ -4,30 +4,19 @@
 is the same. A token's noise is a function of the request's key and the position. Plain steps draw with the
 same noise, so a request gets the same tokens whatever was drafted, in any batch. A draft token is accepted
 exactly as often as by rejection sampling: with the target's probability of it.
-
-Read from top to bottom: `CoupledStep` holds the noise of a step's rows, `coupled_sample` verifies its
-drafts, `race` draws a token, `shortfall` says by how much another token missed being drawn, `log_odds` how
-sure a model is of its draft.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_spec.verification import noise
-from rollout_spec.verification.blocks import (
-    BLOCK_SIZE,
-    argmax,
-    best_token,
-    block_peaks,
-    block_values,
-    rows_at_a_time,
-    split_blocks,
-)
+from rollout_spec.verification import blocks, noise
+from rollout_spec.verification.blocks import BLOCK_SIZE
 from rollout_spec.verification.prefixes import matching_prefixes
-from rollout_spec.verification.transfers import before_wait, sent
+from rollout_spec.verification.transfers import just_wait, sent
 
 # Values that are added at a time: `_sums`.
 SUM_SIZE = 16
@@ -42,11 +31,18 @@ class CoupledStep:
         keys: int64 [batch_size], each request's (`noise.make_key`).
         positions: int64 [batch_size], of each request's first token in this step.
         num_draft_tokens: per request, 0 included.
+        before_wait: called before the host waits for the device.
     """
 
-    def __init__(self, keys: npt.ArrayLike, positions: npt.ArrayLike, num_draft_tokens: list[int]) -> None:
+    def __init__(
+        self,
+        keys: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        num_draft_tokens: list[int],
+        before_wait: Callable[[], None] = just_wait,
+    ) -> None:
         counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens, self.before_wait = num_draft_tokens, before_wait
         self.draft_requests = requests.repeat(counts)  # the request of each draft token, int64 [num_tokens]
         num_tokens = len(self.draft_requests)
         offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
@@ -56,11 +52,11 @@ class CoupledStep:
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
-        return race(logits, self._noise(logits)[: len(self.draft_requests)])
+        return race(logits, self._noise(logits)[: len(self.draft_requests)], self.before_wait)
 
     def sample_after(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn after the drafts, int64 [batch_size], of logits [batch_size, vocab_size]."""
-        return race(logits, self._noise(logits)[len(self.draft_requests) :])
+        return race(logits, self._noise(logits)[len(self.draft_requests) :], self.before_wait)
 
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
         """All rows' noise; drawn together, when the first logits come."""
@@ -86,20 +82,19 @@ def coupled_sample(
         bonus_token_ids: int [batch_size, 1], the target's token after each draft (`sample_after`).
         sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
 
-    Returns:
-        int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1.
-
-    Memory: as `race`.
+    Returns int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1. Memory: see `race`.
     """
     if sampling_metadata.all_greedy:
-        own = argmax(target_logits)
+        own = blocks.argmax(target_logits)
     else:
         own = step.sample(target_logits)
         if not sampling_metadata.all_random:
             requests = sent(step.draft_requests, own.device)
             is_sampled = sampling_metadata.temperature[requests] > 0
-            own = torch.where(is_sampled, own, argmax(target_logits))
-    return matching_prefixes(own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len)
+            own = torch.where(is_sampled, own, blocks.argmax(target_logits))
+    return matching_prefixes(
+        own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len, step.before_wait
+    )
 
 
 def shortfall(
@@ -108,20 +103,16 @@ def shortfall(
     """By how much a token missed being drawn: 0 for the token that is drawn.
 
     The larger of its block's and its own distance to the winner, in units of (logit + Gumbel noise): about
-    the least error of a logit that could have made it win.
+    the least error of a logit that could have made it win. float32 [n]; inf for a token of probability 0,
+    also where float32 can only say 0 of its whole block (e**-87 or less of the likeliest token's).
 
     Args:
-        logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
-        keys: int64 [n], not negative (`noise.make_key`).
-        positions: int64 [n], the token's place in its sequence, prompt included.
+        logits: as for `race`.
+        keys, positions: as for `noise.row_seeds`.
         token_ids: int64 [n].
-
-    Returns:
-        float32 [n]; inf for a token of probability 0, also where float32 can only say 0 of its whole block
-        (e**-87 or less of the likeliest token's).
     """
     drawn = _draw(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
-    peaks = block_peaks(logits)
+    peaks = blocks.block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _block_masses(logits, torch.ones_like(peaks, dtype=torch.bool), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
@@ -154,7 +145,9 @@ def _draw(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return noise.exponential(seeds, num_drawn(logits.shape[-1]), logits.device)
 
 
-def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def race(
+    logits: torch.Tensor, drawn: torch.Tensor, before_wait: Callable[[], None] = just_wait
+) -> torch.Tensor:
     """Draw one token a row.
 
     Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
@@ -169,52 +162,49 @@ def race(logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
+        before_wait: see `CoupledStep`.
 
-    Returns:
-        int64 [n]. A row's token does not depend on the other rows.
+    Returns int64 [n]. A row's token does not depend on the other rows.
 
     Memory: one temporary of 16 MiB or of the logits' size, whichever is less, and at most
     32 x (128 + vocab_size / 128) bytes a row: less than 0.1 of its logits from a vocabulary of 32,000 on.
     """
     of_blocks = drawn[:, BLOCK_SIZE:]
-    peaks = block_peaks(logits)
+    peaks = blocks.block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     least = (peaks - top).exp_().div_(of_blocks)
     # In a row of NaN no block can win; its token is fixed all the same, whatever the other rows hold.
     can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
-    block = _block_masses(logits, can_win, top).div_(of_blocks).argmax(dim=-1, keepdim=True)
-    return best_token(block, _token_scores(logits, block, top, drawn))
+    masses = _block_masses(logits, can_win, top, before_wait)
+    block = masses.div_(of_blocks).argmax(dim=-1, keepdim=True)
+    return blocks.best_token(block, _token_scores(logits, block, top, drawn))
 
 
 def log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """ln(p / (1 - p)) of each row's token: float32 [n], infinite where it is certain.
-
-    Args:
-        logits: [n, vocab_size].
-        tokens: int64 [n].
-    """
+    """ln(p / (1 - p)) of each row's token, int64 [n]: float32 [n], infinite where it is certain."""
     logits = logits.float()
     log_p = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def _block_masses(logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """The sums of exp(logit - the row's largest) of the blocks that are wanted, of others 0.
+def _block_masses(
+    logits: torch.Tensor,
+    wanted: torch.Tensor,
+    top: torch.Tensor,
+    before_wait: Callable[[], None] = just_wait,
+) -> torch.Tensor:
+    """The sums of exp(logit - `top`) of the blocks that are wanted, else 0: float32 [n, number of blocks].
 
-    Args:
-        wanted: bool [n, number of blocks]; a last block that is not whole is always summed.
-        top: the largest logit of each row, [n, 1].
-
-    Returns:
-        float32 [n, number of blocks].
+    wanted: bool [n, number of blocks]; a last block that is not whole is always summed.
+    top: the largest logit of each row, [n, 1].
     """
-    whole, rest = split_blocks(logits)
+    whole, rest = blocks.split_blocks(logits)
     masses = torch.zeros_like(wanted, dtype=top.dtype)
     wanted = wanted[:, : whole.shape[1]]
     before_wait()
-    for chunk in wanted.nonzero().split(rows_at_a_time(BLOCK_SIZE)):
-        rows, blocks = chunk.unbind(-1)
-        masses[rows, blocks] = _sums(whole[rows, blocks].sub_(top.index_select(0, rows)).exp_())
+    for chunk in wanted.nonzero().split(blocks.rows_at_a_time(BLOCK_SIZE)):
+        rows, columns = chunk.unbind(-1)
+        masses[rows, columns] = _sums(whole[rows, columns].sub_(top.index_select(0, rows)).exp_())
     if rest.shape[1]:
         last = (rest - top).exp_()
         missing = last.new_zeros(len(last), -last.shape[1] % SUM_SIZE)
@@ -238,8 +228,7 @@ def _token_scores(
     Relative to the row's largest logit: a block that wins the other race has one WINNING_DISTANCE of it at
     most, since no two values of noise are further apart than 2**38 and a sum has 2**7 tokens.
 
-    Args:
-        block: int64 [n, 1].
-        top: the logit that counts as probability 1: the row's largest or the block's, [n, 1].
+    block: int64 [n, 1].
+    top: the logit that counts as probability 1: the row's largest or the block's, [n, 1].
     """
-    return block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])
+    return blocks.block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])

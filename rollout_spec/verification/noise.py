@@ -29,23 +29,18 @@ _LARGEST_UNIFORM = 1 - 2**-24  # the largest float32 below 1
 
 
 def make_key(*parts: int | str | bool) -> int:
-    """A 63-bit noise key from whatever names a request: the same parts, the same key, in any process.
-
-    Args:
-        parts: told apart by type as well, so "1" and 1 are different parts.
-    """
+    """A 63-bit noise key from whatever names a request: the same parts, the same key, in any process. Parts
+    are told apart by type as well, such as "1" and 1."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def row_seeds(keys: npt.ArrayLike, positions: npt.ArrayLike) -> torch.Tensor:
-    """The seed of each row's noise, int64 [n], on the host.
+    """The seed of each row's noise, int64 [n], on the host: on an accelerator each operation on so few
+    numbers would be a launch.
 
-    On an accelerator each operation on so few numbers would be a launch.
-
-    Args:
-        keys: int64 [n], not negative (`make_key`).
-        positions: int64 [n], not negative: the token's place in its sequence, prompt included.
+    keys: int64 [n], not negative (`make_key`).
+    positions: int64 [n], not negative: the token's place in its sequence, prompt included.
     """
     return seeds_at(*(torch.from_numpy(np.asarray(each, np.int64)) for each in (keys, positions)))
 
@@ -68,27 +63,16 @@ def exponential(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Te
 
 
 def random_words(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Tensor:
-    """Words of 32 random bits.
-
-    Args:
-        seeds: int64 [n], of `row_seeds` or `seeds_at`.
-        num: how many for each row.
-        device: where the words are to be.
-
-    Returns:
-        int64 [n, num]; element i depends on the row's seed and on i, not on n or num.
-    """
+    """Words of 32 random bits on a device, int64 [n, num], of seeds, int64 [n]. Word i of a row depends on
+    the row's seed and on i, not on n or num."""
     words = splitmix(sent(seeds, device).unsqueeze(-1), torch.arange(1, num + 1, device=device))
     words >>= 32
     return words.bitwise_and_(0xFFFFFFFF)
 
 
 def splitmix(seeds: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The outputs of SplitMix64 with such numbers, counted from 1: int64, 64 bits each.
-
-    Args:
-        seeds, numbers: int64, broadcast against each other.
-    """
+    """The outputs of SplitMix64 with such numbers, counted from 1: 64 bits each. Both arguments are
+    int64, broadcast against each other."""
     words = seeds + numbers * _GAMMA
     shifted = torch.empty_like(words)  # one for all: new memory costs more than what is done with it
     for shift, multiplier in _SHIFTS_AND_MULTIPLIERS:

@@ -4,6 +4,8 @@ It runs on the host, in numpy. These arrays are tiny, and on an accelerator each
 launch.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -18,20 +20,17 @@ def matching_prefixes(
     bonus_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
     max_spec_len: int,
+    before_wait: Callable[[], None],
 ) -> torch.Tensor:
     """The target's own tokens, up to and with the first that differs from the draft.
 
     Args:
         own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
-        draft_token_ids: int [num_tokens].
-        bonus_token_ids: int [batch_size, 1], after the drafts.
-        num_draft_tokens: per request, 0 included.
-        max_spec_len: the largest of these, or more.
+        the others: those of `coupled_sample` and of its step.
 
-    Returns:
-        int32 [batch_size, max_spec_len + 1], on the device of `own`; PLACEHOLDER_TOKEN_ID after the tokens.
+    Returns int32 [batch_size, max_spec_len + 1] where `own` is; PLACEHOLDER_TOKEN_ID after the tokens.
     """
-    at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids)
+    at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids, before_wait=before_wait)
     tokens = np.concatenate([at_drafts, after])
     counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
     is_same = np.zeros(len(tokens), np.bool_)  # False at the bonus: argmin finds each row's first mismatch

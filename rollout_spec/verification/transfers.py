@@ -9,10 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# It asks before each piece whether there is time.
-Work = Callable[[Callable[[], bool]], None]
-_work: Work | None = None
-
 
 def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Values on the device; what is there already stays as it is.
@@ -25,27 +21,35 @@ def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tens
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def do_while_waiting(work: Work) -> None:
-    """Let the host do this when it next waits for the device; once.
+class IdleHost:
+    """Lets the host work while it waits for the device: once in a step, where it waits first.
 
-    In a step that draws tokens that is in the race (`coupled`), else where draft tokens are `fetched`, else
-    where MRV1's runner waits for the step's tokens.
+    Args:
+        work: asks before each piece of it whether there is time.
     """
-    global _work
-    _work = work
+
+    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        self._work, self._may_work = work, False
+
+    def begin_step(self) -> None:
+        self._may_work = True
+
+    def before_wait(self) -> None:
+        """All that the host is about to wait for has been launched."""
+        if self._may_work:
+            self._may_work = False
+            event = torch.cuda.Event()
+            event.record()
+            self._work(lambda: not event.query())
 
 
-def before_wait() -> None:
-    """Do that while the device works. All that the host is about to wait for has been launched."""
-    global _work
-    work, _work = _work, None
-    if work is not None:
-        event = torch.cuda.Event()
-        event.record()
-        work(lambda: not event.query())
+def just_wait() -> None:
+    """A `before_wait` where the host has nothing to do."""
 
 
-def fetched(*tensors: torch.Tensor) -> list[npt.NDArray[np.int32]]:
+def fetched(
+    *tensors: torch.Tensor, before_wait: Callable[[], None] = just_wait
+) -> list[npt.NDArray[np.int32]]:
     """Token ids, flat and on the host; with one wait for all of them."""
     flat = [tensor.view(-1) for tensor in tensors]
     if flat[0].device.type != "cpu":

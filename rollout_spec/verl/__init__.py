@@ -6,6 +6,6 @@ trainer the replica of `server` and what begins with `trainer`; between that and
 `uni_agent`, `client` and `router`; in each rollout server `drafters`, `recorder` and what begins with
 `server`; in each of its engine's workers `worker_extension`. What is changed in other packages is in
 `changes`. It never chooses a token.
-May import: `config`, `files`, `homes`, `metrics`, `patches`, `recurrent`, `trace`, `drafting`, `vllm`,
+May import: `config`, `files`, `placement`, `metrics`, `patches`, `recurrent`, `trace`, `drafting`, `vllm`,
 hydra, numpy, omegaconf, ray, tensordict, transfer_queue, transformers, uni_agent, verl, vllm.
 """

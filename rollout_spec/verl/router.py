@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from rollout_spec.homes import Homes
+from rollout_spec.placement import GroupPlacement
 from rollout_spec.vllm.keys import names_of
 
 # In verl's branches it may be the class of a Ray actor, which has no subclasses.
@@ -17,13 +17,14 @@ _Balancer: Any = GlobalRequestLoadBalancer if _actor is None else _actor.modifie
 class GroupRouter(_Balancer):
     """verl's balancer, with affinity between the requests of one prompt.
 
-    A request that continues (same request id) stays where it is. Where a first one goes, `Homes` says; its
-    `max_imbalance` is in `config`, which is what `router_config_path` holds: `rollout.spec.max_imbalance`.
+    A request that continues (same request id) stays where it is. Where a first one goes, `GroupPlacement`
+    says; its `max_imbalance` is in `config`, which is what `router_config_path` holds:
+    `rollout.spec.max_imbalance`.
     """
 
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any]) -> None:
         super().__init__(servers)
-        self._homes = Homes(config.get("max_imbalance"))
+        self._placement = GroupPlacement(config.get("max_imbalance"))
 
     def require_acquire_fields(self) -> list[str]:
         return ["sampling_params"]
@@ -42,7 +43,7 @@ class GroupRouter(_Balancer):
             group = hash(array("q", prompt_ids).tobytes())
         if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
             # What verl takes for the server of an earlier request of this id.
-            self._request_id_to_server[request_id] = self._homes.choose(group, self._inflight_requests)
+            self._request_id_to_server[request_id] = self._placement.choose(group, self._inflight_requests)
         return super().acquire_server(request_id)
 
 
@@ -53,9 +54,11 @@ class RankRouter:
     its AsyncLLM come through here.
     """
 
-    def __init__(self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, homes: Homes) -> None:
+    def __init__(
+        self, generate: Callable[..., AsyncIterator[Any]], num_ranks: int, placement: GroupPlacement
+    ) -> None:
         self._generate = generate
-        self._homes = homes
+        self._placement = placement
         self._loads = dict.fromkeys(range(num_ranks), 0)
 
     async def generate(
@@ -74,7 +77,7 @@ class RankRouter:
         names, rank = names_of(sampling_params.extra_args), data_parallel_rank
         loads = self._loads
         if names.group is not None:
-            rank = self._homes.choose(names.group, loads, names.sample)
+            rank = self._placement.choose(names.group, loads, names.sample)
         elif rank is None:
             rank = min(loads, key=loads.__getitem__)
         loads[rank] += 1

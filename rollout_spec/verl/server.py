@@ -10,9 +10,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.logger import init_logger
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.homes import Homes
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
+from rollout_spec.placement import GroupPlacement
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
 from rollout_spec.verl.drafters import Drafters, ServerHistory
 from rollout_spec.verl.recorder import Recorder
@@ -211,7 +211,7 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     if spec.routing == "group" and num_ranks > 1:
         # Not by `put_before`: such a class would derive from vLLM's, in a module that verl's router imports.
         guard_parameters(GROUPED, type(engine), "generate", ("self", "prompt", "sampling_params"))
-        engine.generate = RankRouter(engine.generate, num_ranks, Homes(spec.max_imbalance)).generate
+        engine.generate = RankRouter(engine.generate, num_ranks, GroupPlacement(spec.max_imbalance)).generate
         record(GROUPED)
 
 

@@ -4,12 +4,10 @@ In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled to
 May import: `config`, `environment`, `metrics`, `patches`, `recurrent`, `drafting`, `verification`, numpy,
 pydantic, vllm. It never imports verl, and changes vLLM through `patches` only.
 
-A token's way: `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model runner; `proposer`
-hands its batch to the drafter and the drafts back; `keys` names each row's noise. On MRV1 `mrv1.sampler`
-verifies by `verification`. On MRV2 `mrv2.sampler` verifies by itself, with tokens that vLLM's sampler draws,
-and `mrv2.host_drafts` brings the tokens to the proposer.
-Between steps a rollout server asks by `control` for texts and counts.
-`upstream` fixes vLLM's faults, `checks` refuses what cannot work, by the table of `refusals`.
+DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model
+runner; `proposer` hands its batch to the drafter and the drafts back; `keys` names each row's noise. Between
+steps a rollout server asks by `control` for texts and counts. `upstream` fixes vLLM's faults, `checks`
+refuses what cannot work, by the table of `refusals`.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.environment import package_version
 from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
-from rollout_spec.vllm.options import names_our_drafter
+from rollout_spec.vllm.options import names_our_proposer
 
 MODULE = "vllm_ascend.sample.rejection_sampler"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
@@ -69,7 +69,7 @@ def give_runner_drafter(module: Any) -> None:
 
     @wrap(runner, "_get_drafter", _DRAFTER)
     def get_drafter_or_ours(get_drafter: Any, self: Any) -> Any:
-        if not names_our_drafter(self.vllm_config):
+        if not names_our_proposer(self.vllm_config):
             return get_drafter(self)
         return create_custom_proposer(self.vllm_config)
 
@@ -77,7 +77,7 @@ def give_runner_drafter(module: Any) -> None:
     def propose_or_ask_ours(
         propose: Any, self: Any, valid_sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not names_our_drafter(self.vllm_config):
+        if not names_our_proposer(self.vllm_config):
             return propose(self, valid_sampled_token_ids, *args, **kwargs)
         batch = self.input_batch
         return self.drafter.propose(valid_sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu)

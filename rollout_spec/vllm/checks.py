@@ -10,19 +10,17 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from rollout_spec import recurrent
-from rollout_spec.config import AUTO, ConfigError, SpecConfig, refuse_first
+from rollout_spec.config import AUTO, ConfigError, SpecConfig
 from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
 from rollout_spec.vllm.logits import most_rows
-from rollout_spec.vllm.options import MODEL_METHODS, engine_options, has_model_drafter
+from rollout_spec.vllm.options import engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
 
-_NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 _TRAINED = "original_max_position_embeddings"
-_SLOWER = "; steps are then scheduled synchronously (slower)"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -76,27 +74,34 @@ def unsupported_on_mrv2(vllm_config: VllmConfig) -> list[str]:
 
 
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
-    """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all."""
+    """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all; a PatchError
+    where a model drafts in another way."""
     if not config.coupled:
         return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
-    method, of_ours = getattr(speculative, "method", None), f"rollout.spec.method={config.method}"
-    misfit = mrv2_misfit() if vllm_config.use_v2_model_runner else None
-    refuse_first(
-        (misfit is not None and not has_model, f"{of_ours}: {_NOT_MRV2.format(misfit)}"),
-        (speculative is not None and not config.enabled and not has_model,
-         f"speculative_config.method={method}: {of_ours} goes with {', '.join(MODEL_METHODS)}, or with none"),
-    )  # fmt: skip
-    of_model = f"speculative_config.method={method} with rollout_spec"
-    partial_logits = next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None)
+    method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
+    misfit = mrv2_misfit() if is_mrv2 else None
+    option = f"speculative_config.method={method} with rollout_spec"
     ours = _of_ours(vllm_config, config) if config.enabled else {}
     model = _of_model(vllm_config) if has_model else {}
     drafts = _of_drafts(vllm_config, config, method) if ours or model else {}
-    refuse({"partial_logits": partial_logits} | ours | model | drafts, of_model)
+    others = {
+        "misfit": misfit and not has_model and (config.method, misfit),
+        "others_draft": speculative and not config.enabled and not has_model and (method, config.method),
+        "partial_logits": next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None),
+    }
+    refuse(others | ours | model | drafts, option)
     if has_model:
-        _refuse_beside_model(vllm_config, of_model)
+        refuse(_beside_model(vllm_config, misfit), option)
+        if is_mrv2:
+            from rollout_spec.vllm.mrv2.speculators import check_speculator as check_model_drafter
+        else:
+            from rollout_spec.vllm.mrv1.runner import check_model_drafter
+        check_model_drafter()
     if config.enabled:
-        _refuse_beside_ours(vllm_config, config, of_ours)
+        if vllm_config.model_config.is_hybrid:
+            recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
+        refuse(_beside_ours(vllm_config, config), option)
 
 
 def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
@@ -172,39 +177,26 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
     return (model.max_model_len, most) if model.max_model_len > most else None
 
 
-def _refuse_beside_ours(vllm_config: VllmConfig, config: SpecConfig, of_ours: str) -> None:
+def _beside_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
-    if model.is_hybrid:
-        recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
-    launcher = parallel.distributed_executor_backend == "external_launcher"
+    policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
+    num_stages = parallel.pipeline_parallel_size
+    num_parts = getattr(parallel, "prefill_context_parallel_size", 1)
+    is_launched = parallel.distributed_executor_backend == "external_launcher"
     verified_by = getattr(speculative, "rejection_sample_method", "standard")
-    refuse_first(
-        (model.is_hybrid and vllm_config.use_v2_model_runner and is_before(29),
-         f"{of_ours}: {model.architecture} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: "
-         "set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (model.is_hybrid and current_platform.is_cpu() and _loses_drafts(model),
-         f"{of_ours}: {model.architecture} has recurrent layers, whose kernels for CPUs take no drafts of "
-         f"different lengths in {model.dtype}"),
-        (parallel.pipeline_parallel_size > 1,
-         f"pipeline_parallel_size={parallel.pipeline_parallel_size}: must be 1 with {of_ours}, whose drafts "
-         "reach one stage only"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-         f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}: must be 1 with {of_ours}, "
-         "which each of its ranks would choose by its own clock"),
-        (graphs == CUDAGraphMode.FULL and vllm_config.use_v2_model_runner and is_before(32),
-         "compilation_config.cudagraph_mode=FULL: MRV2 before vLLM 0.32 captures for rows of one token, so "
-         "with FlashAttention 3 draft tokens could read later ones; take FULL_AND_PIECEWISE"),
-        (launcher and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
-         "rollout.spec.batch_threshold=auto: must be a number with distributed_executor_backend="
-         "external_launcher, where each tensor-parallel rank would choose by its own clock"),
-        (verified_by not in ("standard", "block"),
-         f"speculative_config.rejection_sample_method={verified_by}: must be standard or block with "
-         f"{of_ours}: it changes what the policy says"),
-        (getattr(speculative, "num_speculative_tokens_per_batch_size", None),  # from 0.24 on
-         "speculative_config.num_speculative_tokens_per_batch_size: the drafter has its own gate; set "
-         "rollout.spec.batch_threshold instead"),
-    )  # fmt: skip
+    return {
+        "recurrent_on_mrv2": is_mrv2 and is_before(29) and policy,
+        "recurrent_on_cpus":
+            policy and current_platform.is_cpu() and _loses_drafts(model) and (policy, model.dtype),
+        "stages": num_stages > 1 and num_stages,
+        "prefill_parts": num_parts > 1 and num_parts,
+        "full_graphs": graphs == CUDAGraphMode.FULL and is_mrv2 and is_before(32),
+        "launched": is_launched and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
+        "lossy": verified_by not in ("standard", "block") and verified_by,
+        # From 0.24 on.
+        "own_gate": getattr(speculative, "num_speculative_tokens_per_batch_size", None),
+    }  # fmt: skip
 
 
 def _loses_drafts(model: Any) -> bool:
@@ -227,38 +219,20 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
         )
 
 
-def _refuse_beside_model(vllm_config: VllmConfig, of_model: str) -> None:
-    """Raise for what a model drafter of vLLM's cannot be combined with."""
-    speculative, is_mrv2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
-    misfit = mrv2_misfit() if is_mrv2 else None
-    refusals = (
-        (speculative.parallel_drafting,
-         "we draw draft tokens one after the other; parallel drafting draws them at once"),
-        (getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
-         "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
-        (speculative.use_local_argmax_reduction,
-         "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
-        (speculative.rejection_sample_method != "standard",
-         "rejection_sample_method must be standard: our verification has a way of its own"),
-        (getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
-         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
-         "a draft's at once"),
-        (getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
-         "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
-        (vllm_config.parallel_config.pipeline_parallel_size > 1, "pipeline_parallel_size must be 1"),
-        (misfit is not None, _NOT_MRV2.format(misfit) + _SLOWER),
-        (not is_mrv2 and speculative.disable_padded_drafter_batch,
-         "disable_padded_drafter_batch must be False"),
-    )  # fmt: skip
-    refuse_first(*((is_so, f"{of_model}: {reason}") for is_so, reason in refusals))
-    if is_mrv2:
-        from rollout_spec.vllm.mrv2.speculators import check_speculator
-
-        check_speculator()
-    else:
-        from rollout_spec.vllm.mrv1.runner import check_model_drafter
-
-        check_model_drafter()
+def _beside_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
+    """What a model drafter of vLLM's cannot be combined with."""
+    speculative = vllm_config.speculative_config
+    return {
+        "parallel_drafting": speculative.parallel_drafting,
+        "adaptive": getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
+        "local_argmax": speculative.use_local_argmax_reduction,
+        "model_lossy": speculative.rejection_sample_method != "standard",
+        "watermark": getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
+        "other_vocabulary": getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
+        "model_stages": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "model_misfit": misfit,
+        "unpadded": not vllm_config.use_v2_model_runner and speculative.disable_padded_drafter_batch,
+    }
 
 
 def _uses(speculative: Any, name: str) -> bool:

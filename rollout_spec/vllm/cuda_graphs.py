@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from rollout_spec import recurrent
 
 
-def fills_drafts(vllm_config: VllmConfig) -> bool:
+def pads_drafts(vllm_config: VllmConfig) -> bool:
     """Whether only steps in which every row has K draft tokens have a graph.
 
     With vllm-ascend's FULL_DECODE_ONLY: it keeps a graph's parameters by its number of tokens, so graphs of

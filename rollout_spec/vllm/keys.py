@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
-# The request's name, any JSON value. verl's agent loop puts the sample's name here; for each call its client
-# puts the call's in that place, and the sample's, as text, under SAMPLE_KEY.
+# The request's name, any JSON value. verl's agent loop puts the sample's name here. Its client replaces it by
+# the call's name, and keeps the sample's under SAMPLE_KEY.
 NAME_KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt

@@ -47,7 +47,7 @@ def check_spelling(additional_config: Any) -> None:
             raise ConfigError(f"additional_config has the key {key!r}: write {OPTIONS_KEY!r}")
 
 
-def names_our_drafter(vllm_config: VllmConfig) -> bool:
+def names_our_proposer(vllm_config: VllmConfig) -> bool:
     """Whether `speculative_config` is that of our drafter alone."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.model == PROPOSER
@@ -67,7 +67,7 @@ def drafts_with_model(vllm_config: VllmConfig) -> bool:
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
     """Whether our drafter drafts, alone or beside a model."""
-    return names_our_drafter(vllm_config) or drafts_with_model(vllm_config)
+    return names_our_proposer(vllm_config) or drafts_with_model(vllm_config)
 
 
 def scheduler_of(vllm_config: VllmConfig) -> Any:

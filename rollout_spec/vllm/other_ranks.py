@@ -87,14 +87,10 @@ def _tell(name: str, owned: Any, num_own: int, result: Any) -> Any:
 
 
 def most_tokens(num_own: int, num_padded: int, graphs: Iterable[int]) -> int:
-    """Tokens of the busiest rank, as far as this one knows.
+    """Tokens of the busiest rank, as far as this one, with `num_own`, knows.
 
-    vLLM tells each rank the tokens of all, padded to their graphs. If our own graph is as large as the
-    largest, our own number is returned, else the padded one.
-
-    num_own: tokens of this rank.
-    num_padded: the largest padded number.
-    graphs: the sizes that graphs have.
+    vLLM tells each rank the tokens of all, padded to the sizes of their graphs. If our own graph is as large
+    as the largest, our own number is returned, else the padded one.
     """
     own_graph = min((size for size in graphs if size >= num_own), default=num_own)
     return num_padded if num_padded > own_graph else num_own

@@ -48,7 +48,7 @@ _ABORTED = Patch(
 # Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
 failure: str | None = None
 # Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
-left_out: dict[str, str] = {}
+not_fixed: dict[str, str] = {}
 
 
 def register() -> None:
@@ -83,13 +83,13 @@ def connect() -> None:
     for module, apply in ((_CORE, _give_aborted_counts), (RUNNER, give_runner_drafter)):
         when_imported(module, functools.partial(_apply, apply))
     for fix, module in upstream.fixes(upstream.WITH_DRAFTS):
-        when_imported(module, functools.partial(_apply, functools.partial(upstream.mend, fix)))
+        when_imported(module, functools.partial(_apply, functools.partial(upstream.apply, fix)))
     for fix, module in upstream.fixes(upstream.ALL):
-        when_imported(module, functools.partial(_apply_or_leave_out, fix))
+        when_imported(module, functools.partial(_apply_if_it_fits, fix))
 
 
 def import_patched() -> None:
-    """Import what an engine's processes would, so that `failure`, `left_out` and the register have it all."""
+    """Import what an engine's processes would: then `failure`, `not_fixed` and the register have it all."""
     from rollout_spec.vllm import upstream
     from rollout_spec.vllm.ascend import import_worker
 
@@ -108,7 +108,7 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
         failure = failure or _reason(error)
 
 
-def _apply_or_leave_out(fix: Any, module: Any) -> None:
+def _apply_if_it_fits(fix: Any, module: Any) -> None:
     """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
@@ -116,14 +116,14 @@ def _apply_or_leave_out(fix: Any, module: Any) -> None:
 
     name = fix.__name__.rpartition(".")[2]
     try:
-        upstream.mend(fix, module)
+        upstream.apply(fix, module)
     except Exception as error:
-        if name not in left_out:
+        if name not in not_fixed:
             logger = init_logger(f"vllm.{__name__}")
             logger.warning(
                 "rollout_spec: the fix of vLLM's fault %r was not applied: %s", name, _reason(error)
             )
-        left_out[name] = _reason(error)
+        not_fixed[name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -163,7 +163,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
         return
     if failure:
         raise ConfigError(failure)
-    upstream.keep_states_right(worker.vllm_config)
+    upstream.fix_recurrent_states(worker.vllm_config)
     if not config.coupled:
         return
     if not current_platform.is_out_of_tree():

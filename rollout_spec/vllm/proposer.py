@@ -1,7 +1,8 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
+import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,18 +10,16 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafter import FILLER, Drafter
+from rollout_spec.drafting.drafter import PAD, Drafter
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.index import Drafts
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
-from rollout_spec.vllm.cuda_graphs import fills_drafts
+from rollout_spec.vllm.cuda_graphs import pads_drafts
 from rollout_spec.vllm.keys import names_of
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
-
-BESIDE_MODEL = "rollout_spec_proposer"  # an attribute of an MRV1 whose drafter is a model's
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -71,10 +70,7 @@ class SuffixProposer:
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
         """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
 
-        Args:
-            runner: its batch names the rows' requests.
-            config: the engine's options.
-            receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
+        receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
         """
         self._runner, self.config, self.receive = runner, config, receive
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
@@ -93,8 +89,16 @@ class SuffixProposer:
                 "unset, and run `rollout-spec doctor`."
             )
 
-    def start_afresh(self) -> None:
-        """Forget all that was seen and learned: vLLM has warmed up, with requests of its own."""
+    @contextlib.contextmanager
+    def without_drafter(self) -> Iterator[None]:
+        """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
+        drafter, self.drafter = self.drafter, None
+        yield
+        self.take_counters()
+        self.drafter = drafter
+
+    def reset(self) -> None:
+        """Forget all that was seen and learned, as benchmarks ask between two runs."""
         self.take_counters()
         self.drafter = None  # its memory first
         self.drafter, self._requests = self._new_drafter(), {}
@@ -102,8 +106,8 @@ class SuffixProposer:
     def _new_drafter(self) -> Drafter | None:
         if not self.is_used:
             return None
-        fills = fills_drafts(self._vllm_config)
-        drafter = Drafter(self.config, fills=fills, most_model_tokens=self.most_model_tokens)
+        pads = pads_drafts(self._vllm_config)
+        drafter = Drafter(self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens)
         drafter.history.vocab_size = self._vllm_config.model_config.get_vocab_size()
         return drafter
 
@@ -117,19 +121,14 @@ class SuffixProposer:
         token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for every row of the step.
+        """Draft for every row of the step. Never raises: a failure costs the step's drafts, not the rollout.
 
-        Args:
-            sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
-            num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
-            token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
-            slot_mappings: not used.
-
-        Returns:
-            The draft tokens of each row. Never raises: a failure costs the step's drafts, not the rollout.
+        sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
+        num_tokens_no_spec: int32 [max_num_reqs], tokens of each row, draft tokens excluded.
+        token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
         """
         nums = np.array(list(map(len, sampled_token_ids)), np.int32)
-        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, work=self.work).lists()
+        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, self.work).lists()
 
     def note_work(self, scheduler_output: Any, has_waited: bool = False) -> None:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
@@ -142,20 +141,16 @@ class SuffixProposer:
         """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
         return self._other_ranks.seen(self._work)
 
-    @property
-    def wants_room(self) -> bool:
-        """Whether a step that is scheduled now, two ahead, is to have room for drafts."""
-        return self.drafter is not None and self.drafter.wants_room
-
-    @property
-    def num_passes(self) -> int:
-        """`Drafter.num_passes`."""
-        return 0 if self.drafter is None else self.drafter.num_passes
-
     def draft(
-        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, may_end: bool = True, **more: Any
+        self,
+        nums_new: Int32Array,
+        token_ids: Any,
+        levels: Int32Array,
+        work: Step | None,
+        next_step: NextStep = TAKES_ANY,
+        may_end: bool = True,
     ) -> Drafts:
-        """`Drafter.draft` for the runner's rows; `more`: its keywords. As `propose` it never raises.
+        """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
         may_end: False where no token of the step is in `ends`, which saves a look at all rows.
         """
@@ -165,7 +160,7 @@ class SuffixProposer:
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, **more)
+                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:
@@ -203,7 +198,7 @@ class SuffixProposer:
             self.drafter.note_passes(num, num_left_out)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
-        """Index text that is behind, while the device works and there is time."""
+        """Index unindexed text, while the device works and there is time."""
         try:
             if self.drafter is not None:
                 self.drafter.catch_up(has_time)
@@ -217,7 +212,7 @@ class SuffixProposer:
 
     def _add_and_remove(self, drafter: Drafter) -> None:
         """Add the requests that are new in the engine and remove those that have left it."""
-        live = self._runner.requests  # preempted requests included: they keep their place in the index
+        live = self._runner.requests  # preempted requests included: they stay in the index
         before = self._requests.values()
         if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
             return
@@ -233,7 +228,7 @@ class SuffixProposer:
     def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
         # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
         max_level = last_level(request, self._runner.max_model_len)
-        prompt = np.full(_num_prompt(request), FILLER, np.int32)  # nobody knows the tokens of embeddings
+        prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
         names = names_of(getattr(request.sampling_params, "extra_args", None))
@@ -260,6 +255,6 @@ def _num_prompt(request: Any) -> int:
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner; on MRV1 a model that drafts has the place of `drafter`."""
-    found = getattr(runner, BESIDE_MODEL, getattr(runner, "drafter", None))
+    """The proposer of a model runner; `drafter` may be that of a model, on MRV1."""
+    found = getattr(runner, "rollout_spec_proposer", getattr(runner, "drafter", None))
     return found if isinstance(found, SuffixProposer) else None

@@ -1,7 +1,7 @@
 """What is refused, and why: one table, by which verl's driver and each engine judge what is asked for.
 
 The driver sees verl's configuration and each model's config.json, an engine vLLM's. Both state the facts that
-they can see. What only one of them can see, it refuses itself, by `refuse_first`. Imports no vLLM.
+they can see. Imports no vLLM.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,9 @@ from typing import Any
 from rollout_spec import recurrent
 from rollout_spec.config import MAX_ON_NPUS, ConfigError, SpecConfig
 from rollout_spec.vllm import versions
+from rollout_spec.vllm.options import MODEL_METHODS
 
+_NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 OWN_RUNNER = "this platform has a model runner of its own"
 WITHOUT_GRAPHS = (
     "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs; "
@@ -19,6 +21,10 @@ WITHOUT_GRAPHS = (
 # What is asked for; which setting asks for it; why it is refused. {} is what was found.
 REFUSALS = {
     # Our noise.
+    "misfit": ("rollout.spec.method={0[0]}", _NOT_MRV2.replace("{}", "{0[1]}")),
+    "others_draft":
+        ("speculative_config.method={0[0]}",
+         f"rollout.spec.method={{0[1]}} goes with {', '.join(MODEL_METHODS)}, or with none"),
     "partial_logits":
         ("additional_config.{}",
          "not with rollout_spec, which draws each token from the whole of its logits; switch it off"),
@@ -33,6 +39,32 @@ REFUSALS = {
     "short_pieces":  # else an engine ends in an assertion of its scheduler when a request joins
         ("{engine}long_prefill_token_threshold={0[0]}",
          "must be 0, or at least 1 + num_speculative_tokens, {0[1]}, with vLLM 0.29 and later"),
+    "recurrent_on_mrv2":
+        ("rollout.spec.method=sam",
+         "{} has recurrent layers, whose drafts need MRV1 before vLLM 0.29: set VLLM_USE_V2_MODEL_RUNNER=0"),
+    "recurrent_on_cpus":
+        ("rollout.spec.method=sam",
+         "{0[0]} has recurrent layers, whose kernels for CPUs take no drafts of different lengths in {0[1]}"),
+    "stages":
+        ("pipeline_parallel_size={}",
+         "must be 1 with rollout.spec.method=sam, whose drafts reach one stage only"),
+    "prefill_parts":
+        ("prefill_context_parallel_size={}",
+         "must be 1 with rollout.spec.method=sam, which each of its ranks would choose by its own clock"),
+    "full_graphs":
+        ("compilation_config.cudagraph_mode=FULL",
+         "MRV2 before vLLM 0.32 captures for rows of one token, so with FlashAttention 3 draft tokens could "
+         "read later ones; take FULL_AND_PIECEWISE"),
+    "launched":
+        ("rollout.spec.batch_threshold=auto",
+         "must be a number with distributed_executor_backend=external_launcher, where each tensor-parallel "
+         "rank would choose by its own clock"),
+    "lossy":
+        ("speculative_config.rejection_sample_method={}",
+         "must be standard or block with rollout.spec.method=sam: it changes what the policy says"),
+    "own_gate":
+        ("speculative_config.num_speculative_tokens_per_batch_size",
+         "the drafter has its own gate; set rollout.spec.batch_threshold instead"),
     # A model whose drafts we verify.
     "model_on_own_runner": ("{model}", OWN_RUNNER),
     "gemma4_head": ("{model}", "Gemma 4's drafter shares the target's KV cache"),
@@ -44,6 +76,23 @@ REFUSALS = {
     "few_positions":
         ("{model}", "the drafter takes {0[0]} positions, max_model_len is {0[1]}: set max_model_len to at "
                     "most {0[0]}"),
+    "parallel_drafting":
+        ("{model}", "we draw draft tokens one after the other; parallel drafting draws them at once"),
+    "adaptive":
+        ("{model}",
+         "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
+    "local_argmax":
+        ("{model}", "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
+    "model_lossy":
+        ("{model}", "rejection_sample_method must be standard: our verification has a way of its own"),
+    "watermark":
+        ("{model}",
+         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
+         "a draft's at once"),
+    "other_vocabulary": ("{model}", "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
+    "model_stages": ("{model}", "pipeline_parallel_size must be 1"),
+    "model_misfit": ("{model}", _NOT_MRV2 + "; steps are then scheduled synchronously (slower)"),
+    "unpadded": ("{model}", "disable_padded_drafter_batch must be False"),
     # Drafts, whoever makes them.
     "last_loop":  # of Dory, from vLLM 0.33 on
         ("recurrent_kv_cache_mode={}",

@@ -22,6 +22,11 @@ class Plan(NamedTuple):
     def is_ahead(self) -> bool:
         return self.num_in_flight is not None
 
+    @property
+    def drafts_wanted(self) -> bool:
+        """Whether drafts that are made from its tokens can be verified; else the next step goes without."""
+        return self.room > 0 or not self.is_ahead
+
 
 class Report(NamedTuple):
     """What the worker that drafts tells a `SpecScheduler` with a step's tokens."""
@@ -30,8 +35,8 @@ class Report(NamedTuple):
     """How many passes a model is to take in the next step."""
     nums_drafts: dict[str, int] | None = None
     """Draft tokens that the step has verified, of each request that had some; None: the scheduler waits."""
-    wants_room: bool = False
-    """Whether drafts may pay in the steps that are scheduled from now on."""
+    drafts_wanted: bool = False
+    """Whether the steps that are scheduled from now on are to have room for drafts."""
 
 
 def attach(output: Any, note: Plan | Report) -> None:

@@ -23,7 +23,7 @@ from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.doctor import diagnosis  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
-from rollout_spec.vllm.cuda_graphs import fills_drafts  # noqa: E402
+from rollout_spec.vllm.cuda_graphs import pads_drafts  # noqa: E402
 from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
 from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, runner_alone, siblings  # noqa: E402
@@ -210,12 +210,12 @@ def test_which_steps_have_a_graph_by_their_dispatcher(mode, coarse_model):
                 max_num_scheduled_tokens=length, use_cascade_attn=False,
             )[0].name  # fmt: skip
     assert found == GRAPHS[mode]
-    assert fills_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
+    assert pads_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
 
 
 def test_drafts_are_filled_up_where_others_have_no_graph(plain, coarse_model, monkeypatch):
     """The stub has no graphs: what is seen above is said here."""
-    monkeypatch.setattr("rollout_spec.vllm.proposer.fills_drafts", lambda _: True)
+    monkeypatch.setattr("rollout_spec.vllm.proposer.pads_drafts", lambda _: True)
     with engine(coarse_model, {"history": 0}) as llm:
         lengths = noted_lengths(llm)
         assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})

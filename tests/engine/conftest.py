@@ -172,7 +172,7 @@ def as_new(llm):
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
     if (proposer := proposer_of(llm)) is not None:
-        proposer.start_afresh()
+        proposer.reset()
     core_of(llm).rollout_spec_take_aborted()
     return llm
 

@@ -40,7 +40,7 @@ def test_what_is_mended_was_read_in_this_vllm(monkeypatch):
     monkeypatch.setattr(patches.logger, "warning", lambda *args: unread.append(args[2]))
     kinds = (upstream.ALL, upstream.WITH_DRAFTS, upstream.RECURRENT_MRV1, upstream.RECURRENT_MRV2)
     for fix, module in upstream.fixes(*kinds):
-        upstream.mend(fix, importlib.import_module(module))
+        upstream.apply(fix, importlib.import_module(module))
     top_k_top_p.cut_rows_alike()
     assert unread == []
 

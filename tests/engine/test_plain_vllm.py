@@ -24,6 +24,7 @@ from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin, speculative_config, versions
 from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.refusals import refuse
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
 from tests.engine.conftest import KEYED, UNTESTED, configured, proposer_of
@@ -211,7 +212,7 @@ def test_graphs_that_let_drafts_read_later_ones_are_refused(
     monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
     refused = pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
     with refused if is_refused else nullcontext():
-        checks._refuse_beside_ours(config, SpecConfig(), "ours")
+        refuse(checks._beside_ours(config, SpecConfig()), "a model")
 
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):

@@ -22,7 +22,7 @@ from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
 from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
-from rollout_spec.vllm.upstream import mend, recurrent_rows
+from rollout_spec.vllm.upstream import apply, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
@@ -99,7 +99,7 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, res
     manager = graphs_of_mrv2(vllm_config)
     graphs(manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = manager._capture_descs[CUDAGraphMode.FULL]
-    mend(recurrent_rows, mamba_hybrid)
+    apply(recurrent_rows, mamba_hybrid)
     build = builder_of(name, vllm_config).build_for_cudagraph_capture
     built = [build(dummy_rows(each.num_reqs, each.num_tokens)) for each in captured]
     assert len(built) > 1

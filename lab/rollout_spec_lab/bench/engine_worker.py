@@ -176,7 +176,7 @@ def warm_up(engine: Any) -> None:
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
     if proposer := proposer_of(runner_of(engine)):
-        proposer.start_afresh()
+        proposer.reset()
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

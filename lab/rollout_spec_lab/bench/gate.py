@@ -106,20 +106,20 @@ class Situation(NamedTuple):
 class Chooser(Protocol):
     """Whoever decides what is drafted."""
 
-    wants_room: bool
+    drafts_wanted: bool
 
     def choose(
-        self, step: Step, situation: Situation, engine: "Engine", in_time: bool
+        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
     ) -> npt.NDArray[np.int32]:
-        """Draft tokens of each row, int32 [n], after this step; in_time: whether the next one takes some."""
+        """Draft tokens of each row, int32 [n], after this step; or none if that takes none."""
         ...
 
 
 class Plain:
-    wants_room = False
+    drafts_wanted = False
 
     def choose(
-        self, step: Step, situation: Situation, engine: "Engine", in_time: bool
+        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
     ) -> npt.NDArray[np.int32]:
         return np.zeros_like(situation.numbers)
 
@@ -127,18 +127,18 @@ class Plain:
 class Oracle:
     """Takes the drafts with which this step gives most per second."""
 
-    wants_room = True
+    drafts_wanted = True
 
     def choose(
-        self, step: Step, situation: Situation, engine: "Engine", in_time: bool
+        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
     ) -> npt.NDArray[np.int32]:
         is_draft = np.arange(K) < situation.numbers[:, None]
         order = np.sort(situation.true[is_draft])[::-1]
         tokens = step.num_rows + np.arange(len(order) + 1) + engine.next_prompt_tokens
         seconds = engine.mean_seconds(tokens, step.num_context, np.arange(len(order) + 1) > 0)
         best = int(np.argmax((step.num_rows + np.concatenate([[0.0], order.cumsum()])) / seconds))
-        self.wants_room = best > 0
-        if not (best and in_time):
+        self.drafts_wanted = best > 0
+        if not (best and takes_drafts):
             return np.zeros_like(situation.numbers)
         return ((situation.true >= order[best - 1]) & is_draft).sum(axis=1).astype(np.int32)
 
@@ -146,25 +146,25 @@ class Oracle:
 class Gated:
     """The product's gate, asked as `Drafter` asks it."""
 
-    wants_room = False
+    drafts_wanted = False
 
     def __init__(self) -> None:
         self.gate = AutoGate()
 
     def choose(
-        self, step: Step, situation: Situation, engine: "Engine", in_time: bool
+        self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool
     ) -> npt.NDArray[np.int32]:
         none = np.zeros_like(situation.numbers)
         least = self.gate.begin(step)
         if least is None:
-            self.wants_room = False
+            self.drafts_wanted = False
             return none
         proposed = np.minimum(situation.numbers, (situation.promised >= least).sum(axis=1)).astype(np.int32)
         chosen = self.gate.choose(situation.promised, proposed)
-        self.wants_room = (in_time or bool(chosen.any())) and not self.gate.probes_soon
-        if not in_time:
+        self.drafts_wanted = (takes_drafts or bool(chosen.any())) and not self.gate.probe_in_two
+        if not takes_drafts:
             self.gate.discard()
-        return chosen if in_time else none
+        return chosen if takes_drafts else none
 
 
 class _Rows:
@@ -234,7 +234,7 @@ class Engine:
         # Tokens to prefill and to say, turns left, and the step at which it comes.
         queue = [(s.prompt if i % 8 == 0 else 1, int(n), s.turns, 0) for i, n in enumerate(lengths)]
         sleeping: list[tuple[int, int, int, int]] = []
-        rooms = [not s.ahead] * 2  # of the next steps
+        wanted = [not s.ahead] * 2  # whether the next steps are to have drafts
         number, was_busy = 0, False
         while len(rows) or queue or sleeping:
             queue = [x for x in sleeping if x[3] <= number] + queue
@@ -246,7 +246,7 @@ class Engine:
                 was_busy = False
                 continue
             gets = rows.behind == 0
-            drafted = bool(rows.drafts.any()) or (s.ahead and rooms[0])
+            drafted = bool(rows.drafts.any()) or (s.ahead and wanted[0])
             accepted = (self._rng.random(rows.true.shape) < rows.true).cumprod(axis=1)
             accepted[np.arange(K) >= rows.drafts[:, None]] = 0
             nums = np.minimum(np.where(gets, 1 + accepted.sum(axis=1), 0), rows.left)
@@ -260,7 +260,7 @@ class Engine:
                 int(nums.sum()), took if was_busy else None,
             )  # fmt: skip
             was_busy = True
-            rooms = [rooms[1], self._draft(rows, gets, step, rooms[1]) or not s.ahead]
+            wanted = [wanted[1], self._draft(rows, gets, step, wanted[1]) or not s.ahead]
             ended = gets & (rows.left <= 0)
             sleeping += [(500, 150, int(turns) - 1, number + 40) for turns in rows.turns[ended] if turns > 1]
             rows.keep(~ended)
@@ -287,7 +287,7 @@ class Engine:
             self._num_full += 1
             self._num_full_drafted += bool(rows.drafts.any())
 
-    def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: Step, in_time: bool) -> bool:
+    def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: Step, takes_drafts: bool) -> bool:
         """Let the chooser draft for the next step; returns whether the one after it gets room."""
         s, n = self._scenario, len(rows)
         does_repeat = self._rng.random(n) < s.repeats[0]
@@ -297,13 +297,13 @@ class Engine:
         rows.drafts = np.zeros(n, np.int32)
         self.next_prompt_tokens = int(min(s.budget, rows.behind.sum()))
         if not step.num_rows:
-            return self._chooser.wants_room
+            return self._chooser.drafts_wanted
         most = np.minimum(np.where(does_repeat, K, 2), np.maximum(rows.left - 1, 0))
         survivals = p[gets, None] ** np.arange(1, K + 1)
         promised = (survivals**s.calibrated).astype(np.float32)
         situation = Situation(most[gets].astype(np.int32), survivals, promised)
-        rows.drafts[gets] = self._chooser.choose(step, situation, self, in_time)
-        return self._chooser.wants_room
+        rows.drafts[gets] = self._chooser.choose(step, situation, self, takes_drafts)
+        return self._chooser.drafts_wanted
 
 
 def judge(scenarios: Mapping[str, Scenario], num_seeds: int) -> Iterator[dict[str, Any]]:

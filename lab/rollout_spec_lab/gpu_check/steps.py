@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 
-from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.drafts import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import can_count_waits, synchronize, waits
@@ -58,7 +58,7 @@ class Timing:
         self._engine = make_engine(dict(job))
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
         self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
-        self._drafts.take_the_place_of(runner.drafter)
+        runner.drafter.draft = self._drafts.step
         self._watch, self._sampling = Watch(self._engine), Sampling(runner)
         cache = core.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -120,11 +120,6 @@ class ForcedDrafts:
         self.num_tokens = len(self._nums) + 1  # that each row needs
         self.start(0, 0)
 
-    def take_the_place_of(self, proposer: Any) -> None:
-        """Every step is to wait for drafts; no drafter runs that would say otherwise."""
-        proposer.drafter.next_step_waits = True
-        proposer.draft = self.step
-
     def start(self, num_rows: int, most: int) -> None:
         """Turns begin where so many rows decode, of those whose step has no more than `most` tokens."""
         self._num_rows, self._left = num_rows, iter([k for k in self._nums if num_rows * (1 + k) <= most])
@@ -133,7 +128,9 @@ class ForcedDrafts:
         all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
         num_drafts, num_rows = next(self._left, 0) if all_decode else 0, len(nums_new_tokens)
         return Drafts(
-            np.zeros((num_rows, max(self._nums)), np.int32), np.full(num_rows, num_drafts, np.int32)
+            np.zeros((num_rows, max(self._nums)), np.int32),
+            np.full(num_rows, num_drafts, np.int32),
+            drafts_wanted=True,
         )
 
 

@@ -24,16 +24,16 @@ class Gate:
     A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
     nothing is called closed.
 
-    most_model_tokens: the most tokens that a model drafts for a row; 0: there is no model.
+    most_model_tokens: see `Drafter`.
 
     Attributes:
         counters: the steps that it left without drafts, and what it believed of them.
-        fills: whether the step is one with drafts also for rows that have none, where drafts are filled up.
-        probes_soon: whether the step after the next one goes without drafts, to be measured.
+        pads: whether, where drafts are padded, the step has some in all rows.
+        probe_in_two: whether the step after the next one goes without drafts, to be measured.
         num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
     """
 
-    fills = probes_soon = False
+    pads = probe_in_two = False
 
     def __init__(self, most_model_tokens: int) -> None:
         self.counters, self.num_passes = EngineCounters(), most_model_tokens
@@ -66,8 +66,8 @@ class FixedGate(Gate):
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
 
     def begin(self, step: Step) -> float | None:
-        self.fills = step.num_rows <= self._batch_threshold
-        if self.fills:
+        self.pads = step.num_rows <= self._batch_threshold
+        if self.pads:
             return self._min_survival
         self.counters.num_steps_off_threshold += 1
         return None
@@ -88,14 +88,14 @@ class AutoGate(Gate):
     others decided the same. All measure plain steps at the same time: beside a rank with drafts a plain step
     takes as long, so drafts would seem to cost nothing.
 
-    fill_to: draft tokens of every row in a step with drafts, where they are filled up; else 0. Then all steps
+    pad_to: draft tokens of every row in a step with drafts, where they are padded; else 0. Then all steps
         with drafts take equally long: a step verifies every draft that is proposed, or is plain.
     """
 
-    def __init__(self, fill_to: int = 0, most_model_tokens: int = 0) -> None:
+    def __init__(self, pad_to: int = 0, most_model_tokens: int = 0) -> None:
         super().__init__(most_model_tokens)
-        self._fill_to = fill_to
-        self._seconds, self._gains = StepSeconds(fills=fill_to > 0), DraftGains(most_model_tokens)
+        self._pad_to = pad_to
+        self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
         self._step: Step  # that ended last
         self._is_probe = self._is_trial = False  # whether the gate measures what it would not do
@@ -110,7 +110,7 @@ class AutoGate(Gate):
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
         self._is_probe = not self._seconds.is_known or _is_probe(number)
-        self.probes_soon = _is_probe(number + 2)
+        self.probe_in_two = _is_probe(number + 2)
         # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
         # also where a step gets room for drafts because the one before it asked for it.
         self._is_trial = _is_probe(number + 3) or _is_probe(number + 4)
@@ -174,7 +174,7 @@ class AutoGate(Gate):
     def _drafted_seconds(self, most: int) -> Floats:
         """Of a step like the last one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
         step = self._step._replace(num_prompt_tokens=0, has_drafts=True)
-        nums = np.full(most, step.num_rows * self._fill_to) if self._fill_to else 1 + np.arange(most)
+        nums = np.full(most, step.num_rows * self._pad_to) if self._pad_to else 1 + np.arange(most)
         return self._seconds.expected(step, np.maximum(self._num_busiest_rows, step.num_rows + nums))
 
     def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
@@ -182,8 +182,8 @@ class AutoGate(Gate):
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
         num, plain = len(sorted_survivals), self._plain_seconds()
         seconds = self._drafted_seconds(max(1, num))
-        if not num:  # where drafts are filled up, the step has them if that takes no longer
-            self.fills = self._fill_to > 0 and seconds[0] <= plain
+        if not num:  # where drafts are padded, the step has them if that takes no longer
+            self.pads = self._pad_to > 0 and seconds[0] <= plain
             return numbers
         num_rows = self._num_busiest_rows
         tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.calibration
@@ -200,7 +200,7 @@ class AutoGate(Gate):
         is_chosen = (survivals >= np.float32(self._price)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         # There may be more of the last survival than the best number has.
-        self._promised, self.fills = float(sorted_survivals[: chosen.sum()].sum()), True
+        self._promised, self.pads = float(sorted_survivals[: chosen.sum()].sum()), True
         return chosen
 
     def _refuse(self, numbers: _Int32) -> _Int32:
@@ -212,4 +212,4 @@ class AutoGate(Gate):
         return np.zeros_like(numbers)
 
     def discard(self) -> None:
-        self._promised, self.fills = 0.0, False
+        self._promised, self.pads = 0.0, False

@@ -23,3 +23,4 @@ class Step(NamedTuple):
     # Of a model's drafts, by place, [m] each: in what share of the rows the token there was verified, and in
     # what share accepted. None: there was nothing.
     model_shares: tuple[Floats, Floats] | None = None
+    ended: float | None = None  # when it did, by the drafter's clock; None: just now

@@ -31,11 +31,11 @@ class StepSeconds:
     towards taking no time, and so is tried again.
 
     Args:
-        fills: plain steps run the slower code, not steps with drafts: what fills drafts up is there for that.
+        pads_drafts: plain steps run the slower code, not steps with drafts: padding is there for that.
     """
 
-    def __init__(self, fills: bool = False) -> None:
-        self._fills = fills
+    def __init__(self, pads_drafts: bool = False) -> None:
+        self._pads_drafts = pads_drafts
         self._forget()
 
     def _forget(self) -> None:
@@ -83,7 +83,7 @@ class StepSeconds:
 
     def _extras(self, step: Step) -> Floats:
         prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _CONTEXT
-        passes, is_slower_code = step.num_passes, step.has_drafts != self._fills
+        passes, is_slower_code = step.num_passes, step.has_drafts != self._pads_drafts
         rows = step.num_rows * _TENS
         return np.array([prompts, context, is_slower_code, is_slower_code * rows, passes, passes * rows])
 

@@ -20,6 +20,7 @@ KEPT_LOGPROBS = Patch(
 )
 
 
+# Before RejectionSampler, 2: _get_logprobs_tensors
 class KeptVerifier(RejectionSampler):
     """It takes the logarithms of the tokens that are kept."""
 
@@ -34,11 +35,9 @@ class KeptVerifier(RejectionSampler):
     ) -> LogprobsTensors:
         """A row for each place of `sampled_token_ids`; zeros where no token is.
 
-        Args:
-            metadata: vLLM's SpecDecodeMetadata; `num_draft_tokens`, per request, is read.
-            target_logits: [num_tokens, vocab_size], at the draft positions.
-            bonus_logits: [batch_size, vocab_size], after the drafts.
-            sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
+        target_logits, bonus_logits: [num_tokens, vocab_size] at the draft positions, [batch_size, vocab_size]
+            after the drafts.
+        sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
 
         Memory: two temporaries of as many rows of logits as tokens are kept.
         """

@@ -29,7 +29,8 @@ COUPLED = Patch(
 
 
 class RowGenerators(dict[int, torch.Generator]):
-    """In place of a batch's generators the noise of its rows; has none of vLLM's."""
+    """The noise of a step's rows, in the place of the batch's generators, which vLLM hands to all that draws.
+    It has none of vLLM's."""
 
     def __init__(self, step: coupled.CoupledStep) -> None:
         super().__init__()

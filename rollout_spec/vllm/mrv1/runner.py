@@ -1,17 +1,9 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. With our
-drafter, `sample_tokens` calls:
-
-1. `_sample`, which calls the samplers that `sampler` hooks;
-2. `_bookkeeping_sync`, which waits for the tokens;
-3. `propose_draft_token_ids`, which asks our drafter.
-
-With a model that drafts, `sample_tokens` calls:
-
-1. `_sample`, as above;
-2. `propose_draft_token_ids`, which asks the model: the tokens are still on the device;
-3. `_bookkeeping_sync`. Then `BesideTextRunner.sample_tokens` asks our drafter, if the engine has it too.
+A method reads in the order in which things happen: what we do before, vLLM's own, what we do after.
+`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and
+`propose_draft_token_ids`, which asks our drafter. A model that drafts is asked before the wait, since its
+tokens stay on the device.
 """
 
 from typing import Any
@@ -26,17 +18,18 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.drafts import NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
-from rollout_spec.verification.transfers import before_wait, do_while_waiting
+from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
-from rollout_spec.vllm.mrv1 import sampler, speculators
+from rollout_spec.vllm.mrv1 import proposers, sampler
+from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv1.speculators import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.prompt_rows import in_prompt
-from rollout_spec.vllm.proposer import BESIDE_MODEL, SuffixProposer, proposer_of
+from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -63,7 +56,7 @@ WORK = Patch(
 )
 IDLE_HOST = Patch(
     name="vllm-idle-host",
-    reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text that is behind",
+    reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._bookkeeping_sync",
     until="vLLM tells a proposer that a step was launched",
 )
@@ -89,6 +82,7 @@ ENGINE_PATCHES = (
 )  # fmt: skip
 
 
+# Before GPUModelRunner, 1: _sample
 class PlainStepsRunner(GPUModelRunner):
     """A step in which no row has a draft is a plain step."""
 
@@ -97,6 +91,7 @@ class PlainStepsRunner(GPUModelRunner):
         return super()._sample(logits, spec_decode_metadata if has_drafts else None)
 
 
+# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
 class PromptsRunner(GPUModelRunner):
     """It runs prompts of a recurrent policy without full graphs."""
 
@@ -106,13 +101,14 @@ class PromptsRunner(GPUModelRunner):
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
+# Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
 class NotingRunner(GPUModelRunner):
     """It tells the proposer what a step processes."""
 
+    rollout_spec_proposer: SuffixProposer
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        proposer = proposer_of(self)
-        assert proposer is not None
-        proposer.note_work(scheduler_output)
+        self.rollout_spec_proposer.note_work(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
@@ -120,27 +116,28 @@ class NotingRunner(GPUModelRunner):
         # adapters for its own rows only.
         if self.lora_config:
             return super()._dummy_sampler_run(hidden_states)
-        proposer = proposer_of(self)
-        assert proposer is not None
-        log_memory(self.vllm_config, proposer.config)
-        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, proposer.config) // 2))
+        config = self.rollout_spec_proposer.config
+        log_memory(self.vllm_config, config)
+        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, config) // 2))
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
+# Before GPUModelRunner, 3: _sample, _bookkeeping_sync
 class CatchingUpRunner(GPUModelRunner):
-    """Its host works while the device does."""
+    """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
+
+    idle_host: IdleHost
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        proposer = proposer_of(self)
-        assert proposer is not None
-        do_while_waiting(proposer.catch_up)  # coupled verification may wait
+        self.idle_host.begin_step()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        before_wait()
+        self.idle_host.before_wait()
         return super()._bookkeeping_sync(*args, **kwargs)
 
 
+# Before GPUModelRunner, 4: propose_draft_token_ids
 class SharedNoiseRunner(GPUModelRunner):
     """Its model drafts with the noise of the target."""
 
@@ -151,9 +148,11 @@ class SharedNoiseRunner(GPUModelRunner):
         return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
 
 
+# Before GPUModelRunner, 4: propose_draft_token_ids, sample_tokens, take_draft_token_ids
 class BesideTextRunner(SharedNoiseRunner):
     """Its model drafts beside a `SuffixProposer`, which has the last word."""
 
+    rollout_spec_proposer: SuffixProposer
     drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
@@ -166,15 +165,14 @@ class BesideTextRunner(SharedNoiseRunner):
         self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
-            batch, proposer = self.input_batch, getattr(self, BESIDE_MODEL)
+            batch, proposer = self.input_batch, self.rollout_spec_proposer
             nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
+            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_now > 0)
             drafts = proposer.draft(
-                nums, batch.token_ids_cpu, batch.num_tokens_no_spec,
-                work=proposer.work, in_time=self.model_passes.num_now > 0,
-                model_drafts=self.model_passes.on_host(),
-            )  # fmt: skip
+                nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step
+            )
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(proposer.num_passes))
+            attach(output, Report(drafts.num_passes))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -193,7 +191,7 @@ def check_runner() -> None:
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, speculators.BesideText, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, proposers.BesideText, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -203,24 +201,26 @@ def bind(worker: Any, config: SpecConfig) -> None:
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
-    proposer = _bind_proposer(runner, config)
+    proposer = _bind_proposer(runner, config, sampling)
     if has_model_drafter(runner.vllm_config):
         bind_model_drafter(runner, sampling, proposer)
     if proposer is not None and not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)
 
 
-def _bind_proposer(runner: Any, config: SpecConfig) -> SuffixProposer | None:
+def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
     """Give our drafter its runner; None: the engine has none."""
-    if drafts_with_model(runner.vllm_config):
-        setattr(runner, BESIDE_MODEL, SuffixProposer(runner.vllm_config))
-    proposer = proposer_of(runner)
+    has_model = drafts_with_model(runner.vllm_config)
+    proposer = SuffixProposer(runner.vllm_config) if has_model else proposer_of(runner)
     if proposer is not None:
+        runner.rollout_spec_proposer = proposer
         proposer.bind(runner, config)
         record(LAST_TOKENS)
         runner.effective_drafter_max_model_len = 1 << 31
         put_before(NotingRunner, runner, WORK)
         if current_platform.is_cuda_alike() and proposer.is_used:
+            runner.idle_host = IdleHost(proposer.catch_up)
+            sampling.before_wait = runner.idle_host.before_wait
             put_before(CatchingUpRunner, runner, IDLE_HOST)
     return proposer
 
@@ -230,7 +230,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     check_model_drafter()
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(speculators.BesideText if proposer else speculators.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(proposers.BesideText if proposer else proposers.SharedNoise, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:

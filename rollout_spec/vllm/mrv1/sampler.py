@@ -1,12 +1,10 @@
 """From the target's logits to a step's tokens: vLLM's two samplers, with our noise. An adapter, no algorithm.
 
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
-the tokens after the drafts, then calls `rejection_sample`. Penalties, masks, temperature and
-log-probabilities stay vLLM's. Both samplers get `SamplingMetadata`, whose `generators` say what noise a row
-has. `RowSampler` and `RowVerifier` stand before the two, and put a `RowGenerators` there: it has the step's
-keys and positions. Two places draw with it: `CoupledTopKTopPSampler` in plain steps and after drafts, and
-the `rejection_sample` of `couple_rejection_sample` at the draft positions. Both call
-`rollout_spec.verification.coupled`.
+the tokens after the drafts, then calls `rejection_sample`. Both get `SamplingMetadata`, whose `generators`
+say what noise a row has: `RowSampler` and `RowVerifier` put a `RowGenerators` there. `CoupledTopKTopPSampler`
+draws with it in plain steps and after drafts, `couple_rejection_sample` at the draft positions. Penalties,
+masks, temperature and log-probabilities stay vLLM's.
 """
 
 import dataclasses
@@ -24,7 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec.patches import guard_class, guard_parameters, put_before, record
 from rollout_spec.verification import coupled, noise
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import just_wait, sent
 from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
@@ -51,13 +49,12 @@ class RowSampling:
         self._runner = runner
         self._keys = keys_of(runner)
         self._row_keys: list[int] = []
+        self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
         """Stand before the runner's samplers; once in a runner's life.
 
-        Raises:
-            PatchError: the samplers take other arguments than vLLM's that are known here.
-            RuntimeError: the device cannot compute the noise.
+        Raises PatchError; RuntimeError: the device cannot compute the noise.
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         sampler.sampling = self
@@ -78,8 +75,7 @@ class RowSampling:
     def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
 
-        Args:
-            nums_sampled: int64 [num_rows], on the device: sampled tokens that the batch does not have yet.
+        nums_sampled: likewise, sampled tokens that the batch does not have yet.
         """
         levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
         known = np.stack([np.array(self._row_keys, np.int64), levels])
@@ -95,16 +91,16 @@ class RowSampling:
                 "take rollout.spec=off, and run `rollout-spec doctor`"
             )
         self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
-        positions = np.resize(
-            batch.num_tokens_no_spec, num_rows
-        )  # a warm-up may have more rows than there are
+        # A warm-up may have more rows than there are.
+        positions = np.resize(batch.num_tokens_no_spec, num_rows)
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens)
+        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens, self.before_wait)
         return dataclasses.replace(metadata, generators=RowGenerators(step))
 
 
+# Before Sampler, 1: forward
 class RowSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
@@ -126,6 +122,7 @@ class RowSampler(Sampler):
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
+# Before RejectionSampler, 1: forward
 class RowVerifier(RejectionSampler):
     """It gives a step with drafts its `RowGenerators`."""
 

@@ -8,11 +8,10 @@ each row room for them, as vLLM does for a model's drafts, and the worker takes 
     worker                      | tokens of 0, drafts for 1, report of 1
                                                 | tokens of 1, drafts for 2, report of 2
 
-A step with room waits for the tokens of the step before, and drafts after them (`in_time`). One without
-room waits for nothing: the tokens come when the next step has begun, and the gate only says whether drafts
-would have paid. Either way `next_step_waits` has the answer. A step's report passes it on as `wants_room`,
-and acts two steps later. A step that the gate measures (`is_probe`) must have no room, so the gate foresees
-it that far ahead (`probes_soon`).
+A step with room waits for the tokens of the step before, and drafts after them. One without room waits for
+nothing: the tokens come when the next step has begun, and the gate only says whether drafts would have paid.
+Either way the drafter answers `drafts_wanted`. A step's report passes it on, and two steps later there is
+room. A step that the gate measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
 """
 
 from typing import Any
@@ -43,6 +42,7 @@ _EMPTY_ROOM = Patch(
 )
 
 
+# Before RequestSpecDecodeMetrics, 1: observe
 class DraftedSteps:
     """What `--per-request-spec-decode-metrics` counts of a request: its steps with drafts."""
 
@@ -61,8 +61,8 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
-        self._gives_room = False  # as the drafting worker wants
-        self._given_room = 0  # in the step that is being scheduled
+        self._drafts_wanted = False  # by the drafting worker
+        self._room = 0  # of each row, in the step that is being scheduled
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -71,23 +71,23 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
             put_before(DraftedSteps, metrics, _EMPTY_ROOM)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._given_room = self._room()
+        self._room = self._room_for_drafts()
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
             takes_drafts = not (request.is_prefill_chunk or request.use_structured_output)
             # As vLLM's own placeholders.
-            request.spec_token_ids = [-1] * self._given_room if takes_drafts else []
+            request.spec_token_ids = [-1] * self._room if takes_drafts else []
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
             self._num_in_flight += 1
         return output
 
     def _plan(self) -> Plan:
-        return super()._plan()._replace(num_in_flight=self._num_in_flight, room=self._given_room)
+        return super()._plan()._replace(num_in_flight=self._num_in_flight, room=self._room)
 
-    def _room(self) -> int:
+    def _room_for_drafts(self) -> int:
         """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""
-        if not self._gives_room:
+        if not self._drafts_wanted:
             return 0
         return min(self.num_spec_tokens, self.max_num_scheduled_tokens // (2 * max(1, len(self.running))))
 
@@ -109,7 +109,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         report = report_of(model_runner_output)
         if report is not None and report.nums_drafts is not None:
-            self._gives_room = report.wants_room
+            self._drafts_wanted = report.drafts_wanted
             self._count_filled(scheduler_output, report.nums_drafts)
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._num_in_flight -= 1
@@ -117,13 +117,13 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
 
     def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
         """Let vLLM count no drafts in the room that stayed empty; it takes the room's tokens back anyway."""
-        rooms = scheduler_output.scheduled_spec_decode_tokens
-        for request_id in list(rooms):
+        room = scheduler_output.scheduled_spec_decode_tokens  # of each request that has some
+        for request_id in list(room):
             # Not from a request that reset_prefix_cache has restarted since: that is a fault of vLLM 0.24.
             if getattr(self.requests.get(request_id), "async_tokens_to_discard", 0):
-                del rooms[request_id]
+                del room[request_id]
         scheduler_output.num_invalid_spec_tokens = {
-            request_id: len(room) - nums_drafts.get(request_id, 0) for request_id, room in rooms.items()
+            request_id: len(places) - nums_drafts.get(request_id, 0) for request_id, places in room.items()
         }
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import has_our_drafter, names_our_drafter, scheduler_of
+from rollout_spec.vllm.options import has_our_drafter, names_our_proposer, scheduler_of
 
 _V2 = Patch(
     name="vllm-v2-custom-class",
@@ -34,7 +34,7 @@ def offer_mrv2() -> None:
         from rollout_spec.vllm.checks import unsupported_on_mrv2
 
         unsupported: list[str] = unsupported_features(self)
-        if not names_our_drafter(self):
+        if not names_our_proposer(self):
             return unsupported
         others = [feature for feature in unsupported if "custom_class" not in feature]
         return others + unsupported_on_mrv2(self)

@@ -21,6 +21,7 @@ from rollout_spec.vllm.other_ranks import V2_NAME
 VARYING = -1
 
 
+# Before GPUModelRunner, 3: update_requests, prepare_inputs
 class VaryingRunner(GPUModelRunner):
     """Its steps with drafts may take these graphs."""
 
@@ -43,6 +44,7 @@ def _varies(states: Any, scheduler_output: Any) -> bool:
     return not (states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any()
 
 
+# Before ModelState, 1: prepare_attn
 class PlanningState(ModelState):
     """It plans attention for rows of up to K + 1 tokens, where a graph is for these."""
 

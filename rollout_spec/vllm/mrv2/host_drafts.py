@@ -1,9 +1,9 @@
 """The tokens of vLLM's MRV2 on the host, for the proposer; drafts for the step that begins. An adapter.
 
-MRV2 keeps tokens on the device and its rows in any order. `HostBatch` is the copy on the host that the
-proposer reads. A step's tokens reach it on a stream of their own. With an `AheadScheduler` the next step is
-there by then, with room for drafts: they go into it, and the runner never sees the room that stays empty.
-With vLLM's own scheduler they go the way they go with MRV1, and come with the inputs of the next step.
+`HostBatch` is the copy on the host that the proposer reads. A step's tokens reach it on a stream of their
+own. With an `AheadScheduler` the next step is there by then, with room for drafts: they go into it, and the
+runner never sees the room that stays empty. With vLLM's own scheduler they come with the inputs of the next
+step.
 """
 
 import threading
@@ -19,7 +19,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.index import Drafts
+from rollout_spec.drafting.drafts import TAKES_ANY, TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
@@ -40,19 +40,17 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. It is
-
-    - the receiver of tokens: `_draft_after_arrivals` waits for those of `report`, and drafts after them;
-    - the giver of the drafts that a step verifies: `give_drafts`;
-    - the runner's `draft_tokens_handler`, from which a scheduler that waits takes the drafts.
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order.
+    `_draft_after_arrivals` waits for the tokens of `report`, and drafts after them. As the runner's
+    `draft_tokens_handler` it gives the drafts to a scheduler that waits.
 
     Attributes:
         step: the runner's own output of the scheduler, which is to get drafts; None: it has them.
         launching: held while a step begins that waits for drafts.
         model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
             log-odds; empty: nothing.
-        takes_model_drafts: whether what a model drafts in the step that runs can be verified in the next one.
-        num_passes: how many passes a model is to take for it, at most. All workers are told these two.
+        num_passes: how many passes a model drafts in the step that runs; 0: its first pass drafts nothing,
+            as nothing can be verified in the next step. All workers are told the same.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -61,9 +59,7 @@ class HostDrafts:
         self.proposer.bind(self._batch, config, self._draft_after_arrivals)
         self.launching = threading.Lock()
         self.model_drafts: tuple[torch.Tensor, ...] = ()
-        self.takes_model_drafts = True
-        self.num_passes = self.proposer.most_model_tokens
-        self._has_model = self.proposer.most_model_tokens > 0
+        self._most_passes = self.num_passes = self.proposer.most_model_tokens
         self._device, self._num_tokens = runner.device, config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
         self._sent = torch.zeros(
@@ -71,6 +67,7 @@ class HostDrafts:
         )
         self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
+        self._latest = Drafts.none(0)  # what the drafter has answered last
         self.step: Any = None
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
@@ -80,10 +77,9 @@ class HostDrafts:
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
-        self._draft_after_arrivals(plan.num_in_flight or 0)
-        self.takes_model_drafts = plan.room > 0 or not plan.is_ahead
-        if plan.num_passes is not None:
-            self.num_passes = plan.num_passes
+        self._draft_after_arrivals(num_in_flight=plan.num_in_flight or 0)
+        most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
+        self.num_passes = most if plan.drafts_wanted else 0
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
@@ -116,22 +112,17 @@ class HostDrafts:
         return Drafts(np.array(tokens, np.int32), np.array(list(map(len, lists)), np.int32))
 
     def _fill(self, step: Any, names: list[str], rows: npt.NDArray[np.int64]) -> Drafts:
-        """Put drafts where a step has room for some, and take away the room that stays empty.
+        """Put drafts where a step has room for some, and take away the room that stays empty; returns the
+        drafts of its requests, whose names these are, in these rows of the runner.
 
-        Args:
-            step: the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
-                was room, and that were not accepted.
-            names: of its requests.
-            rows: the runner's, of these.
-
-        Returns:
-            Their drafts.
+        `step` is the runner's own. The scheduler's stays as it is: that takes back the tokens for which there
+        was room, and that were not accepted.
         """
         given, counts = step.scheduled_spec_decode_tokens, self._runner.req_states.num_computed_tokens_np
-        rooms = np.array([len(given.get(name, ())) for name in names], np.int32)
-        nums = np.array([*step.num_scheduled_tokens.values()], np.int32) - rooms
+        room = np.array([len(given.get(name, ())) for name in names], np.int32)
+        nums = np.array([*step.num_scheduled_tokens.values()], np.int32) - room
         # For all tensor-parallel ranks the same.
-        drafts, levels = get_tp_group().broadcast_object(self._draft_in_time(names, rooms))
+        drafts, levels = get_tp_group().broadcast_object(self._draft_for(names, room))
         # The host now knows how far rows are: their scheduler counts all room of the step before. Attention
         # that decodes rows of one length only takes the others for prompts, and that count for exact.
         counts[rows] = np.minimum(counts[rows], levels - 1)
@@ -142,45 +133,40 @@ class HostDrafts:
         step.total_num_scheduled_tokens = int(nums.sum())
         return drafts
 
-    def _draft_in_time(self, names: list[str], rooms: Int32Array) -> tuple[Drafts, Int32Array]:
-        """Wait for the tokens of the step before and draft.
-
-        Args:
-            names: of the step's requests.
-            rooms: [num_requests], how many draft tokens each can have.
-
-        Returns:
-            Their drafts, and how many tokens each has.
-        """
+    def _draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array]:
+        """Wait for the tokens of the step before and draft for requests that have so much room; returns their
+        drafts, and how many tokens each has."""
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
-        of_rows[rows] = rooms
-        drafts = self._draft_after_arrivals(in_time=True, rooms=of_rows)
-        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], rooms)), self._batch.levels[rows]
+        of_rows[rows] = room
+        drafts = self._draft_after_arrivals(NextStep(room=of_rows))
+        return Drafts(drafts.tokens[rows], np.minimum(drafts.numbers[rows], room)), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _draft_after_arrivals(
-        self, num_in_flight: int = 0, *, in_time: bool = False, rooms: Int32Array | None = None
-    ) -> Drafts:
+    def _draft_after_arrivals(self, next_step: NextStep = TAKES_NONE, num_in_flight: int = 0) -> Drafts:
         """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
 
-        in_time, rooms: as of `Drafter.draft`, after the last step.
+        next_step: what can be taken after the last step, but for the model's drafts.
         """
         drafts = Drafts.none(len(self._batch.input_batch.req_ids))
         while len(self._arrivals) > num_in_flight:
             arrival = self._arrivals.popleft()
-            places, is_last = self._batch.places(arrival.request_ids), not self._arrivals
+            ends, is_last = self._batch.ends(arrival.request_ids), not self._arrivals
             tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
             try:
-                nums_new = self._batch.extend(places, tokens, nums)
-                drafts = self.proposer.draft(
-                    nums_new, self._batch.tokens, self._batch.levels, work=arrival.work, ended=arrival.ended,
-                    in_time=in_time and is_last and bool(drafted) == self._has_model, rooms=rooms,
-                    model_drafts=self._batch.place(places, nums, *drafted) if drafted else None,
+                nums_new = self._batch.extend(ends, tokens, nums)
+                has_model_drafts = bool(drafted) or not self._most_passes
+                drafts = self._latest = self.proposer.draft(
+                    nums_new, self._batch.tokens, self._batch.levels,
+                    arrival.work and arrival.work._replace(ended=arrival.ended),
+                    NextStep(
+                        self._batch.by_row(ends, nums, *drafted) if drafted else None,
+                        next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
+                    ),
                     may_end=any((tokens == end).any() for end in self.proposer.ends),
                 )  # fmt: skip
             except Exception as error:
@@ -189,8 +175,7 @@ class HostDrafts:
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
-        what was drafted, what is to be next, and when the step had ended.
-        """
+        what was drafted, what is to be next, and when the step had ended."""
         model_drafts, self.model_drafts = self.model_drafts, ()
         if isinstance(output, AsyncOutput) and self.proposer.is_used:
             arrival = Arrival(output, self.proposer.work, self._runner.output_copy_stream, model_drafts)
@@ -198,12 +183,12 @@ class HostDrafts:
             output.arrival, output.launching = arrival, self.launching
             put_before(TimedOutput, output, SPECULATOR)
             if not self._plan.is_ahead:
-                drafts = self._draft_after_arrivals(in_time=True)
+                drafts = self._draft_after_arrivals(TAKES_ANY)
                 self._drafts = DraftTokenIds([*self._batch.input_batch.req_ids], drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             nums_drafts = self._nums_drafts if self._plan.is_ahead else None
-            attach(said, Report(self.proposer.num_passes, nums_drafts, self.proposer.wants_room))
+            attach(said, Report(self._latest.num_passes, nums_drafts, self._latest.drafts_wanted))
         return output
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:

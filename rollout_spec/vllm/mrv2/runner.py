@@ -1,9 +1,8 @@
 """What we change in vLLM's MRV2: classes that stand before the runner's own, and before its worker's.
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `execute_model`, in it `finish_requests` of `KeyedRunner`, `add_requests` and `update_requests` of
-`DraftingRunner`, `apply_staged_writes` of `WaitingTables`, `gather_batch_req_state` and `prepare_inputs` of
-`GraphsRunner`; then `sample_tokens`, in it the speculator's `propose`, and at its end `HostDrafts.report`.
+vLLM calls `execute_model`, in it `finish_requests`, `add_requests`, `update_requests`, `apply_staged_writes`,
+`gather_batch_req_state` and `prepare_inputs`; then `sample_tokens`, in it the speculator's `propose`.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
-from rollout_spec.vllm.options import drafts_with_model, names_our_drafter
+from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
 from rollout_spec.vllm.other_ranks import V2_NAME
 from rollout_spec.vllm.step_notes import plan_of
 
@@ -56,6 +55,7 @@ _CALLED = (
 )
 
 
+# Before GPUModelRunner, 1: load_model, finish_requests
 class KeyedRunner(GPUModelRunner):
     """It draws every token with noise of the request's key and the position, drafts or not."""
 
@@ -71,6 +71,8 @@ class KeyedRunner(GPUModelRunner):
         super().finish_requests(scheduler_output)
 
 
+# Before GPUModelRunner, 2: _dummy_sampler_run, initialize_kv_cache, _dummy_run, execute_model, add_requests,
+# update_requests, sample_tokens
 class DraftingRunner(GPUModelRunner):
     """Its drafts come from the host."""
 
@@ -115,6 +117,7 @@ class DraftingRunner(GPUModelRunner):
         return self.host_drafts.report(super().sample_tokens(grammar_output))
 
 
+# Before BlockTables, 1: apply_staged_writes
 class WaitingTables(BlockTables):
     """They are on their way while the runner waits for drafts. Next it reads how long its rows are."""
 
@@ -125,6 +128,7 @@ class WaitingTables(BlockTables):
         self.host_drafts.give_drafts()
 
 
+# Before GPUModelRunner, 3: gather_batch_req_state, prepare_inputs
 class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
 
@@ -153,8 +157,9 @@ class GraphsRunner(GPUModelRunner):
         return batch
 
 
+# Before WorkerBase, 1: compile_or_warm_up_model
 class ForgettingWorker(WorkerBase):
-    """It warms up with few requests, and forgets what it has learned from them."""
+    """It warms up with few requests, and nothing is learned from them."""
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner
@@ -166,9 +171,9 @@ class ForgettingWorker(WorkerBase):
             runner.scheduler_config = few = copy.copy(settings)
             most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            found = super().compile_or_warm_up_model()
+            with proposer.without_drafter():
+                found = super().compile_or_warm_up_model()
             runner.scheduler_config = settings
-            proposer.start_afresh()
         runner.keys.forget()
         return found
 
@@ -206,7 +211,7 @@ def teach_speculator() -> None:
 
     @wrap(model_runner, "init_speculator", SPECULATOR)
     def init_speculator_or_ours(init: Any, vllm_config: VllmConfig, device: Any, *others: Any) -> Any:
-        if names_our_drafter(vllm_config):
+        if names_our_proposer(vllm_config):
             return speculators.SuffixSpeculator()
         if drafts_with_model(vllm_config):
             vllm_config = speculators.for_the_model(vllm_config)

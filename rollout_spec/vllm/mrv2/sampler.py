@@ -44,6 +44,7 @@ def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKey
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
 
+# Before Sampler, 1: add_request
 class KeyedSampler(Sampler):
     """It draws a request's tokens with the request's key for a seed; one that was preempted keeps it."""
 
@@ -58,6 +59,7 @@ class KeyedSampler(Sampler):
         super().add_request(req_idx, *prompt_len, params)
 
 
+# Before RejectionSampler, 1: _verify, __call__
 class CoupledVerifier(RejectionSampler):
     """It verifies with the tokens that plain steps would draw."""
 
@@ -82,14 +84,11 @@ def coupled_verify(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In place of vLLM's verification: what plain steps would draw, as far as the draft is the same.
 
-    Args:
-        verifier: vLLM's.
-        given: what `RejectionSampler._verify` of vLLM 0.32 is given, by name. Of it, `verify_draft_sampled`
-            is int [num_logits], the input token of each of the rows of logits: a request's first is its last
-            token, then come its draft tokens; negative ones are never accepted.
+    given: what `RejectionSampler._verify` of vLLM 0.32 is given, by name. Its `verify_draft_sampled` is int
+        [num_logits], the input token of each row of logits: a request's last token, then its draft tokens;
+        negative ones are never accepted.
 
-    Returns:
-        The processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
+    Returns the processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
     """
     sampled, processed = versions.sample(verifier.sampler, given)
     numbers = torch.arange(len(sampled), device=sampled.device)

@@ -78,6 +78,7 @@ class SuffixSpeculator(BaseSpeculator):
         return self.host.no_drafts(input_batch)
 
 
+# Before DraftModelSpeculator, 1: sample_draft
 class SharedNoise(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise.
 
@@ -100,6 +101,7 @@ class SharedNoise(DraftModelSpeculator):
         return tokens
 
 
+# Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
 class BesideText(SharedNoise):
     """A model that drafts beside `SuffixProposer`, which has the last word.
 
@@ -135,12 +137,12 @@ class BesideText(SharedNoise):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = max(1, self.host.num_passes) if self.host.takes_model_drafts else 1
+        num = max(1, self.host.num_passes)
         with _as_if_drafting(self, num):
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
-        if self.host.takes_model_drafts:
+        if self.host.num_passes:
             # Both are overwritten by the next passes, which may come before they are on the host.
             self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.no_drafts(input_batch)

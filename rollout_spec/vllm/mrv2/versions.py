@@ -88,15 +88,11 @@ def draw_as_target(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a draft's tokens with the noise that the target draws with where it verifies them.
+    """Draw a draft's tokens, int64 [num_rows], with the noise that the target draws with where it verifies
+    them.
 
-    Args:
-        speculator: vLLM's.
-        logits: [num_rows, vocab_size], of the target's vocabulary.
-        positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
-
-    Returns:
-        int64 [num_rows].
+    logits: [num_rows, vocab_size], of the target's vocabulary.
+    positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
     """
     # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
     where = {"pos": positions, "is_drafting": False} if _HAS_SALT else {"pos": positions + 1}

@@ -33,13 +33,13 @@ def applies(fix: ModuleType, module: ModuleType) -> bool:
     return has_fault is None or bool(has_fault(module))
 
 
-def mend(fix: ModuleType, module: ModuleType) -> None:
+def apply(fix: ModuleType, module: ModuleType) -> None:
     """Apply the fix where vLLM has the fault; raises what `fix` does."""
     if applies(fix, module):
         fix.fix(module)
 
 
-def keep_states_right(vllm_config: Any) -> None:
+def fix_recurrent_states(vllm_config: Any) -> None:
     """Fix what vLLM does with the states of a worker's recurrent layers, if it drafts; it has its runner.
 
     Raises PatchError: the installed vLLM is not one that the fixes were written for.
@@ -47,4 +47,4 @@ def keep_states_right(vllm_config: Any) -> None:
     if vllm_config.model_config.is_hybrid and vllm_config.speculative_config is not None:
         is_mrv2 = vllm_config.use_v2_model_runner
         for fix, name in fixes(RECURRENT_MRV2 if is_mrv2 else RECURRENT_MRV1):
-            mend(fix, importlib.import_module(name))
+            apply(fix, importlib.import_module(name))

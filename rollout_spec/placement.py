@@ -10,7 +10,7 @@ MAX_SAMPLES = 20_000
 Place = TypeVar("Place", bound=Hashable)
 
 
-class Homes:
+class GroupPlacement:
     """Keeps the requests of a group together while load allows.
 
     A request goes to the place that has served most of its siblings, unless that place has `max_imbalance`

@@ -1,6 +1,6 @@
 """A model that drafts with vLLM's own proposer of MRV1 (MTP, EAGLE, a draft model). An adapter.
 
-As `mrv2.speculators`: its tokens are drawn with the noise that the target draws with at their positions,
+As in `mrv2.speculators`: its tokens are drawn with the noise that the target draws with at their positions,
 and are handed to the proposer of the suffix drafts, if the engine has one.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.index import ModelDrafts
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
@@ -29,12 +29,8 @@ SHARED_NOISE = Patch(
 class ModelPasses:
     """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
-    Args:
-        sampling: knows the noise of the rows.
-        proposer: of the suffix drafts, if the model drafts beside it.
-
-    Attributes:
-        num_now: its passes in this step that draft; 0: its first pass drafts nothing.
+    proposer: of the suffix drafts, if the model drafts beside it.
+    num_now: its passes in this step that draft; 0: its first pass drafts nothing.
     """
 
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
@@ -82,6 +78,7 @@ class ModelPasses:
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
+# Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
 class SharedNoise(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
@@ -94,6 +91,7 @@ class SharedNoise(SpecDecodeBaseProposer):
         return self.passes.draw(logits, sampling_metadata), None
 
 
+# Before SpecDecodeBaseProposer, 1: propose
 class BesideText(SharedNoise):
     """A model that drafts beside a `SuffixProposer`.
 

@@ -1,0 +1,236 @@
+/* Groups: which are open, which are idle, who is in them; and what callers ask of them and of their sequences.
+ *
+ *     groups     [ 0: open ][ 1: closed ][ 2: open ]        one automaton each, and a list of sequences
+ *                     ^          ^            ^
+ *                     |          |            +-- oldest_idle, a list through newer
+ *                     |          +-- free_group, a list through next_free; and so is given_up
+ *
+ * Invariants: an id is a slot of its table; every closed slot is in free_group once, or in given_up while nobody knows that
+ * the group was given up; a group has as many running sequences as it says, and is idle while it has none. */
+#include <inttypes.h>
+#include <string.h>
+
+#include "index.h"
+
+rs_group *rs_find_group(const rs_index *index, int32_t group, rs_error *error) {
+    if (group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open) {
+        return index->groups + group;
+    }
+    rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
+    return NULL;
+}
+
+/* ---- which are open, and which are idle ---- */
+
+static void unlink_idle(rs_index *index, const rs_group *group) {
+    *(group->older < 0 ? &index->oldest_idle : &index->groups[group->older].newer) = group->newer;
+    *(group->newer < 0 ? &index->newest_idle : &index->groups[group->newer].older) = group->older;
+}
+
+/* Its slot goes into this list. */
+static void close_group(rs_index *index, int32_t id, int32_t *slots) {
+    rs_group *group = index->groups + id;
+    while (group->first != NULL) { /* a prompt comes after all that begins after it */
+        rs_sequence_free(index, group->first);
+    }
+    rs_automaton_free(&group->automaton);
+    *group = (rs_group){.next_free = *slots};
+    *slots = id;
+}
+
+void rs_group_free(rs_index *index, int32_t group) { close_group(index, group, &index->free_group); }
+
+bool rs_give_up_idle(void *owner) {
+    rs_index *index = owner;
+    const int32_t oldest = index->oldest_idle;
+    if (oldest >= 0) {
+        unlink_idle(index, index->groups + oldest);
+        close_group(index, oldest, &index->given_up);
+    }
+    return oldest >= 0;
+}
+
+int32_t rs_group_given_up(rs_index *index) {
+    const int32_t id = index->given_up;
+    if (id >= 0) {
+        index->given_up = index->groups[id].next_free;
+        index->groups[id].next_free = index->free_group;
+        index->free_group = id;
+    }
+    return id;
+}
+
+void rs_group_enter(rs_index *index, int32_t group) {
+    if (index->groups[group].num_running++ == 0) {
+        unlink_idle(index, index->groups + group);
+    }
+}
+
+void rs_group_leave(rs_index *index, int32_t group) {
+    rs_group *left = index->groups + group;
+    if (--left->num_running > 0) {
+        return;
+    }
+    if (left->lacks_text) {
+        close_group(index, group, &index->given_up);
+        return;
+    }
+    left->older = index->newest_idle;
+    left->newer = -1;
+    *(left->older < 0 ? &index->oldest_idle : &index->groups[left->older].newer) = group;
+    index->newest_idle = group;
+}
+
+/* ---- what callers ask of groups ---- */
+
+rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
+                        rs_error *error) {
+    RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
+    rs_status status = RS_OK;
+    if (index->free_group < 0) {
+        status = RS_RESERVE(&index->memory, index->groups, index->groups_capacity, (uint64_t)index->num_groups + 1);
+    }
+    rs_group opened = {.open = true, .num_running = 1}; /* so that it does not make room itself */
+    if (status == RS_OK) {
+        status = rs_automaton_init(&opened.automaton, &index->memory);
+    }
+    if (status != RS_OK) {
+        return rs_memory_error(&index->memory, error, status);
+    }
+    int32_t slot = index->free_group;
+    if (slot < 0) {
+        slot = (int32_t)index->num_groups++;
+    } else {
+        index->free_group = index->groups[slot].next_free;
+    }
+    index->groups[slot] = opened;
+    rs_sequence *prompt;
+    status = rs_sequence_new(index, RS_PROMPT, slot, prompt_token_ids, num_prompt_tokens, &prompt);
+    if (status != RS_OK) {
+        rs_group_free(index, slot);
+        return rs_memory_error(&index->memory, error, status);
+    }
+    rs_group_leave(index, slot);
+    *group = slot;
+    return RS_OK;
+}
+
+rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
+    const rs_group *found = rs_find_group(index, group, error);
+    if (found == NULL) {
+        return RS_EUNKNOWN;
+    }
+    if (found->num_running > 0) {
+        return rs_fail(error, RS_EINVAL, "group=%" PRId32 ": %" PRId32 " of its sequences run", group,
+                       found->num_running);
+    }
+    unlink_idle(index, found);
+    rs_group_free(index, group);
+    return RS_OK;
+}
+
+/* It stays in the group only if it runs. */
+static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
+                     rs_sequence **added, rs_error *error) {
+    if (rs_find_group(index, group, error) == NULL) {
+        return RS_EUNKNOWN;
+    }
+    if (kind == RS_TEXT && num_tokens == 0) {
+        return RS_OK;
+    }
+    rs_group_enter(index, group);
+    rs_status status = rs_sequence_new(index, kind, group, tokens, num_tokens, added);
+    if (status != RS_OK || kind != RS_RUNNING) {
+        rs_group_leave(index, group);
+    }
+    return rs_memory_error(&index->memory, error, status);
+}
+
+rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
+                              rs_error *error) {
+    rs_sequence *added;
+    RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
+    return add(index, RS_PROMPT, group, prompt_token_ids, num_prompt_tokens, &added, error);
+}
+
+rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
+    rs_sequence *added;
+    RS_TRY(rs_check_tokens(token_ids, num_tokens, "token_ids", error));
+    return add(index, RS_TEXT, group, token_ids, num_tokens, &added, error);
+}
+
+/* ---- what they ask of sequences ---- */
+
+rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t *sequence, rs_error *error) {
+    rs_sequence *opened;
+    rs_status status = add(index, RS_RUNNING, group, NULL, 0, &opened, error);
+    if (status == RS_OK) {
+        *sequence = opened->id;
+    }
+    return status;
+}
+
+static rs_sequence *find(const rs_index *index, int32_t sequence, rs_error *error) {
+    rs_sequence *found = rs_find_sequence(index, sequence);
+    if (found == NULL) {
+        rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
+    }
+    return found;
+}
+
+rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error) {
+    rs_sequence *found = find(index, sequence, error);
+    if (found == NULL) {
+        return RS_EUNKNOWN;
+    }
+    if (found->kind == RS_RUNNING) {
+        rs_sequence_become(index, found, RS_PARKED);
+        rs_group_leave(index, found->group);
+    }
+    return RS_OK;
+}
+
+rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error) {
+    rs_sequence *found = find(index, sequence, error);
+    if (found == NULL || found->kind == RS_RUNNING) {
+        return found == NULL ? RS_EUNKNOWN : RS_OK;
+    }
+    rs_group_enter(index, found->group);
+    rs_status status = rs_sequence_become(index, found, RS_RUNNING);
+    if (status != RS_OK) {
+        rs_group_leave(index, found->group);
+    }
+    return rs_memory_error(&index->memory, error, status);
+}
+
+rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
+    rs_sequence *found = find(index, sequence, error);
+    if (found == NULL) {
+        return RS_EUNKNOWN;
+    }
+    const int32_t group = found->group;
+    const bool runs = found->kind == RS_RUNNING;
+    if (found->at.indexed < found->end && !found->has_no_memory) {
+        rs_sequence_become(index, found, RS_TEXT);
+    } else {
+        rs_sequence_free(index, found);
+    }
+    if (runs) {
+        rs_group_leave(index, group);
+    }
+    return RS_OK;
+}
+
+rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
+                           int64_t *num_tokens, rs_error *error) {
+    const rs_sequence *found = find(index, sequence, error);
+    if (found == NULL) {
+        return RS_EUNKNOWN;
+    }
+    *num_tokens = found->end - found->start;
+    int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
+    if (num_copied > 0) {
+        memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
+    }
+    return RS_OK;
+}

@@ -1,0 +1,82 @@
+"""What a drafter gives an engine's rows, and what it is told of the step that may take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_spec.drafting.native import Float32Array, Int32Array, InvalidArgument, lib
+
+
+class Drafts(NamedTuple):
+    """Drafts for the rows of a batch, and what the steps after this one are to have."""
+
+    tokens: Int32Array
+    """[num_rows, K]: row i holds numbers[i] draft tokens, the rest is unspecified."""
+    numbers: Int32Array
+    """[num_rows], most often 0."""
+    drafts_wanted: bool = False
+    """Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts."""
+    num_passes: int = 0
+    """How many passes a model drafts in the next step, each a token for every row; 0: its first pass drafts
+    nothing. Where ranks share a model all take the same passes: the scheduler tells them."""
+
+    @classmethod
+    def none(cls, num_rows: int, width: int = 1) -> Drafts:
+        return cls(np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32))
+
+    def lists(self) -> list[list[int]]:
+        tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.numbers[:, None]].tolist(), 0
+        return [tokens[end : (end := end + num)] for num in self.numbers.tolist()]
+
+
+class ModelDrafts(NamedTuple):
+    """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
+
+    tokens: Int32Array
+    """[R, m]; negative: nothing from there on."""
+    log_odds: Float32Array
+    """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
+    the model is least sure."""
+
+    def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
+        """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
+
+        Raises InvalidArgument: a type or shape is wrong.
+        """
+        tokens, log_odds = self
+        for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
+            if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 2:
+                raise InvalidArgument(
+                    f"model_drafts.{name}: must be a two-dimensional {dtype.__name__} array"
+                )
+        if tokens.shape != log_odds.shape:
+            raise InvalidArgument(
+                f"model_drafts.log_odds: has the shape {log_odds.shape}, tokens {tokens.shape}"
+            )
+        if tokens.shape[1] > most_tokens:
+            raise InvalidArgument(
+                f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
+            )
+        if len(tokens) <= rows.max(initial=-1):
+            raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
+        chosen = log_odds.take(rows, axis=0, mode="clip")
+        least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
+        confidences = np.floor(np.fmin(np.fmax(chosen, least), most)) - least
+        return tokens.take(rows, axis=0, mode="clip"), confidences.astype(np.int32)
+
+
+class NextStep(NamedTuple):
+    """What the next step can take of drafts."""
+
+    model_drafts: ModelDrafts | None = None
+    """What a model drafts after the tokens that each row has now, row for row, with as many columns as it has
+    taken passes in the step that has ended; None: just the first."""
+    takes_drafts: bool = True
+    """False: it has begun without, or a model has drafted nothing for it."""
+    room: Int32Array | None = None
+    """int32 [num_rows], for how many draft tokens each row has room; None: any number."""
+
+
+TAKES_ANY, TAKES_NONE = NextStep(), NextStep(takes_drafts=False)
