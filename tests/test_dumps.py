@@ -273,10 +273,8 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
 DEEP = b"[" * 100_000
 MISTAKES = [
     (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
-    (b"\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
     (to_line("g", 1, [1], [[], []]).encode(), "", "x.jsonl: no token in any response"),
     (b"%PDF-1.7\n%", "", "x.jsonl:1: not JSON: "),
-    (b"PAR1nothing", "", "x.jsonl: "),
     (b'{"a": 1, "b": 2}\n{"a": 1}\n', "", "x.jsonl: no response that is known among a, b; wanted: "),
     (b'{"a": "caf\xe9"}\n' + VERL, "", "x.jsonl:1: not JSON: 'utf-8' codec can't decode"),
     (b'{"a": 1' + b"0" * 5000 + b"}\n", "", "x.jsonl:1: not JSON: Exceeds the limit"),
@@ -288,7 +286,6 @@ MISTAKES = [
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among ask, k, said; want"),
     (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),
     (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
-    (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
     (b'[\n {"a": 1}\n]\n', "", "x.jsonl:1: not JSON: Expecting value: line 2 column 1 (char 2). This is"),
     (b'[{"a": 1}]\n', "", "x.jsonl:1: must be a JSON object. This is an array: `jq -c '.[]' FILE`"),
     (b'{\n "a": 1\n}\n', "", "This object has several lines: `jq -c . FILE` writes"),

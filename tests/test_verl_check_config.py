@@ -20,7 +20,7 @@ from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, plugin_state, settings
-from rollout_spec.verl.check_config import MODES, check_config
+from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
 from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
@@ -142,20 +142,6 @@ def test_what_does_not_go_together_is_refused(method, override):
         check_config(config)
     with pytest.raises(InterpolationResolutionError):  # as verl's trainer does, whoever starts it
         OmegaConf.resolve(config)
-
-
-MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", [["sam"], ["off"], ["off", "rollout.spec.method=keyed"]])
-def test_an_agent_loop_manager_of_any_class_stays(method, mode):
-    name, *more = method
-    for given in (None, "my.Manager"):
-        own = [] if given is None else [f"++{MANAGER}={given}"]
-        config = composed(f"+rollout.spec={name}", f"trainer.v1.trainer_mode={mode}", *more, *own)
-        check_config(config)
-        assert OmegaConf.select(config, MANAGER) == given
 
 
 def test_a_verl_before_0_9_1_is_refused(monkeypatch):
