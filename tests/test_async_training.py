@@ -1,9 +1,4 @@
-"""verl's asynchronous trainers with drafting: samples are interrupted and go on.
-
-With two rollout engines, a training of `colocate_async`; and one of `separate_async`, in which the trainer's
-own rollout engine comes and goes beside another one, with a second that resumes from its checkpoint. With one
-engine, a training of each.
-"""
+"""verl's asynchronous trainers with drafting, on one engine and two: samples are interrupted and go on."""
 
 import json
 import pathlib

@@ -1,8 +1,4 @@
-"""vLLM's proposer on a fake engine: requests come, wait, go on, end and fail. The drafter is the real one.
-
-Plain objects stand for vLLM's configuration, its runner and its batch, with the fields that the proposer
-reads. The target is a text that each request will say.
-"""
+"""vLLM's proposer on a fake engine: requests come, wait, go on, end, fail. The drafter is the real one."""
 
 import contextlib
 import types

@@ -1,7 +1,4 @@
-"""For programs, before all else: vLLM's CPU engine takes MRV2, and Triton interprets its kernels.
-
-What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
-"""
+"""For programs, before all else: vLLM's CPU engine takes MRV2, and Triton interprets its kernels, fast."""
 
 # ruff: noqa: F401, I001 (what is imported depends on what comes before)
 import dataclasses

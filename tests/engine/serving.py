@@ -1,9 +1,4 @@
-"""One table of requests, one way to serve them, and one comparison, for every engine of the tests.
-
-`docs/request_options.py` has an example of everything that a request may ask for. Engines on MRV1 serve them
-all (`test_requests.py`), engines on MRV2, which are slow, one of each that the runner takes part in
-(`interpreted_runner.py`).
-"""
+"""One table of requests (docs/request_options.py), one way to serve them, one comparison, for all engines."""
 
 import itertools
 from collections.abc import Mapping
