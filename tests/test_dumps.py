@@ -270,7 +270,6 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
         read_rollouts([tmp_path])
 
 
-DEEP = b"[" * 100_000
 MISTAKES = [
     (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
     (to_line("g", 1, [1], [[], []]).encode(), "", "x.jsonl: no token in any response"),
@@ -278,7 +277,7 @@ MISTAKES = [
     (b'{"a": 1, "b": 2}\n{"a": 1}\n', "", "x.jsonl: no response that is known among a, b; wanted: "),
     (b'{"a": "caf\xe9"}\n' + VERL, "", "x.jsonl:1: not JSON: 'utf-8' codec can't decode"),
     (b'{"a": 1' + b"0" * 5000 + b"}\n", "", "x.jsonl:1: not JSON: Exceeds the limit"),
-    (VERL + DEEP, "", "x.jsonl:4: not JSON: maximum recursion"),
+    (VERL + b"[" * 100_000, "", "x.jsonl:4: not JSON: maximum recursion"),
     (gzip.compress(VERL)[:40], "", "x.jsonl:1: Compressed file ended before"),
     (VERL, "", "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's"),
     (VERL, "--tokenizer /nowhere", "--tokenizer /nowhere: no such file or folder here, and a name at a hub"),

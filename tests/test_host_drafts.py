@@ -218,9 +218,6 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"
 
 
-SAMPLED_TOKENS = torch.tensor([[5, -1], [6, -1], [7, 8]])
-
-
 class SomeMRV1(GPUModelRunner):
     def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *_):
         return self.drafter.propose(num_speculative_tokens=2)
@@ -245,7 +242,7 @@ def with_model(engine, proposer=None):
         SomeMRV1, drafter=bare(SomeDrafter, logits=logits, sampling=engine.sampling, model=model),
         vllm_config=config, parallel_config=config.parallel_config, max_model_len=64,
         input_batch=SimpleNamespace(**vars(engine.runner.input_batch), token_ids_cpu=None),
-        sampled=put(SAMPLED_TOKENS),
+        sampled=put(torch.tensor([[5, -1], [6, -1], [7, 8]])),
     )  # fmt: skip
     bind_model_drafter(runner, engine.row_sampling, proposer)
     if proposer is None:

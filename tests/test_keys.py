@@ -110,7 +110,6 @@ def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name():
 HUGE = 10**5000  # more digits than Python writes
 NO_TEXTS = ("\ud800", "a\udfff", HUGE, -HUGE, b"g", ["g"], {"g": 1}, object())
 NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KEY: None})
-NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ NO_LENGTHS = (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
         *(({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}, (None,) * 4) for group in NO_TEXTS),
         *(
             ({GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}, (None, "g", None, None))
-            for number in NO_LENGTHS
+            for number in (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
         ),
     ],
     ids=lambda said: type(said).__name__,
