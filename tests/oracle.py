@@ -127,7 +127,6 @@ class Prediction:
 class Experience:
     """What is learned in the life of an index: contexts, cells and weights; predicting changes none of it."""
 
-    NUM_EXPERTS = 10
     MAX_WEIGHT = 4.0 / 3.0
     # The first bias, weights for an expert's own token, and for another expert's: sums over the selectors.
     FIRST = (

@@ -35,29 +35,15 @@ class Rows:
         no = int32(0)
         return self.index.index_and_draft(int32(member.sequence), int32(*row)[None], no, int32(len(row)), no)
 
-    def end(self, member, row, is_aborted=False):
+    def end(self, member, row):
         self.say(member, row)
-        self.groups.park(member, is_aborted=is_aborted)
-
-    def is_open(self, member):
-        try:
-            self.index.text(member.sequence)
-        except UnknownId:
-            return False
-        return True
-
-    def park(self, row, is_aborted=False, **names):
-        member = self.add(PROMPT, **names)
-        self.end(member, row, is_aborted)
+        self.groups.park(member, is_aborted=False)
         return member
 
     def index_all(self):
         while self.groups.has_waiting or self.index.has_unindexed:
             self.index.catch_up()
             self.groups.index_next()
-
-    def kept(self, group="group"):
-        return [text.tolist() for text in self.history.get(group_key(group))]
 
 
 @pytest.fixture
@@ -91,8 +77,9 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
 @pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
-    members = [rows.park([*PROMPT, 30 + i], **names) for i in range(3)]
-    assert [rows.is_open(member) for member in members] == [False, True, True]
+    members = [rows.end(rows.add(PROMPT, **names), [*PROMPT, 30 + i]) for i in range(3)]
+    with pytest.raises(UnknownId):
+        rows.index.text(members[0].sequence)
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
 
 
