@@ -47,9 +47,10 @@ def answers(server_of, monkeypatch):
     """`answers(...)`: how verl's own server ends requests; in the list their parameters will be."""
     asked: list[Any] = []
 
-    def install(token_ids=(8,), **fields):
+    def install(token_ids=(8,), admits=True, **fields):
         async def generate(self, _, sampling_params, request_id):
-            self._windows.admit()
+            if admits:
+                self._windows.admit()
             asked.append(sampling_params)
             return SimpleNamespace(token_ids=token_ids, extra_fields={**fields}, stop_reason="completed")
 
@@ -92,13 +93,11 @@ def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monke
 
 
 def test_a_sample_without_a_told_end_ends_after_three_syncs_without_it(server_of, answers, monkeypatch):
-    async def call(self, method, *args):
-        if args:
-            found.append(list(args[0].samples))
-        return []
+    async def call(self, method, ended, step=None):
+        found.append(list(ended.samples))
 
     found: list[list[str]] = []
-    answers()
+    answers(admits=False)
     monkeypatch.setattr(verl_server.Drafters, "call", call)
     server = server_of(None, {"method": "sam"})
 
