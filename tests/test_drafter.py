@@ -105,6 +105,15 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
     assert batch.drafts_wanted == (batch_threshold != 0)
 
 
+def test_no_drafts_are_wanted_in_a_step_that_is_measured():
+    batch = make()
+    batch.add("a")
+    for probe_in_two in (False, True, False):
+        batch.drafter._gate.probe_in_two = probe_in_two
+        batch.step([[10]])
+        assert batch.drafts_wanted != probe_in_two
+
+
 def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
     """An engine that schedules ahead: while the gate is closed there are no drafts of the model to weigh."""
     now, dear = 0.0, 9.0

@@ -228,10 +228,9 @@ class Drafter:
     def _answer(self, drafts: Drafts) -> Drafts:
         """These, and what the steps to come are to have. No room shortly before the gate measures a plain
         step, which must not wait for drafts."""
-        return drafts._replace(
-            drafts_wanted=self._drafts_wanted and not self._gate.probe_in_two,
-            num_passes=self._gate.num_passes if self._drafts_wanted else 0,
-        )
+        are_wanted, gate = self._drafts_wanted, self._gate
+        num_passes = gate.num_passes if are_wanted else 0
+        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
 
     def note_passes(self, num: int, num_left_out: int) -> None:
         """A model has drafted beside the text: how many passes it took, and how many it left out."""
