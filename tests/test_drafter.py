@@ -106,8 +106,7 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
 
 
 def test_no_drafts_are_wanted_in_a_step_that_is_measured():
-    batch = make()
-    batch.add("a")
+    batch = make("a")
     for probe_in_two in (False, True, False):
         batch.drafter._gate.probe_in_two = probe_in_two
         batch.step([[10]])
@@ -230,34 +229,6 @@ def test_a_response_to_another_prompt_of_the_group_is_one_of_the_group(prompt):
     batch.end()
     kept = [text.tolist() for text in batch.drafter.history.get(group_key("g"))]
     assert kept == [[21, 22, 23, 31], [31, 32, 33, 21]]
-
-
-@pytest.mark.parametrize("sample", ["s", None])
-@pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted"])
-def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
-    """Its turns are requests; each prompt has all before, or without what the first one thought."""
-    text = speak(np.random.default_rng(0), 500)
-    drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-    row = text[None].copy()
-
-    def turn(name, begin, end):
-        drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
-        for level in range(begin + 1, end + 1):
-            drafter.draft([name], [1], row, np.array([level], np.int32))
-        drafter.remove(name, is_aborted=how == "aborted")
-
-    turn("first", 50, 200)
-    before = drafter.index.stats().num_tokens
-    num_kept = (100 if sample else 50) if how == "without thoughts" else 200
-    if how == "without thoughts":
-        row[0, 100:300] = text[200:400]
-    turn("second", 300, 350)
-    drafter.index.validate()
-    assert drafter.index.stats().num_tokens == before + 350 - num_kept
-    drafter.end_samples(["s"])
-    kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
-    thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
-    assert kept == [*thoughts, row[0, 50:350].tolist()]
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])

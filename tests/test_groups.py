@@ -9,14 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import groups as groups_module
+from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
 from rollout_spec.metrics import EngineCounters
 from tests.oracle import group_of, num_alike
-from tests.text import int32
+from tests.text import int32, speak
 
 PROMPT = list(range(20))
 
@@ -118,6 +120,34 @@ class WatchedIndex(SuffixIndex):
     def close_group(self, group):
         super().close_group(group)
         self.left.append(group)
+
+
+@pytest.mark.parametrize("sample", ["s", None])
+@pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted"])
+def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
+    """Its turns are requests; each prompt has all before, or without what the first one thought."""
+    text = speak(np.random.default_rng(0), 500)
+    drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
+    row = text[None].copy()
+
+    def turn(name, begin, end):
+        drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
+        for level in range(begin + 1, end + 1):
+            drafter.draft([name], [1], row, np.array([level], np.int32))
+        drafter.remove(name, is_aborted=how == "aborted")
+
+    turn("first", 50, 200)
+    before = drafter.index.stats().num_tokens
+    num_kept = (100 if sample else 50) if how == "without thoughts" else 200
+    if how == "without thoughts":
+        row[0, 100:300] = text[200:400]
+    turn("second", 300, 350)
+    drafter.index.validate()
+    assert drafter.index.stats().num_tokens == before + 350 - num_kept
+    drafter.end_samples(["s"])
+    kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
+    thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
+    assert kept == [*thoughts, row[0, 50:350].tolist()]
 
 
 @dataclasses.dataclass(eq=False)
