@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-_DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Accelerator(TorchDispatchMode):
@@ -48,7 +47,6 @@ class Accelerator(TorchDispatchMode):
         self._held, self.peak = self._num_bytes(), 0
 
     def wait(self):
-        """The host waits."""
         self.waits.append(place())
         self.log.append("wait")
 
@@ -131,7 +129,6 @@ class Accelerator(TorchDispatchMode):
 
 
 def is_there(x):
-    """Whether it is a tensor on the device."""
     return isinstance(x, FakeTensor)
 
 
@@ -165,4 +162,4 @@ def _depends_on_values(func, args, kwargs):
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     if func is aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
-    return bool(_DEPENDS_ON_VALUES & set(func.tags))
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))

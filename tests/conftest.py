@@ -6,10 +6,12 @@ import os
 import subprocess
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.engine.rollout_server import server_of  # noqa: F401
 
+settings.register_profile("default", deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("default")
 # The same examples in every run; `make test-long` draws others.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
@@ -68,6 +70,13 @@ def pytest_generate_tests(metafunc):
 def warnings_are_seen(caplog):
     # What verl imports sets every handler of the process to ERROR.
     caplog.set_level(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    from tests.trainings import make_policy
+
+    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""What goes wrong in tests/test_faults.py, put into a training through verl's own extension points.
-
-The reward function is called in the middle of a rollout: some of a batch have ended, others run or wait.
-"""
+"""What goes wrong in tests/test_faults.py, amid a rollout, through verl's own extension points."""
 
 import os
 import signal

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,10 @@ BITS64 = (1 << 64) - 1
 def suffixes(text):
     """Longest first, without the empty one."""
     return [text[start:] for start in range(len(text))]
+
+
+def num_alike(text, other):
+    return [*(a == b for a, b in zip(text, other, strict=False)), False].index(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,6 @@ class ContextsOracle:
         return next((slot for slot in self.bucket(identity) if slot[0] == identity), None)
 
     def learn(self, identities, token):
-        """The token came after these contexts."""
         for identity in identities:
             self.learn_in(identity, token)
         for _ in range(min(self.SPLITS_PER_TOKEN, self.num_wanted - len(self.buckets))):
@@ -124,7 +127,6 @@ class Prediction:
 class Experience:
     """What is learned in the life of an index: contexts, cells and weights; predicting changes none of it."""
 
-    NUM_EXPERTS = 10
     MAX_WEIGHT = 4.0 / 3.0
     # The first bias, weights for an expert's own token, and for another expert's: sums over the selectors.
     FIRST = (
@@ -302,6 +304,11 @@ class GroupOracle:
         else:
             self.prompt.serial = experience.next_serial()
 
+    @property
+    def num_states(self):
+        """Classes of substrings that end at the same positions; one more is the root."""
+        return 1 + len({frozenset(ends) for ends in self.ends.values() if ends})
+
     def match(self, text):
         """The longest suffix of the text that has a continuation."""
         return next((suffix for suffix in suffixes(text) if self.continuations[suffix]), ())
@@ -342,6 +349,13 @@ class GroupOracle:
         return candidates[counts.index(max(counts))], max(counts), sum(counts)
 
 
+def group_of(texts):
+    group = GroupOracle((), Options(num_speculative_tokens=1))
+    for text in texts:
+        group.set_prompt(text)
+    return group
+
+
 @dataclass
 class SequenceOracle:
     """One sequence: its text, how much of it is indexed, and the draft that is not verified yet."""
@@ -377,7 +391,7 @@ class SequenceOracle:
     def take(self, row, *, is_resumed=False):
         """The first half of a step: the row has these tokens now."""
         if is_resumed or len(row) < len(self.said):
-            self.cut([a == b for a, b in zip(row, self.said, strict=False)])
+            self.cut(num_alike(row, self.said))
         new, was_whole = row[len(self.said) :], self.is_whole
         for prediction, token in zip(self.predictions, new, strict=False):
             self.experience.calibrate(prediction, token)
@@ -388,16 +402,14 @@ class SequenceOracle:
         if was_whole and len(new) <= TOKENS_OF_A_STEP:
             self.index(len(new))
 
-    def cut(self, agrees):
-        """Only what the text and the row begin with is kept, and has not to be indexed again."""
-        num_kept = [*agrees, False].index(False)
+    def cut(self, num_kept):
+        """What is kept has not to be indexed again."""
         self.said, self.predictions = self.said[:num_kept], []
         if num_kept < len(self.text):
             self.text, self.num_followed = self.start, num_kept
         self.num_followed = min(self.num_followed, num_kept)
 
     def index(self, num):
-        """So many tokens of what is unindexed."""
         for token in self.said[len(self.text) :][:num]:
             if len(self.text) < self.num_followed:
                 self.text += (token,)
@@ -422,70 +434,3 @@ class SequenceOracle:
             self.last_draft.append(prediction.token)
             self.survivals.append(survival)
         return self.last_draft
-
-
-@dataclass(eq=False)
-class PackedText:
-    """What a sample said after a prompt."""
-
-    prompt: object
-    sample: object
-    step: int = 0
-    tokens: list[int] = field(default_factory=list)
-
-
-class PackedOracle:
-    """The packed texts of prompts: of each its samples, by the training step in which they spoke last."""
-
-    def __init__(self, num_samples, max_bytes):
-        self.num_samples, self.max_bytes, self.step = num_samples, max_bytes, 0
-        self.prompts: dict[object, list[list[PackedText]]] = {}  # that which has changed last is the last
-
-    def texts(self, prompt):
-        return [text for sample in self.prompts.get(prompt, ()) for text in sample]
-
-    @property
-    def num_bytes(self):
-        texts = [text for prompt in self.prompts for text in self.texts(prompt)]
-        return 200 * len(self.prompts) + sum(200 + 4 * len(text.tokens) for text in texts)
-
-    def keep(self, text, tokens):
-        """It says this now, and takes the place of what its sample said that this begins with."""
-        if not tokens or 400 + 4 * len(tokens) > self.max_bytes:
-            return
-        text.tokens = tokens
-        samples, own = self.prompts.pop(text.prompt, []), []
-        for sample in [each for each in samples if each[0].sample == text.sample]:
-            samples.remove(sample)
-            own = [e for e in sample if e is not text and e.tokens != tokens[: len(e.tokens)]]
-        samples.append([*own, text])
-        samples.sort(key=lambda sample: max(each.step for each in sample))
-        self.prompts[text.prompt] = samples[-self.num_samples :]
-        while self.num_bytes > self.max_bytes:
-            most = max(self.prompts, key=lambda prompt: len(self.prompts[prompt]))
-            if left := self.prompts.pop(most)[1:]:
-                self.prompts[most] = left
-
-
-@dataclass(eq=False)
-class Chain:
-    """Requests of a sample of which each goes on after the one before; `place`: where, in the index."""
-
-    place: Any
-    key: tuple
-    sample: object
-    prompt: list[int]
-    said: list[int] = field(default_factory=list)
-    text: PackedText | None = None
-    is_aborted: bool = False
-
-    def num_shared(self, prompt):
-        """Of what it said; -1: its prompt is another one."""
-        num = len(self.prompt)
-        agrees = [a == b for a, b in zip(prompt[num:], self.said, strict=False)]
-        return [*agrees, False].index(False) if prompt[:num] == self.prompt else -1
-
-    def goes_on_whole(self, prompt):
-        """Whether the prompt repeats all that it said; after an abort its sender may lack the end."""
-        num_known = len(prompt) - len(self.prompt) if self.is_aborted else len(self.said)
-        return self.num_shared(prompt) == min(num_known, len(self.said))

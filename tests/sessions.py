@@ -24,5 +24,4 @@ async def run(*, raw_prompt, session, sample_index, tools_kwargs=None, **_):
                 await ask([{"role": "user", "content": "A title for this: " + messages[-1]["content"][:40]}])
             checked = {"role": "user", "content": "That was not checked. Copy it again:"}
             messages += [{"role": "assistant", "content": said}, checked]
-        reward = {"reward_info": {"reward": len(said) % 7, "finished": True}}
-        await post(session.reward_info_url, reward)
+        await post(session.reward_info_url, {"reward_info": {"reward": len(said) % 7, "finished": True}})

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import pathlib
 from collections import Counter
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED
 from tests.gateways import NUM_TOKENS, NUM_TURNS
 from tests.text import merged
-from tests.trainings import GIVEN, NUM_PROMPTS, TOOLS, command, execute, hook, make_policy, managed_by
+from tests.trainings import GIVEN, NUM_PROMPTS, TOOLS, command, execute, hook, managed_by
 
 NUM_SAMPLES = 4
 NUM_STEPS = 2  # with the same prompts
@@ -56,11 +55,6 @@ class Run(NamedTuple):
         return sum(self.of_steps(metric))
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def train(folder, policy, manager, mode, method="sam", *overrides):
     options = [
         f"trainer.total_training_steps={NUM_STEPS}",
@@ -74,13 +68,9 @@ def train(folder, policy, manager, mode, method="sam", *overrides):
         *managed_by(manager, mode, folder),
         *overrides,
     ]
-    note_ends = '__import__("tests.agents").agents.note_ends(it)'
-    hook(folder, note_ends, after="rollout_spec.verl.server")
+    hook(folder, '__import__("tests.agents").agents.note_ends(it)', after="rollout_spec.verl.server")
     training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        metrics = execute(training, folder)
-    return Run(folder, [metrics[step] for step in sorted(metrics)])
+    return Run(folder, [*execute(training, folder).values()])
 
 
 @pytest.mark.parametrize(("manager", "mode"), CASES)

@@ -31,18 +31,17 @@ def installed(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(
-    ("release", "vllm"),
-    [(None, "0.29.0"), ("0.23.0", "0.23.0"), ("0.23.0.post1", "0.23.0"), ("0.24.0rc1+abc", "0.24.0")],
-)
+KNOWN = [(None, "0.29.0"), ("0.23.0", "0.23.0"), ("0.23.0.post1", "0.23.0"), ("0.24.0rc1+abc", "0.24.0")]
+UNKNOWN = [("0.23.0", "0.24.0"), ("0.22.1rc1", "0.23.0"), ("0.26.0rc1", "0.26.0")]
+
+
+@pytest.mark.parametrize(("release", "vllm"), KNOWN)
 def test_a_pair_that_is_known_passes(installed, release, vllm):
     installed(release, vllm)
     ascend.refuse_unknown_pair()
 
 
-@pytest.mark.parametrize(
-    ("release", "vllm"), [("0.23.0", "0.24.0"), ("0.22.1rc1", "0.23.0"), ("0.26.0rc1", "0.26.0")]
-)
+@pytest.mark.parametrize(("release", "vllm"), UNKNOWN)
 def test_another_pair_is_one_line_unless_it_knows_the_method(installed, release, vllm, tmp_path, monkeypatch):
     installed(release, vllm)
     with pytest.raises(ConfigError, match=rf"^vllm-ascend {release} with vllm {vllm} is not [^\n]*0\.24\.0$"):

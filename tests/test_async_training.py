@@ -1,9 +1,4 @@
-"""verl's asynchronous trainers with drafting: samples are interrupted and go on.
-
-With two rollout engines, a training of `colocate_async`; and one of `separate_async`, in which the trainer's
-own rollout engine comes and goes beside another one, with a second that resumes from its checkpoint. With one
-engine, a training of each.
-"""
+"""verl's asynchronous trainers with drafting, on one engine and two: samples are interrupted and go on."""
 
 import json
 import pathlib
@@ -81,17 +76,14 @@ def run(request, tmp_path_factory):
         return request.getfixturevalue(request.param)
     folder, work = tmp_path_factory.mktemp("alone"), []
     if request.param == "separate_async":
-        wait_for_work = '__import__("tests.agents").agents.wait_for_work(it)'
-        hook(folder, wait_for_work, after="rollout_spec.verl.server")
+        hook(folder, '__import__("tests.agents").agents.wait_for_work(it)', after="rollout_spec.verl.server")
         (folder / "agents.yaml").write_text("[{name: talking, _target_: tests.agents.UntilInterrupted}]")
         work = [
             "trainer.v1.separate_async.num_warmup_batches=6",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={folder}/agents.yaml",
             "actor_rollout_ref.rollout.agent.default_agent_loop=talking",
         ]
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(folder))
-        return train(folder, request.param, *work)
+    return train(folder, request.param, *work)
 
 
 def test_every_step_drafts_and_logs_it(run):
@@ -140,7 +132,6 @@ def test_a_validation_is_served_and_neither_counted_nor_recorded(run):
 
 
 def test_the_trainers_own_engine_serves_beside_the_other(separate):
-    """How often it comes back depends on how fast the other one is."""
     assert {response.replica for response in separate.ended("train")} == {0, 1}
 
 

@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec.certify.counts import (
-    CertifyError,
-    Configuration,
-    Pair,
-    Response,
-    Sample,
-    counts,
-    logprob_differences,
-    untested,
-    verdict,
-)
+from rollout_spec.certify import counts
+from rollout_spec.certify.certify import Plan
+from rollout_spec.certify.counts import CertifyError, Configuration, Pair, Response, Sample, untested, verdict
 from rollout_spec.certify.numerics import explain, rounding
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.certificate import render_html
@@ -39,7 +31,7 @@ def test_a_configuration_that_rejected_nothing_says_nothing():
         untested({CONFIGURATION: accepted, greedy: nothing}, num_unexplained=0)
     # A verification that accepts all is judged by what it has got wrong.
     assert untested({CONFIGURATION: accepted}, num_unexplained=1).keys() == {CONFIGURATION}
-    assert logprob_differences([]) == {"mean_logprob_difference": 0.0, "max_logprob_difference": 0.0}
+    assert counts.logprob_differences([]) == {"mean_logprob_difference": 0.0, "max_logprob_difference": 0.0}
     # One that says nothing is named, and costs the others nothing.
     found = untested({CONFIGURATION: accepted, greedy: rejected}, num_unexplained=0)
     assert found == {CONFIGURATION: "no draft token was rejected"}
@@ -52,9 +44,9 @@ def test_counts_end_at_the_first_difference():
     first = [Pair(Sample(0, 1.0, 0), off, response([1, 2, 3, 4], 2)), same]
     second = [Pair(Sample(0, 1.0, 0), off, response([1, 9, 9], 1)), same]
     shown = ("tokens_compared", "tokens_identical", "num_rejected_tokens")
-    assert [counts(first)[name] for name in shown] == [8, 8, 2]
-    assert [counts(second)[name] for name in shown] == [2 + 4, 1 + 4, 1]
-    together = counts([*first, *second])
+    assert [counts.counts(first)[name] for name in shown] == [8, 8, 2]
+    assert [counts.counts(second)[name] for name in shown] == [2 + 4, 1 + 4, 1]
+    together = counts.counts([*first, *second])
     assert [together[name] for name in shown] == [8 + 6, 8 + 5, 2 + 1]
     assert (together["num_drafts"], together["num_draft_tokens"]) == (4, 12)
     assert second[0].tokens == (2, 9) and second[0].differs and not same.differs
@@ -166,9 +158,6 @@ def test_the_verdict_says_what_was_not_tested_and_what_differs():
     assert verdict(certificate(unexplained_differences=1)) == "not certified"
     part = certificate(differences=[], untested=["this one"], configurations=[{}, {}, {}])
     assert verdict(part) == "certified in part: 2 of 3 configurations"
-
-
-def test_where_every_bit_counts_log_probabilities_do_too():
     exact = certificate(differences=[], tolerance=0.0)
     assert verdict(exact) == "certified bit for bit"
     assert "promises the same bits" in render_html(exact)
@@ -176,12 +165,7 @@ def test_where_every_bit_counts_log_probabilities_do_too():
     assert verdict(exact | {"max_logprob_difference": 1e-7, "tolerance": 1e-4}) == "certified"
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "expected"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)]
-)
-def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, expected):
-    from rollout_spec.certify.certify import Plan
-
+@pytest.mark.parametrize(("mode", "given", "most"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)])
+def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, most):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
-    plan = Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {})
-    assert plan.fixed_tolerance == expected
+    assert Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {}).fixed_tolerance == most

@@ -8,10 +8,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from rollout_spec import __version__
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.doctor import diagnosis
 from rollout_spec.trace import to_line
@@ -19,19 +19,6 @@ from rollout_spec.trace import to_line
 FOLDER = Path(__file__).parent
 TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
 FILES = {"TRACE": TRACE, "HERE": __file__}
-
-
-@pytest.fixture
-def printed(capsys):
-    """`printed(*arguments)`: what a command prints, which then is the only output; as JSON with `--json`."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        assert main([str(argument) for argument in arguments]) == 0
-        said = capsys.readouterr().out
-        return json.loads(said) if "--json" in arguments else said
-
-    return run
 
 
 def test_help_lists_every_command_and_imports_nothing_slow():
@@ -44,10 +31,6 @@ def test_help_lists_every_command_and_imports_nothing_slow():
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert re.search(rf"^    {name}\s", done.stdout, re.MULTILINE)
-
-
-def test_version(printed):
-    assert printed("--version") == f"rollout-spec {__version__}\n"
 
 
 # Arguments as a user types them; what stands in braces is one of FILES.
@@ -66,11 +49,7 @@ MISTAKES = [
     ("certify --model x --seed 2147483647", "--seed: 2147483647 must be at least 0 and at most 2,147"),
     ("certify --model x --dtype int8", "--dtype: invalid choice: 'int8'"),
     ("certify --model x --group-sizes two", "--group-sizes: invalid int value: 'two'"),
-    ("certify --model x --num-speculative-tokens 65", "num_speculative_tokens=65: must be between 1 and 64"),
-    (
-        "certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5",
-        "tokens that it drafts, 1 to 4",
-    ),
+    ("certify --model x --num-speculative-tokens 8 4 --model-drafter mtp::5", "that it drafts, 1 to 4"),
     ("replay ''", "FILE_OR_FOLDER: must name a file or a folder"),
     ("replay /nowhere.jsonl", "/nowhere.jsonl"),
     ("replay {TRACE} --num-speculative-tokens 0", "num_speculative_tokens=0: must be between"),
@@ -81,15 +60,12 @@ MISTAKES = [
         for given in ("", "1.1", "0.8;0.7", "0.5,", ",".join(["0.5"] * 65))
     ),
     ("replay {TRACE} --history 0", "--history: use --spec history=0"),
-    ("replay {TRACE} --history=0", "--history: use --spec history=0"),
     ("replay {TRACE} --batch-threshold 8", "--batch-threshold: replay drafts in every step"),
     ("replay {TRACE} --depth 3", "unrecognized arguments: --depth 3"),
     ("replay {TRACE} --limit-groups 99999999999999999999", "must be at least 1 and at most 2,147,483,647"),
     ("replay {TRACE} --replicas 99999999", "--replicas: 99999999 must be at least 1 and at most 128"),
-    ("simulate {TRACE} --step-times 1:0.1 --copies 99999999", "must be at least 1 and at most 128"),
     ("simulate {TRACE} --step-times 1:0.1 --batch-thresholds=--5", "batch_threshold='--5': must be a number"),
     (f"simulate {{TRACE}} --step-times {',1:' * 999}", "neither a file nor tokens:seconds"),
-    ("simulate {TRACE} --step-times " + "[" * 99, "neither a file nor tokens:seconds"),
     ("replay {TRACE} --spec history=" + "[" * 100_000, "rollout.spec.history="),
     ("simulate --step-times 1:0.1,2:0.1 --replicas 1 2 {TRACE}", "'{TRACE}'; name files before options that"),
     ("simulate --step-times 1:0.1,2:0.1 --batch-thresholds 8 {TRACE}", "FILE_OR_FOLDER; name files before"),
@@ -100,8 +76,6 @@ MISTAKES = [
             ("--batch-thresholds few", "rollout.spec.batch_threshold='few': must be a number or auto"),
             ("--spec model_tokens=1", "--spec model_tokens=1: no model drafts here"),
             ("--spec corpus", "--spec corpus: must be NAME=VALUE"),
-            ("--spec depth=3", "rollout.spec.depth: unknown"),
-            ("--spec corpus=/nowhere", "corpus='/nowhere'"),
             ("--spec corpus=2024", "corpus='2024': No such file"),
             ("--spec corpus={TRACE} --copies 2", "--copies 2: copies have tokens of their own"),
             ("--tool-seconds 1", "--tool-seconds: no response of {TRACE} has several turns"),
@@ -172,11 +146,14 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
+def test_simulate_compares_thresholds_on_clusters(capsys, monkeypatch):
+    def printed(*arguments):
+        assert main(["simulate", TRACE, "--step-times", *arguments]) == 0
+        return capsys.readouterr().out
+
     monkeypatch.setenv("COLUMNS", "200")  # as wide as a file
-    command = ["simulate", TRACE, "--step-times", "1:0.02,64:0.021,256:0.04", "--max-num-seqs", 4]
-    command += ["--batch-thresholds", 2, "auto"]
-    one, two = printed(*command, "--replicas", 1, 2, "--json")["results"]
+    command = "1:0.02,64:0.021,256:0.04", "--max-num-seqs", "4", "--batch-thresholds", "2", "auto"
+    one, two = json.loads(printed(*command, "--replicas", "1", "2", "--json"))["results"]
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert [run["batch_threshold"] for run in one["runs"]] == ["off", 2, "auto"]
     assert [run["drafter"] for run in one["runs"]] == ["off", "sam", "sam"]
@@ -186,7 +163,7 @@ def test_simulate_compares_thresholds_on_clusters(printed, monkeypatch):
     shown = printed(*command)
     assert "sam *" in shown
     assert shown.startswith(f"Drafts would make these rollouts {speedup:.2f} times as fast, with batch_thr")
-    shown = printed("simulate", TRACE, "--step-times", "1:1,2:1000", "--limit-groups", 1)
+    shown = printed("1:1,2:1000", "--limit-groups", "1")
     assert shown.startswith("Drafts would save no time here.\n"), "a second token costs too much"
 
 
@@ -270,12 +247,6 @@ def test_a_file_that_is_not_ours_stays(command, name, tmp_path, capsys):
     assert (tmp_path / "kept").read_text() == "somebody's work"
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
-def test_files_of_ours_are_replaced(tmp_path, more, capsys):
-    for _ in range(2):
-        assert main(["replay", TRACE, "--limit-groups", "2", "--output", str(tmp_path), *more]) == 0
-
-
 def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
     for name in (b"\xff.jsonl", "\u00d7.jsonl".encode()):
         trace = os.fsdecode(bytes(tmp_path) + b"/" + name)
@@ -286,10 +257,7 @@ def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
 
 
 def test_too_little_memory_is_one_line(monkeypatch, capsys):
-    def out_of_memory(*_):
-        raise MemoryError
-
-    monkeypatch.setattr("rollout_spec.cli.replay.spec_options", out_of_memory)
+    monkeypatch.setattr("rollout_spec.cli.replay.spec_options", Mock(side_effect=MemoryError))
     assert main(["replay", TRACE]) == 2
     assert capsys.readouterr().err == "rollout-spec replay: needs more memory than there is\n"
 
@@ -303,7 +271,6 @@ def test_a_closed_output_is_no_fault():
 
 def test_without_torch_certify_says_what_it_needs(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    code = f"import sys; sys.modules['torch'] = None\n{RUN}"
-    done = run_python(code, "certify", "--model", tmp_path)
+    done = run_python(f"import sys; sys.modules['torch'] = None\n{RUN}", "certify", "--model", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("rollout-spec certify: needs torch, which is not installed here")

@@ -43,14 +43,11 @@ def test_what_is_no_corpus_is_refused(tmp_path, capsys, content, message):
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
-def test_a_corpus_without_room_is_refused(tmp_path):
+def test_a_corpus_without_room_or_with_too_long_a_text_is_refused(tmp_path, monkeypatch):
     path = save_corpus(tmp_path / "corpus.jsonl", [speak(np.random.default_rng(0), 50_000).tolist()])
     with pytest.raises(ConfigError, match=r"corpus\.jsonl': takes more than max_index_mb=1; raise it"):
         make_index(SpecConfig(corpus=str(path), max_index_mb=1))
     make_index(SpecConfig(corpus=str(path), max_index_mb=8)).close()
-
-
-def test_a_text_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "read_corpus", lambda path: [np.zeros(1 << 24, np.int32)])
     with pytest.raises(ConfigError, match=r"^rollout\.spec\.corpus='a': token_ids: 16777216 tokens"):
         make_index(SpecConfig(corpus="a"))

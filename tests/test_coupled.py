@@ -24,9 +24,6 @@ def sampling(temperature):
     return SimpleNamespace(temperature=temperature, all_greedy=greedy, all_random=hot, generators={})
 
 
-# The noise.
-
-
 CPU = torch.device("cpu")
 
 
@@ -74,9 +71,6 @@ def test_keys_depend_on_every_part():
     assert noise.make_key("a run", 1) == 8435121926746128968
 
 
-# The distribution.
-
-
 def target(vocab_size):
     """Logits that give every block something to win and some tokens nothing."""
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
@@ -122,10 +116,7 @@ STRUCTURED = {
 def behind_by_hand(logits, drawn, token_ids):
     """By how many nats each token, or its block, lost its race: 0 for the winner, inf for what has no mass.
 
-    The two races over all blocks and all tokens, in float64 and one row at a time.
-
-    Args:
-        drawn: Exp(1) noise, float64 [n, 128 + number of blocks].
+    The two races over all blocks and all tokens, in float64; the noise `drawn`: [n, 128 + number of blocks].
     """
     after = []
     for row, noise_, token in zip(logits.double().numpy(), drawn, token_ids.tolist(), strict=True):
@@ -178,9 +169,6 @@ def test_a_flat_block_may_win_by_little():
     assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
 
 
-# A step's rows, and its drafts.
-
-
 def ragged():
     """Draft lengths of a step, each request's key and first position, and the logits at and after drafts."""
     generator = torch.Generator().manual_seed(6)
@@ -227,9 +215,6 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     assert rows(own) == [[*own[:2], 201, no], [202, no, no, no], [*own[2:5], 203], [own[5], 204, no, no]]
     other = [own[0], own[1] + 1, own[2], own[3] + 1, own[4], own[5] + 1]
     assert rows(other) == [[*own[:2], no, no], [202, no, no, no], [*own[2:4], no, no], [own[5], no, no, no]]
-
-
-# Independence of the drafts.
 
 
 @pytest.mark.parametrize("vocab_size", [32_000, 50_257, 151_936])
@@ -308,7 +293,6 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name):
 
 
 def test_what_cannot_be_drawn_falls_short_by_infinity():
-    """Also where nothing of the token's block, or of the row, can be drawn."""
     n, first = 20, torch.zeros(20, dtype=torch.int64)
     for end in (1, blocks.BLOCK_SIZE, 600):
         logits = target(600).repeat(n, 1)

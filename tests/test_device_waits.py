@@ -21,28 +21,21 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import gpu_input_batch
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import rollout_spec.verification
 from rollout_spec import patches
-from rollout_spec.drafting.drafts import Drafts
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
-from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner, bind_model_drafter
+from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv2 import speculators
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
-from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
-from tests.drawn import keyed_sample
-from tests.test_proposer import vllm_config
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
 GREEDY, SOME_GREEDY, SAMPLED = [0.0] * 3, [1.0, 0.0, 0.7], [1.0] * 3
@@ -56,9 +49,6 @@ def forbidden_but(allowed, num_rows):
     return mask
 
 
-SAMPLED_TOKENS = torch.tensor([[5, -1], [6, -1], [7, 8]])
-
-
 def bare(kind, **attributes):
     """An object of a class of vLLM's that has these attributes, and nothing that its constructor makes."""
     made = kind.__new__(kind)
@@ -66,30 +56,10 @@ def bare(kind, **attributes):
     return made
 
 
-class SomeMRV1(GPUModelRunner):
-    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *_):
-        return self.drafter.propose(num_speculative_tokens=2)
-
-    def sample_tokens(self, grammar_output):
-        self.propose_draft_token_ids(None, self.sampled)
-        return SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
-
-
-class SomeDrafter(SpecDecodeBaseProposer):
-    def propose(self, num_speculative_tokens):
-        passes = range(num_speculative_tokens)
-        return torch.stack([self._sample_draft_tokens(self.logits, self.sampling)[0] for _ in passes], 1)
-
-
 class Engine:
     """The samplers of a vLLM engine with our hooks, as a model runner has them; on an accelerator.
 
-    Args:
-        temperature: of the rows.
-        logprobs: how many log-probabilities each request wants beside the sampled token's; None for none.
-        min_tokens: of each request.
-        is_cut: to the 50 likeliest tokens and 0.9 of the probability.
-        allowed: the tokens that row 0 may get; None for all.
+    `is_cut`: to the 50 likeliest tokens and 0.9 of the probability; `allowed`: the tokens that row 0 may get.
     """
 
     def __init__(self, temperature, logprobs=None, min_tokens=0, is_cut=False, allowed=None):
@@ -128,11 +98,11 @@ class Engine:
 
     def plain(self):
         logits = self.accelerator.put(torch.randn(len(DRAFTS), VOCAB_SIZE) * 5)
-        return self._counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
+        return self.counted(lambda: self.sampler(logits=logits, sampling_metadata=self.sampling))
 
     def with_drafts(self):
         logits, metadata = self._drafted()
-        return self._counted(lambda: self.verifier(metadata, None, logits, self.sampling))
+        return self.counted(lambda: self.verifier(metadata, None, logits, self.sampling))
 
     def _drafted(self):
         """The logits of a step with drafts, and vLLM's description of it."""
@@ -195,39 +165,9 @@ class Engine:
         patches.put_before(CatchingUpRunner, runner, IDLE_HOST)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
-        return self._counted(lambda: step(runner, None))
+        return self.counted(lambda: step(runner, None))
 
-    def with_model(self):
-        """A model drafts alone; `output` has its tokens."""
-        runner, sampled = self._model(None), self.accelerator.put(SAMPLED_TOKENS)
-        return self._counted(lambda: runner.propose_draft_token_ids(None, sampled))
-
-    def with_model_and_text(self):
-        """A model drafts beside the text; and what the proposer of both is given of it."""
-        given: list[Any] = []
-        proposer: Any = SimpleNamespace(
-            is_used=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
-            draft=lambda *given_, **__: given.append(given_[-1].model_drafts) or Drafts.none(3),
-        )  # fmt: skip
-        runner = self._model(proposer)
-        runner.sampled = self.accelerator.put(SAMPLED_TOKENS)
-        runner.rollout_spec_proposer = proposer
-        return self._counted(lambda: runner.sample_tokens(None)), given[0]
-
-    def _model(self, proposer):
-        """Give MRV1 a model that drafts two tokens for each row, of flat logits."""
-        self.plain()  # which tells the rows their keys
-        logits = self.accelerator.put(flat(len(DRAFTS), VOCAB_SIZE).contiguous())
-        config = vllm_config({})
-        model = SimpleNamespace(compute_logits=lambda x: x)
-        drafter = bare(SomeDrafter, logits=logits, sampling=self.sampling, model=model)
-        batch = SimpleNamespace(**vars(self.runner.input_batch), token_ids_cpu=None)
-        runner = bare(SomeMRV1, vllm_config=config, drafter=drafter, parallel_config=config.parallel_config)
-        runner.input_batch, runner.max_model_len = batch, 64
-        bind_model_drafter(runner, self.row_sampling, proposer)
-        return runner
-
-    def _counted(self, step):
+    def counted(self, step):
         """Run a step; `output` has what it gives."""
         with self.accelerator:
             self.accelerator.start()
@@ -276,6 +216,7 @@ def mrv2_step(counts=DRAFTS):
 
 
 RACE = "rollout_spec.verification.coupled._block_masses"
+DRAWN = [RACE, RACE]
 TOKENS = "rollout_spec.verification.transfers.fetched"
 LOGPROBS = "rollout_spec.vllm.mrv1.kept_logprobs._get_logprobs_tensors"
 # By step: what the host waits in, and the copies to the device that nothing waits for.
@@ -285,19 +226,15 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
     "plain, all rows greedy": (lambda: Engine(GREEDY).plain(), [], 0),
     "plain, with log-probabilities": (lambda: Engine(SAMPLED, logprobs=0).plain(), [RACE], 1),
     "plain, with top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).plain(), [RACE], 1),
-    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [RACE, RACE, TOKENS], 2),
-    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [RACE, RACE, TOKENS], 3),
+    "with drafts": (lambda: Engine(SAMPLED).with_drafts(), [*DRAWN, TOKENS], 2),
+    "with drafts, some rows greedy": (lambda: Engine(SOME_GREEDY).with_drafts(), [*DRAWN, TOKENS], 3),
     "with drafts, all rows greedy": (lambda: Engine(GREEDY).with_drafts(), [TOKENS], 1),
-    "with drafts, top-k and top-p": (
-        lambda: Engine(SAMPLED, is_cut=True).with_drafts(), [RACE, RACE, TOKENS], 2,
-    ),
+    "with drafts, top-k and top-p": (lambda: Engine(SAMPLED, is_cut=True).with_drafts(), [*DRAWN, TOKENS], 2),
     "with drafts and log-probabilities": (
-        lambda: Engine(SAMPLED, logprobs=0).with_drafts(), [RACE, RACE, TOKENS, LOGPROBS], 3,
+        lambda: Engine(SAMPLED, logprobs=0).with_drafts(), [*DRAWN, TOKENS, LOGPROBS], 3,
     ),
     # vLLM copies rows and tokens, for the drafts and again for what comes behind them.
-    "with drafts and min_tokens": (
-        lambda: Engine(SAMPLED, min_tokens=9).with_drafts(), [RACE, RACE, TOKENS], 2 + 2 + 2,
-    ),
+    "with drafts and min_tokens": (lambda: Engine(SAMPLED, min_tokens=9).with_drafts(), [*DRAWN, TOKENS], 6),
     "with drafts, on MRV2": (mrv2_step, [], 0),
 }  # fmt: skip
 
@@ -305,7 +242,6 @@ STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("chunk_size", [1 << 10, 1 << 22])
 def test_what_a_step_waits_for_and_sends(name, chunk_size, vllm, monkeypatch):
-    """However many chunks it works in."""
     monkeypatch.setattr(blocks, "CHUNK_SIZE", chunk_size)
     step, places, num_sent = STEPS[name]
     accelerator = step()
@@ -320,28 +256,6 @@ def test_mrv1_indexes_text_where_it_waits_first(temperature, has_drafts, vllm, m
     before, after = log[: log.index("catch up")], log[log.index("catch up") + 1 :]
     assert "wait" not in before and "catch up" not in after
     assert after[: after.index("wait")] == (["nonzero"] if any(temperature) else [])
-
-
-@pytest.mark.parametrize("temperature", [GREEDY, SOME_GREEDY, SAMPLED])
-def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature, vllm):
-    """What it draws on the device is what the target draws at these positions from the same logits."""
-    engine = Engine(temperature)
-    accelerator, drafts = engine.with_model(), engine.output.value.tolist()
-    keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
-    hot, ends = torch.tensor(temperature), torch.tensor([9 + 1, 10 + 1, 11 + 2])
-    logits = flat(3, VOCAB_SIZE).contiguous()
-    for number in range(2):
-        drawn = keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
-        expected = torch.where(hot > 0, drawn, logits.argmax(dim=-1))
-        assert [row[number] for row in drafts] == expected.tolist()
-    # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
-    races = [RACE] * 2 if any(temperature) else []
-    assert (accelerator.waits, accelerator.num_sent) == (races, 1)
-    accelerator, given = Engine(temperature).with_model_and_text()
-    assert given.tokens.tolist() == drafts
-    assert np.isfinite(given.log_odds).all()
-    fetched = "rollout_spec.vllm.mrv1.proposers.<genexpr>"
-    assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
 
 
 def test_an_engine_without_drafts_has_no_patch_for_them(vllm):
@@ -402,26 +316,6 @@ def test_allowed_tokens_hold_on_the_device(vllm):
     assert not {token for row in tokens[1:] for token in row} <= {3, 4, -1}
 
 
-def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(vllm, monkeypatch):
-    accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
-    put = accelerator.put
-    monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
-    model = SimpleNamespace(compute_logits=lambda x: x)
-    speculator = bare(EagleSpeculator, model=model, use_fp64_gumbel=False)
-    speculator.log_odds = log_odds = put(torch.zeros(4, 2))
-    with accelerator:
-        patches.put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
-        accelerator.start()
-        rows = put(torch.arange(3))
-        step, ones = put(torch.tensor(1)), put(torch.ones(3))
-        tokens = speculator.sample_draft(put(logits), rows, rows, ones, rows, step)
-    assert (accelerator.waits, accelerator.num_sent) == ([], 0)
-    assert torch.equal(tokens.value, logits.argmax(dim=-1))
-    expected = torch.zeros(4, 2)
-    expected[:3, 1] = coupled.log_odds(logits, logits.argmax(dim=-1))
-    assert torch.allclose(log_odds.value, expected)
-
-
 def test_the_accelerator_computes_the_known_answer_itself():
     with Accelerator() as accelerator:
         noise.check(DEVICE)
@@ -444,8 +338,7 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
     accelerators.append(Accelerator())
     with accelerators[-1] as accelerator:
         rows = torch.arange(5)
-        logits = accelerator.put(torch.randn(5, VOCAB_SIZE))
-        coupled.shortfall(logits, rows, rows, accelerator.put(rows))
+        coupled.shortfall(accelerator.put(torch.randn(5, VOCAB_SIZE)), rows, rows, accelerator.put(rows))
     used = set().union(*(accelerator.operations for accelerator in accelerators))
     assert len(used) > 100
     # vllm-ascend has samplers of its own, so that only our operations count, and not those for vLLM's V2.
@@ -456,9 +349,8 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
     }
     said = re.search(r"torch_npu has.*?: ([\w,\s]+)\.", str(rollout_spec.verification.__doc__), re.DOTALL)
     assert said is not None
-    listed = {*re.split(r",\s+", said[1])}
     # op-plugin's list has log_softmax as well; a number is read at the start, in `noise.check`.
-    assert ours - VIEWS_AND_COPIES == listed | {"log_softmax", "local_scalar_dense"}
+    assert ours - VIEWS_AND_COPIES == {*re.split(r",\s+", said[1])} | {"log_softmax", "local_scalar_dense"}
     if torch.version.cuda is not None:
         assert not {operation.name() for operation, _ in used if not has_cuda_kernel(operation.name())}
         assert not has_cuda_kernel("aten::_mkldnn_transpose"), "what has none is found"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from vllm.platforms import current_platform
 
 from rollout_spec.cli import main
 from rollout_spec.doctor import diagnosis
@@ -12,8 +13,7 @@ from rollout_spec.doctor import diagnosis
 
 def doctor(code, *arguments):
     code = f"import sys; {code}; from rollout_spec.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, "doctor", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -120,8 +120,6 @@ def test_doctor_says_that_vllms_sampler_wants_flashinfer(monkeypatch, wanted, nu
     ],
 )
 def test_doctor_says_what_the_batch_invariant_mode_covers(monkeypatch, mode, is_cuda, status, detail):
-    from vllm.platforms import current_platform
-
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
     monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: is_cuda)
     (check,) = diagnosis._batch_invariance()

@@ -19,19 +19,26 @@ PROMPT = np.array([1, 2, 3, 4], np.int32)
 
 
 class Batch:
-    def __init__(self, drafter, num_rows=8, length=64):
+    def __init__(self, drafter, *names, num_rows=8, length=64):
         self.drafter = drafter
         self.token_ids = np.zeros((num_rows, length), np.int32)
         self.levels = np.zeros(num_rows, np.int32)
         self.request_ids: list[str] = []
         self.drafts_wanted = False  # after the last step
+        for name in names:
+            self.add(name)
 
-    def add(self, name, prompt=PROMPT, max_level=64, group=None):
+    def add(self, name, prompt=PROMPT, max_level=64, *group):
         row = len(self.request_ids)
         self.request_ids.append(name)
         self.token_ids[row, : len(prompt)] = prompt
         self.levels[row] = len(prompt)
-        self.drafter.add(name, prompt, max_level, group)
+        self.drafter.add(name, prompt, max_level, *group)
+
+    def end(self):
+        for name in self.request_ids:
+            self.drafter.remove(name)
+        self.request_ids.clear()
 
     def step(self, tokens, *, takes_drafts=True, model=None, room=None, work=None):
         for row, new in enumerate(tokens):
@@ -46,12 +53,12 @@ class Batch:
         return drafts.lists()
 
 
-def make(**options):
-    return Batch(Drafter(SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})))  # type: ignore[arg-type]
+def make(*names, **options):
+    config = SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})  # type: ignore[arg-type]
+    return Batch(Drafter(config), *names)
 
 
 def steps_told(gate):
-    """Of which steps the gate hears from now on."""
     steps, begin = list[Step](), gate.begin
     gate.begin = lambda step: (steps.append(step), begin(step))[1]
     return steps
@@ -59,9 +66,7 @@ def steps_told(gate):
 
 def test_a_draft_fits_the_room_of_its_row():
     """Also where the rows before it have no place in the index."""
-    batch = make(num_speculative_tokens=4)
-    for name in ("out of range", "a", "b", "c"):
-        batch.add(name)
+    batch = make("out of range", "a", "b", "c", num_speculative_tokens=4)
     text = [10, 11, 12, 13, 14, 15]
     batch.step([[-7], text, text, text])
     again = [[-7], text[:1], text[:1], text[:1]]
@@ -72,9 +77,7 @@ def test_a_draft_fits_the_room_of_its_row():
 
 def test_a_models_drafts_are_those_of_their_rows():
     """Also where rows before them prefill, or have no place in the index; such rows draft nothing."""
-    batch = make(num_speculative_tokens=3)
-    for name in ("prefills", "out of range", "a", "b"):
-        batch.add(name)
+    batch = make("prefills", "out of range", "a", "b", num_speculative_tokens=3)
     assert batch.step([[], [-7], [10], [20]])[0] == []
     counters = batch.drafter.take_counters()
     assert (counters.num_steps, counters.num_row_steps, counters.num_untracked_rows) == (1, 3, 1)
@@ -88,8 +91,7 @@ def test_a_models_drafts_are_those_of_their_rows():
 def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens):
     """Also where the text gives nothing, if there is a model. Drafts that come too late are none."""
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config, most_model_tokens=most_model_tokens))
-    batch.add("a")
+    batch = Batch(Drafter(config, most_model_tokens=most_model_tokens), "a")
     for token in [10, 11] * 10:
         assert batch.step([[token]], takes_drafts=False) == [[]]
         repeats = batch.levels[0] > len(PROMPT) + 2
@@ -104,8 +106,7 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
 
 
 def test_no_drafts_are_wanted_in_a_step_that_is_measured():
-    batch = make()
-    batch.add("a")
+    batch = make("a")
     for probe_in_two in (False, True, False):
         batch.drafter._gate.probe_in_two = probe_in_two
         batch.step([[10]])
@@ -144,17 +145,14 @@ def test_a_model_drafts_again_once_it_pays_though_the_text_does_not():
 def test_the_gate_is_told_what_a_step_took_unless_the_engine_may_have_been_idle():
     """Then no request of the step before is in it, or weights were synced since."""
     now = iter([1.0, 3.0, 4.0, 8.0, 108.0, 109.0, 999.0])
-    batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)))
+    batch = Batch(Drafter(SpecConfig(), clock=lambda: next(now)), "a")
     steps = steps_told(batch.drafter._gate)
-    batch.add("a")
     batch.step([[10]])
     batch.step([[11, 12]])
     batch.add("b")
     batch.step([[13], []], work=Step(9, 8))
     batch.step([[14], [10]])
-    for name in ("a", "b"):
-        batch.drafter.remove(name)
-    batch.request_ids, batch.levels[0] = [], 0
+    batch.end()
     batch.add("c")
     batch.step([[10]])
     batch.step([[11]], work=Step(24, 3, True, 7))
@@ -177,10 +175,8 @@ def test_the_gate_is_told_what_a_step_took_unless_the_engine_may_have_been_idle(
 
 
 def test_a_step_is_taken_for_one_with_the_drafts_that_it_was_given():
-    batch = make(num_speculative_tokens=4)
+    batch = make("a", "b", num_speculative_tokens=4)
     steps = steps_told(batch.drafter._gate)
-    for name in ("a", "b"):
-        batch.add(name)
     given = batch.step([[10, 11, 12], [10]])
     batch.step([[13], [11]])
     assert sum(map(len, given)) == 2
@@ -189,9 +185,7 @@ def test_a_step_is_taken_for_one_with_the_drafts_that_it_was_given():
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     """A draft is the model's as far as its tokens are; a step without a model's drafts says nothing."""
-    batch = make(num_speculative_tokens=4)
-    for name in ("a", "b", "c", "d"):
-        batch.add(name)
+    batch = make("a", "b", "c", "d", num_speculative_tokens=4)
     steps = steps_told(batch.drafter._gate)
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
@@ -211,9 +205,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
 
 
 def test_what_is_wrong_changes_nothing():
-    batch = make()
-    batch.add("a")
-    batch.add("b")
+    batch = make("a", "b")
     batch.step([[10, 11, 12, 13], [10]])
     for _ in range(2):
         with pytest.raises(KeyError, match="stranger"):
@@ -230,42 +222,13 @@ def test_what_is_wrong_changes_nothing():
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
 def test_a_response_to_another_prompt_of_the_group_is_one_of_the_group(prompt):
     batch = make()
-    batch.add("own", group="g")
-    batch.add("other", np.array(prompt, np.int32), group="g")
+    batch.add("own", PROMPT, 64, "g")
+    batch.add("other", np.array(prompt, np.int32), 64, "g")
     assert batch.step([[21, 22, 23], [31, 32, 33]]) == [[], []]
     assert [draft[:2] for draft in batch.step([[31], [21]])] == [[32, 33], [22, 23]]
-    for name in ("own", "other"):
-        batch.drafter.remove(name)
+    batch.end()
     kept = [text.tolist() for text in batch.drafter.history.get(group_key("g"))]
     assert kept == [[21, 22, 23, 31], [31, 32, 33, 21]]
-
-
-@pytest.mark.parametrize("sample", ["s", None])
-@pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted"])
-def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
-    """Its turns are requests; each prompt has all before, or without what the first one thought."""
-    text = speak(np.random.default_rng(0), 500)
-    drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-    row = text[None].copy()
-
-    def turn(name, begin, end):
-        drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
-        for level in range(begin + 1, end + 1):
-            drafter.draft([name], [1], row, np.array([level], np.int32))
-        drafter.remove(name, is_aborted=how == "aborted")
-
-    turn("first", 50, 200)
-    before = drafter.index.stats().num_tokens
-    num_kept = (100 if sample else 50) if how == "without thoughts" else 200
-    if how == "without thoughts":
-        row[0, 100:300] = text[200:400]
-    turn("second", 300, 350)
-    drafter.index.validate()
-    assert drafter.index.stats().num_tokens == before + 350 - num_kept
-    drafter.end_samples(["s"])
-    kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
-    thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
-    assert kept == [*thoughts, row[0, 50:350].tolist()]
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])
@@ -280,8 +243,7 @@ def test_what_is_no_text_is_dropped_and_the_others_draft(token):
     assert batch.step([[10], [token], [11], [10]]) == [[11, 12, 13], [], [12, 13, 10], []]
     assert batch.drafter.counters.num_untracked_rows == 3
     assert batch.step([[11], [12], [12], []])[0] == [12, 13, 10]
-    for name in batch.request_ids:
-        batch.drafter.remove(name)
+    batch.end()
 
 
 def long_run(seconds):
@@ -304,20 +266,15 @@ def long_run(seconds):
     for begin in (100, 2_000):
         drafter.history.add(group_key("g"), text[begin : begin + 500])
     num_tokens, drafts = [0], []
+    batch.token_ids[:] = text
     for name, own in (("a", 0), ("b", 700), ("c", 0)):
-        row = len(batch.request_ids)
-        batch.request_ids.append(name)
-        batch.token_ids[row] = text
-        batch.levels[row] = 6_000 + own
-        drafter.add(name, batch.token_ids[row, : 6_000 + own], 9_000, "g", 6_000)
+        batch.add(name, text[: 6_000 + own], 9_000, "g", 6_000)
         num_tokens.append(drafter.index.stats().num_tokens)
     for step in range(60):
         if step == 3:
             drafter.remove(batch.request_ids.pop())
         now += seconds
-        batch.levels[:3] += 1
-        num_rows = len(batch.request_ids)
-        drafts = drafter.draft(batch.request_ids, [1] * num_rows, batch.token_ids, batch.levels).lists()
+        drafts = batch.step([text[level : level + 1] for level in batch.levels[: len(batch.request_ids)]])
         num_tokens.append(drafter.index.stats().num_tokens)
     drafter.index.validate()
     return drafts, np.diff(num_tokens).tolist()
@@ -337,8 +294,7 @@ def test_text_is_indexed_while_a_device_is_waited_for():
     """An unindexed row has no draft, the others do; what is left when the device is ready waits."""
     text = speak(np.random.default_rng(0), 9_000)
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0), clock=lambda: 0.0)
-    batch = Batch(drafter, num_rows=2, length=9_000)
-    batch.add("short")
+    batch = Batch(drafter, "short", num_rows=2, length=9_000)
     batch.step([[10, 11, 10, 11, 10]])
     batch.add("long", text[:8_000], 9_000)
     nums_left = []
@@ -350,8 +306,7 @@ def test_text_is_indexed_while_a_device_is_waited_for():
     assert list(map(bool, batch.step([[11], [int(text[8_000])]]))) == [True, True]
 
 
-def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch):
-    """Idle groups make room first."""
+def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts():
     drafter = Drafter(SpecConfig(batch_threshold=8, min_survival=0.0, max_index_mb=1))
     batch = Batch(drafter, num_rows=4, length=40_000)
     text = speak(np.random.default_rng(0), 40_000)
@@ -364,8 +319,7 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts(monkeypatch):
         drafts = batch.step([[1], [10 + step % 4]])
     assert drafts[0] == [] and drafts[1]
     drafter.index.validate()
-    for name in ("long", "short"):
-        drafter.remove(name)
+    batch.end()
 
 
 def count_calls(drafter):
@@ -393,9 +347,7 @@ def test_a_full_index_closes_no_more_groups_than_it_needs():
             batch.add(f"{row}", prompt, 1_000)
         for _ in range(20):
             batch.step([random.integers(0, 50_000, 49).tolist() for _ in range(4)])
-        for name in batch.request_ids:
-            batch.drafter.remove(name)
-        batch.request_ids.clear()
+        batch.end()
     assert len(nums_open) == 32 * 20
     assert np.diff(nums_open).min() == -1 and (np.diff(nums_open) == -1).sum() > 12
     assert batch.drafter.counters.num_untracked_rows == 0
@@ -432,8 +384,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
         batch.drafter.index.validate()
     assert nums_dropped == sorted(nums_dropped) and nums_dropped[0] == 0 and 32 < nums_dropped[-1] < 63
     assert batch.drafter.index.stats().num_bytes <= 1 << 20
-    for name in batch.request_ids:
-        batch.drafter.remove(name)
+    batch.end()
     assert batch.drafter.index.stats().num_sequences == 0
     assert len(batch.drafter.history) == 64 - nums_dropped[-1]
 
@@ -455,12 +406,9 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
 def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
     config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4)
     drafter = Drafter(config, pads_drafts=True)
-    batch = Batch(drafter)
-    for name in "abc":
-        batch.add(name)
+    batch = Batch(drafter, *"abc")
     assert batch.step([[10, 11, 12], [], []]) == [[PAD] * 4, [], []]
-    drafts = batch.step([[13], [10, 11], []])
-    assert drafts == [[PAD] * 4, [12, 13, PAD, PAD], []]
+    assert batch.step([[13], [10, 11], []]) == [[PAD] * 4, [12, 13, PAD, PAD], []]
     assert drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 
@@ -487,9 +435,7 @@ def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():
 
 def test_max_draft_tokens_bounds_the_drafts_of_a_step():
     text = [10, 11, 12, 13, 14, 15]
-    batch = make(max_draft_tokens=5)
-    for name in "abc":
-        batch.add(name)
+    batch = make(*"abc", max_draft_tokens=5)
     batch.step([text] * 3)
     drafts = batch.step([text[:1]] * 3)
     assert sum(map(len, drafts)) == 5 and all(draft == text[1 : 1 + len(draft)] for draft in drafts)

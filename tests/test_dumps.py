@@ -11,7 +11,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
-from rollout_spec.config import UserError
 from rollout_spec.predict import dumps
 from rollout_spec.predict.dumps import NAMES, read_rollouts
 from rollout_spec.trace import TraceError, to_line
@@ -75,20 +74,14 @@ FORMS = {
     "verl": [{"input": p, "output": r, "gts": "7", "score": 1.0, "step": 3} for p, r in ROWS],
     "responses in a list": [{"prompt": p, "responses": r, "answer": "7"} for p, r in GROUPED],
     "trl": [{"step": 1, "prompt": p, "completion": r, "advantage": 0.5} for p, r in ROWS],
-    "ids in columns": [
-        {"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r
-    ],
+    "ids": [{"prompt_ids": p, "prompt": "x", "completion_ids": ids} for p, r in WANTED for ids in r],
     "SpecDecode-Bench": [
         {"id": "1", "prompt_token_ids": p, "generated_token_ids": ids, "acc_eagle": [1]}
         for p, r in WANTED
         for ids in r
     ],
-    "a recording": [
-        {"group": str(i), "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)
-    ],
-    "chats of one message": [
-        {"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS
-    ],
+    "recorded": [{"group": f"{i}", "prompt_token_ids": p, "responses": r} for i, (p, r) in enumerate(WANTED)],
+    "chats": [{"prompt": p, "completion": [{"role": "assistant", "content": r}]} for p, r in ROWS],
 }
 VERL_ROW = FORMS["verl"][0]
 VERL = lines(FORMS["verl"])
@@ -120,8 +113,7 @@ def test_which_columns_are_read(tmp_path, tokenizer, rows, columns, wanted):
 
 @pytest.mark.parametrize("value", ["a", ["b", "b"], [1]], ids=["text", "list", "ids"])
 def test_a_reward_function_may_add_any_field_to_verls_rows(tmp_path, tokenizer, value):
-    usual = {name for kinds in NAMES.values() for names in kinds for name in names}
-    for name in usual - set(VERL_ROW):
+    for name in {name for kinds in NAMES.values() for names in kinds for name in names} - set(VERL_ROW):
         assert read_back(tmp_path, [row | {name: value} for row in FORMS["verl"]], tokenizer) == WANTED, name
 
 
@@ -149,7 +141,7 @@ def test_rows_without_a_response_are_counted(tmp_path, tokenizer, caplog):
 
 
 def test_gzipped_files_with_a_mark_at_their_begin(tmp_path, tokenizer):
-    for content in (VERL, lines(FORMS["a recording"])):
+    for content in (VERL, lines(FORMS["recorded"])):
         assert read_back(tmp_path, gzip.compress(b"\xef\xbb\xbf" + content), tokenizer) == WANTED
 
 
@@ -168,23 +160,11 @@ def test_parquet_whole_and_with_damaged_pages(tmp_path, tokenizer):
         found([file])
 
 
-def test_columns_are_named(tmp_path, tokenizer):
-    (tmp_path / "x.jsonl").write_bytes(lines(NAMED))
-    columns = {"prompt": "ask", "response": "said"}
-    everything = list(read_rollouts([tmp_path], tokenizer, columns | {"step": "k", "group": "k"}))
-    assert [(one.group, one.step) for one in everything] == [("3", 3), ("1", 1)]
-    (tmp_path / "y.jsonl").write_text('{"said": "a"}')
-    with pytest.raises(UserError, match=r"--columns prompt=ask: a row has the fields said"):
-        read_rollouts([tmp_path], tokenizer, columns)
+THREE = (3, 3.0, "3", "3.0", "step_3", "global_step_3")
+SAID = [*((step, 3) for step in THREE), (-1, -1), ("", None), (None, None)]
 
 
-@pytest.mark.parametrize(
-    ("step", "wanted"),
-    [
-        *((step, 3) for step in (3, 3.0, "3", "3.0", "step_3", "global_step_3")),
-        *((-1, -1), ("", None), (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("step", "wanted"), SAID)
 def test_a_step_is_a_whole_number_and_a_group_may_be_zero(tmp_path, step, wanted):
     rows = [{"gid": i, "prompt_ids": [1], "response_ids": [2], "step": step} for i in (0, 0, 1)]
     (tmp_path / "x.jsonl").write_bytes(lines(rows))
@@ -290,17 +270,14 @@ def test_of_a_folder_a_damaged_file_is_left_out(tmp_path, tokenizer, caplog, dam
         read_rollouts([tmp_path])
 
 
-DEEP = b"[" * 100_000
 MISTAKES = [
     (b"", "", "x.jsonl: it has no rows; wanted: a recording, verl's rollout_data_dir"),
-    (b"\n \n", "", "x.jsonl: it has no rows; wanted: a recording"),
     (to_line("g", 1, [1], [[], []]).encode(), "", "x.jsonl: no token in any response"),
     (b"%PDF-1.7\n%", "", "x.jsonl:1: not JSON: "),
-    (b"PAR1nothing", "", "x.jsonl: "),
     (b'{"a": 1, "b": 2}\n{"a": 1}\n', "", "x.jsonl: no response that is known among a, b; wanted: "),
     (b'{"a": "caf\xe9"}\n' + VERL, "", "x.jsonl:1: not JSON: 'utf-8' codec can't decode"),
     (b'{"a": 1' + b"0" * 5000 + b"}\n", "", "x.jsonl:1: not JSON: Exceeds the limit"),
-    (VERL + DEEP, "", "x.jsonl:4: not JSON: maximum recursion"),
+    (VERL + b"[" * 100_000, "", "x.jsonl:4: not JSON: maximum recursion"),
     (gzip.compress(VERL)[:40], "", "x.jsonl:1: Compressed file ended before"),
     (VERL, "", "it holds texts, and drafts are made of tokens: --tokenizer DIR names the policy's"),
     (VERL, "--tokenizer /nowhere", "--tokenizer /nowhere: no such file or folder here, and a name at a hub"),
@@ -308,7 +285,6 @@ MISTAKES = [
     (lines(NAMED), "--columns response=reply", "x.jsonl: no response that is known among ask, k, said; want"),
     (lines(NAMED), "--columns response=said,prompt=q", "--columns prompt=q: a row has the fields ask, k"),
     (lines(NAMED), "--columns reply=said", "--columns reply=said: must be prompt=NAME, response=NAME, gro"),
-    (lines(NAMED), "--columns prompt", "--columns prompt: must be prompt=NAME, response=NAME, gro"),
     (b'[\n {"a": 1}\n]\n', "", "x.jsonl:1: not JSON: Expecting value: line 2 column 1 (char 2). This is"),
     (b'[{"a": 1}]\n', "", "x.jsonl:1: must be a JSON object. This is an array: `jq -c '.[]' FILE`"),
     (b'{\n "a": 1\n}\n', "", "This object has several lines: `jq -c . FILE` writes"),
@@ -333,12 +309,9 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, content, options, mes
 def test_what_is_no_file_is_one_line(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (
-        ("loop", "Too many levels of symbolic links"),
-        ("pipe", "must be a file or a folder, no pipe and no device"),
-    ):
-        assert main(["replay", str(tmp_path / name)]) == 2
-        assert capsys.readouterr().err.endswith(f"{name}: {reason}\n")
+    for reason in ("loop: Too many levels of symbolic links", "pipe: must be a file or a folder, no pipe"):
+        assert main(["replay", str(tmp_path / reason.partition(":")[0])]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_other_commands_read_the_same(tmp_path, tokenizer, capsys):

@@ -16,8 +16,6 @@ import install  # noqa: E402
 
 sys.path.pop(0)
 
-LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
-
 
 def test_the_distributions_ask_for_nothing_that_is_not_locked():
     locked = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE))
@@ -29,7 +27,7 @@ def test_the_distributions_ask_for_nothing_that_is_not_locked():
                 assert requirement.specifier.contains(locked[requirement.name]), requirement
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("lock", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda file: file.stem)
 def test_a_lock_does_not_say_where_packages_come_from(lock):
     for line in lock.read_text().splitlines():
         assert re.fullmatch(r"#.*|[\w.-]+==[\w.!]+( ; [\w ='.<>!()*]+)?", line), line

@@ -5,14 +5,14 @@ import os
 import pathlib
 import re
 import time
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_spec_lab.processes import descendants, last_error, started
 from rollout_spec_lab.verl_cpu.checkpoint_engine import SYNC_TIMEOUT_S
 from tests import faults
-from tests.trainings import GIVEN, command, environment_of, make_policy, managed_by
+from tests.trainings import GIVEN, command, environment_of, managed_by
 
 MODES = ("sync", "colocate_async", "separate_async")
 DEATHS = ("engine", "server", "engine")  # in these modes, with another manager than verl's
@@ -21,22 +21,8 @@ GRACE_SECONDS = 60  # for processes that have lost their parent
 pytestmark = pytest.mark.timeout(900)
 
 
-class End(NamedTuple):
-    code: int
-    error: str
-    log: str
-    seconds: float  # from the fault to the end of the run
-    running: list[str]
-    shared_memory: set[str]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def train(folder, model, mode, fault, *overrides):
-    """Train until the fault (of `tests/faults.py`) ends it."""
+    """Train until the fault (of `tests/faults.py`) ends it; `seconds`: from the fault to the end."""
     options = [
         "trainer.total_training_steps=3",
         "data.max_response_length=300",
@@ -57,8 +43,9 @@ def train(folder, model, mode, fault, *overrides):
         end = time.monotonic() + GRACE_SECONDS
         while (running := titles(descendants(os.getpid()) - others)) and time.monotonic() < end:
             time.sleep(1)
-        left = set(os.listdir("/dev/shm")) - memory
-    return End(process.returncode, last_error(log), log.read_text(), seconds, running, left)
+        left = {"running": running, "shared_memory": set(os.listdir("/dev/shm")) - memory}
+    said = {"error": last_error(log), "log": log.read_text()}
+    return SimpleNamespace(code=process.returncode, seconds=seconds, **left, **said)
 
 
 def titles(pids):
@@ -92,11 +79,11 @@ ERRORS = {
     ],
 )
 @pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # for what a step has served, not for the model
-def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, model, small_disk, tmp_path):
+def test_a_run_ends_says_what_died_and_leaves_nothing(mode, fault, manager, policy, small_disk, tmp_path):
     disk = ["trainer.save_freq=1", f"trainer.default_local_dir={small_disk}"]
     options = {"transfer": TRANSFER, "disk": disk}
     own = managed_by(manager, mode, tmp_path)
-    end = train(tmp_path, model, mode, fault, *own, *options.get(fault, []))
+    end = train(tmp_path, policy, mode, fault, *own, *options.get(fault, []))
     left = f"{end.running} {end.shared_memory}"
     print(f"{manager}, {mode}, {fault}: {end.seconds:.0f} s; {end.error}; left: {left}")
     assert end.code == 1

@@ -1,5 +1,7 @@
 """The gates by themselves: steps in, budgets out. Whole rollouts under them are in test_simulate."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -21,13 +23,8 @@ def test_a_fixed_gate_is_open_up_to_its_threshold():
 
 
 class Machine:
-    """Rows that all draft tokens with these survivals; what was promised comes true, unless it `lies`.
-
-    Args:
-        seconds: of a step with so many draft tokens.
-        share_proposed: of the steps in which the rows have drafts.
-        pad_to: the tokens that every step with drafts verifies of each row, whatever was proposed.
-    """
+    """Rows that all draft tokens with these survivals; what was promised comes true, unless it `lies`. Every
+    step with drafts verifies `pad_to` tokens of each row, whatever was proposed."""
 
     def __init__(self, survivals, seconds, share_proposed=1.0, pad_to=0):
         self.gate, self.seconds = AutoGate(pad_to), seconds
@@ -59,6 +56,9 @@ class Machine:
     def steps(self, num):
         return [self.step() for _ in range(num)]
 
+    def share_drafted(self, num):
+        return np.mean([sum(budgets([numbers])) > 0 for numbers in self.steps(num)])
+
 
 def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     machine = Machine([0.9], lambda drafted: 0.1)
@@ -87,10 +87,10 @@ def test_tokens_that_cost_nothing_are_all_verified():
     assert counters.error_seconds < 0.02 * counters.timed_seconds
 
 
-@pytest.mark.parametrize(
-    ("survivals", "cost"),
-    [([0.95, 0.8, 0.3, 0.1], 0.01), ([0.95, 0.9, 0.85, 0.5], 0.002), ([0.5, 0.3], 0.02)],
-)
+PAYING = [([0.95, 0.8, 0.3, 0.1], 0.01), ([0.95, 0.9, 0.85, 0.5], 0.002), ([0.5, 0.3], 0.02)]
+
+
+@pytest.mark.parametrize(("survivals", "cost"), PAYING)
 def test_drafts_end_where_most_tokens_a_second_are_given(survivals, cost):
     machine = Machine(survivals, lambda drafted: 0.1 + cost * drafted)
     machine.steps(200)
@@ -111,35 +111,25 @@ def test_drafts_that_do_not_pay_are_tried_and_seldom_asked_for(survivals, cost):
 
 
 def test_drafting_stops_where_it_has_become_slow_and_comes_back():
-    cost = {"drafts": 0.01}
-    machine = Machine([0.9, 0.6], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
-
-    def share_drafted(num_steps):
-        return np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(num_steps)])
-
-    machine.steps(200)
-    assert share_drafted(200) > 0.9
-    cost["drafts"] = 1.0
-    machine.steps(200)
-    assert share_drafted(200) < 0.1
-    cost["drafts"] = 0.01
-    machine.steps(1200)
-    assert share_drafted(200) > 0.9
+    machine = Machine([0.9, 0.6], None)
+    for cost, num_steps, least, most in ((0.01, 200, 0.9, 1.0), (1.0, 200, 0.0, 0.1), (0.01, 1200, 0.9, 1.0)):
+        machine.seconds = lambda drafted, cost=cost: 0.1 + cost * (drafted > 0)
+        machine.steps(num_steps)
+        assert least <= machine.share_drafted(200) <= most
 
 
 @pytest.mark.parametrize("times_as_long", [1, 6])
 def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_slow(times_as_long):
     """An engine makes its kernels for a number of tokens when it first meets it."""
-    met = set()
+    met = list[int]()
 
     def seconds(drafted):
-        is_first = drafted not in met
-        met.add(drafted)
-        return (0.03 + 0.0015 * drafted) * (times_as_long if is_first else 1)
+        met.append(drafted)
+        return (0.03 + 0.0015 * drafted) * (times_as_long if met.count(drafted) == 1 else 1)
 
     machine = Machine([0.9, 0.8, 0.7, 0.6], seconds)
     machine.steps(20)
-    assert sum(sum(budgets([numbers])) > 0 for numbers in machine.steps(24)) >= 19  # every seventh is plain
+    assert machine.share_drafted(24) >= 19 / 24  # every seventh is plain
 
 
 @pytest.mark.parametrize("times_as_long", [2.5, 20])
@@ -187,8 +177,7 @@ def relative_speed(times_of_a_step, slope=0.025):
 
     machine = Machine([], seconds)
     for _ in range(1000):
-        rates = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99)
-        machine.survivals = rates.cumprod(1).astype(np.float32)
+        machine.survivals = rng.beta(1.2, 0.8, (NUM_ROWS, 6)).clip(0.02, 0.99).cumprod(1).astype(np.float32)
         nums_tokens.append(NUM_ROWS + machine.num_right)
         machine.step()
     return 0.1 * sum(nums_tokens[200:]) / NUM_ROWS / sum(work[200:])
@@ -215,15 +204,8 @@ def test_drafts_that_pay_go_on_on_a_machine_of_varying_speed():
 
 def test_plain_steps_that_were_slow_at_first_hide_no_loss():
     """A cold start: by the first plain steps drafts would gain, by all later ones they lose a quarter."""
-    cold = {"left": ENOUGH + 1}
-
-    def seconds(drafted):
-        if drafted:
-            return 0.1 * 2 * 1.25
-        cold["left"] -= 1
-        return 0.3 if cold["left"] >= 0 else 0.1
-
-    machine = Machine([0.9], seconds)
+    plain = itertools.chain([0.3] * (ENOUGH + 1), itertools.repeat(0.1))
+    machine = Machine([0.9], lambda drafted: 0.1 * 2 * 1.25 if drafted else next(plain))
     machine.steps(200)
     assert sum(budgets(machine.steps(100))) < 10 * NUM_ROWS
 
@@ -242,8 +224,7 @@ def test_promises_that_do_not_come_true_are_corrected():
 @pytest.mark.parametrize("num_rows", [1, 256])
 def test_steps_that_cannot_be_compared_draft_nothing(num_rows):
     gate = AutoGate()
-    for _ in range(50):
-        assert gate.begin(plain(num_rows, None)) is None
+    assert {gate.begin(plain(num_rows, None)) for _ in range(50)} == {None}
     assert gate.counters.num_steps_off_probe == 50
 
 
@@ -253,8 +234,7 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
     def asked_in(num_rows, first):
         gate, asked = AutoGate(), set()
         for number in range(first, 600):
-            step = plain(num_rows, number=number)
-            if gate.begin(step) is None:
+            if gate.begin(plain(num_rows, number=number)) is None:
                 asked.add(number)
         return {number for number in asked if number > first + ENOUGH}
 
@@ -270,8 +250,7 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
         gate.begin(Step(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
-    survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
-    assert gate.choose(survivals, np.full(4, 8, np.int32)).sum() == 8
+    assert gate.choose(np.full((4, 8), 0.5, np.float32).cumprod(axis=1), np.full(4, 8, np.int32)).sum() == 8
     assert gate.counters.num_drafted_steps == 24
 
 
@@ -294,13 +273,13 @@ def test_padded_steps_are_taken_where_they_pay(survivals, seconds, share_propose
 
 
 def test_a_closed_gate_tries_drafts_before_it_measures_a_plain_step():
-    cost = {"drafts": 1.0}
-    machine = Machine([0.9], lambda drafted: 0.1 + cost["drafts"] * (drafted > 0))
+    cost = 1.0
+    machine = Machine([0.9], lambda drafted: 0.1 + cost * (drafted > 0))
     machine.steps(300)
     assert np.nonzero(budgets(machine.steps(PROBE_EVERY)))[0].size == 2
-    cost["drafts"] = 0.0
+    cost = 0.0
     machine.steps(2 * PROBE_EVERY)
-    assert np.mean([sum(budgets([numbers])) > 0 for numbers in machine.steps(100)]) > 0.9
+    assert machine.share_drafted(100) > 0.9
 
 
 class Model:

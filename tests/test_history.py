@@ -32,19 +32,6 @@ def test_the_budget_drops_the_earliest_responses_to_the_prompts_with_most():
     assert texts(history, b"huge" * 4) == []
 
 
-def test_no_response_drops_more_than_it_takes_the_place_of():
-    """However many responses a prompt has: they would be dropped in the middle of a step."""
-    history = History(1 << 16, 200_000)
-    while history.num_bytes < 199_000:
-        history.add(b"a" * 16, int32(1))
-    num_kept = len(history.get(b"a" * 16))
-    assert num_kept > 900
-    for _ in range(100):
-        history.add(b"b" * 16, int32(2))
-    assert num_kept - 100 <= len(history.get(b"a" * 16)) < num_kept
-    assert len(history.get(b"b" * 16)) == 100
-
-
 def test_keys_tell_prompts_and_groups_apart():
     keys = [*map(prompt_key, (int32(1, 2), int32(1, 2, 3))), *map(group_key, ("1", 1, "12"))]
     assert len(set(keys)) == len(keys)
@@ -120,7 +107,6 @@ def test_a_text_of_another_vocabulary_is_refused():
 
 @pytest.mark.parametrize("num_tokens", [60_000, 10_000])
 def test_a_full_index_does_without_history(num_tokens):
-    """What turns out too long for it is left out, and rows have room."""
     drafter = Drafter(SpecConfig(history=2, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
     rng = np.random.default_rng(3)
     for _ in range(2):

@@ -1,27 +1,37 @@
-"""MRV2's tokens come to the host and drafts go to the device, on a fake accelerator, and nothing waits."""
+"""MRV2's tokens come to the host, drafts go to the device, and models draft there: on a fake accelerator."""
 
 import contextlib
 import dataclasses
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu import async_utils
 from vllm.v1.worker.gpu import model_runner as mrv2
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
-from rollout_spec.vllm.mrv2 import host_drafts
+from rollout_spec.drafting.drafts import Drafts
+from rollout_spec.verification import coupled, noise
+from rollout_spec.vllm.mrv1.runner import bind_model_drafter
+from rollout_spec.vllm.mrv2 import host_drafts, speculators
 from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
+from rollout_spec.vllm.mrv2.versions import gumbel
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
+from tests import test_device_waits as waits
 from tests.accelerator import DEVICE, Accelerator
-from tests.test_device_waits import bare, vllm  # noqa: F401 (a fixture)
+from tests.drawn import keyed_sample
+from tests.test_device_waits import VOCAB_SIZE, Engine, bare, flat, vllm  # noqa: F401 (a fixture)
 from tests.test_proposer import K, vllm_config
 
 pytestmark = pytest.mark.usefixtures("vllm", "one_device")
@@ -66,7 +76,6 @@ class SomeMRV2(mrv2.GPUModelRunner):
 
 
 def mrv2_host(accelerator, rows):
-    """A runner of MRV2 with our drafter, and these requests in these rows."""
     config = vllm_config({"min_survival": 0.0})
     drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
     runner = bare(
@@ -123,8 +132,7 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
         runner.execute_model(scheduled(drafts=drafts))
     assert nothing.value.shape == (2, K)
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
-    placed = runner.req_states.draft_tokens.value.tolist()
-    assert placed == [drafts["b"], [0] * K, drafts["a"], [0] * K]
+    assert runner.req_states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 1)
 
 
@@ -208,3 +216,82 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         counted = [known + 1 + K, known + 1 + K, 4]
         assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"
+
+
+class SomeMRV1(GPUModelRunner):
+    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *_):
+        return self.drafter.propose(num_speculative_tokens=2)
+
+    def sample_tokens(self, grammar_output):
+        self.propose_draft_token_ids(None, self.sampled)
+        return SimpleNamespace(req_ids=["0", "1", "2"], sampled_token_ids=[[5], [6], [7, 8]])
+
+
+class SomeDrafter(SpecDecodeBaseProposer):
+    def propose(self, num_speculative_tokens):
+        passes = range(num_speculative_tokens)
+        return torch.stack([self._sample_draft_tokens(self.logits, self.sampling)[0] for _ in passes], 1)
+
+
+def with_model(engine, proposer=None):
+    """A model drafts two tokens for each row of MRV1, of flat logits: alone, or beside the text."""
+    engine.plain()  # which tells the rows their keys
+    config, put = vllm_config({}), engine.accelerator.put
+    logits, model = put(flat(3, VOCAB_SIZE).contiguous()), SimpleNamespace(compute_logits=lambda x: x)
+    runner = bare(
+        SomeMRV1, drafter=bare(SomeDrafter, logits=logits, sampling=engine.sampling, model=model),
+        vllm_config=config, parallel_config=config.parallel_config, max_model_len=64,
+        input_batch=SimpleNamespace(**vars(engine.runner.input_batch), token_ids_cpu=None),
+        sampled=put(torch.tensor([[5, -1], [6, -1], [7, 8]])),
+    )  # fmt: skip
+    bind_model_drafter(runner, engine.row_sampling, proposer)
+    if proposer is None:
+        return engine.counted(lambda: runner.propose_draft_token_ids(None, runner.sampled))
+    runner.rollout_spec_proposer = proposer
+    return engine.counted(lambda: runner.sample_tokens(None))
+
+
+@pytest.mark.parametrize("temperature", [waits.GREEDY, waits.SOME_GREEDY, waits.SAMPLED])
+def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
+    """What it draws on the device is what the target draws at these positions from the same logits."""
+    engine = Engine(temperature)
+    accelerator, drafts = with_model(engine), engine.output.value.tolist()
+    keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
+    hot, ends = torch.tensor(temperature), torch.tensor([9 + 1, 10 + 1, 11 + 2])
+    logits = flat(3, VOCAB_SIZE).contiguous()
+    for number in range(2):
+        drawn = keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
+        assert [row[number] for row in drafts] == torch.where(hot > 0, drawn, logits.argmax(dim=-1)).tolist()
+    # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
+    races = [waits.RACE] * 2 if any(temperature) else []
+    assert (accelerator.waits, accelerator.num_sent) == (races, 1)
+    given: list[Any] = []
+    beside = SimpleNamespace(
+        is_used=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
+        draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
+    )  # fmt: skip
+    accelerator = with_model(Engine(temperature), beside)
+    assert given[0].tokens.tolist() == drafts
+    assert np.isfinite(given[0].log_odds).all()
+    fetched = "rollout_spec.vllm.mrv1.proposers.<genexpr>"
+    assert (accelerator.waits, accelerator.num_sent) == ([*races, fetched, fetched], 1)
+
+
+def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(monkeypatch):
+    accelerator, logits = Accelerator(), torch.randn(3, VOCAB_SIZE)
+    put = accelerator.put
+    monkeypatch.setattr(gumbel, "gumbel_sample", lambda given, *_, **__: given.argmax(dim=-1))  # Triton's
+    model = SimpleNamespace(compute_logits=lambda x: x)
+    speculator = bare(EagleSpeculator, model=model, use_fp64_gumbel=False)
+    speculator.log_odds = log_odds = put(torch.zeros(4, 2))
+    with accelerator:
+        patches.put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
+        accelerator.start()
+        rows = put(torch.arange(3))
+        step, ones = put(torch.tensor(1)), put(torch.ones(3))
+        tokens = speculator.sample_draft(put(logits), rows, rows, ones, rows, step)
+    assert (accelerator.waits, accelerator.num_sent) == ([], 0)
+    assert torch.equal(tokens.value, logits.argmax(dim=-1))
+    expected = torch.zeros(4, 2)
+    expected[:3, 1] = coupled.log_odds(logits, logits.argmax(dim=-1))
+    assert torch.allclose(log_odds.value, expected)

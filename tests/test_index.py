@@ -1,5 +1,6 @@
 """The Python side of the native index: errors name their argument and change nothing, memory comes back."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
-from tests.text import int32
+from tests.text import int32, speak
 
 
 @pytest.fixture
@@ -26,9 +27,8 @@ def index():
 def arguments(index):
     """A valid call of step: two sequences after the prompt 5 6 7, not in the order of their rows."""
     group = index.open_group(int32(5, 6, 7))
-    sequences = int32(index.open_sequence(group), index.open_sequence(group))
     return {
-        "sequences": sequences,
+        "sequences": int32(index.open_sequence(group), index.open_sequence(group)),
         "token_ids": np.array([[0, 0, 0, 0, 0, 0], [5, 6, 7, 5, 6, 7], [5, 6, 7, 5, 9, 9]], np.int32),
         "rows": int32(2, 1),
         "levels": int32(4, 5),
@@ -36,12 +36,7 @@ def arguments(index):
     }
 
 
-def ints(*shape):
-    return np.zeros(shape, np.int32)
-
-
-def singles(*shape):
-    return np.zeros(shape, np.float32)
+ints, singles = (functools.partial(np.zeros, dtype=kind) for kind in (np.int32, np.float32))
 
 
 def test_a_models_log_odds_count(index, arguments):
@@ -57,37 +52,6 @@ def test_a_models_log_odds_count(index, arguments):
     assert sure == sorted(sure) and len(set(sure)) > 3
     assert survival(-3.01) == survival(-4) == survival(float("-inf")) == survival(float("nan"))
     assert survival(1.99) == survival(1) and survival(7) == survival(99) == survival(float("inf"))
-
-
-def test_a_models_second_token_is_trusted_apart_from_its_first(index):
-    """The first is right in every step, the second never."""
-    sequences, text = int32(index.open_sequence(index.open_group(int32()))), np.arange(202, dtype=np.int32)
-    for level in range(0, 201, 2):
-        model = ModelDrafts(int32(level, 999)[None], np.full((1, 2), 1, np.float32))
-        row = sequences, text[None], int32(0), int32(level), int32(2)
-        step = index.index_and_draft(*row, model_drafts=model)
-    first, both = step.survivals[0, :2]
-    assert first > 0.9 and both < 0.3 * first
-
-
-def test_a_row_that_is_another_text_now_says_nothing_of_what_was_predicted():
-    def survivals(num_draft_tokens):
-        with SuffixIndex(num_speculative_tokens=4) as index:
-            sequences = int32(index.open_sequence(index.open_group(int32(5, 6, 7))))
-            rows = ([5, 6, 7, 5, 6, 7, 5], num_draft_tokens), ([5, 6, 7, 8, 8], 0), ([5, 6, 7, 8, 8, 5], 4)
-            for row, num in rows:
-                text, level = np.array([row], np.int32), int32(len(row))
-                step = index.index_and_draft(sequences, text, int32(0), level, int32(num))
-            return step.survivals.tolist()
-
-    assert survivals(4) == survivals(0) != [[0.0] * 4]
-
-
-def test_what_was_indexed_before_a_cut_counts_once(index):
-    sequences, one = int32(index.open_sequence(index.open_group(int32()))), np.ones(1, np.int32)
-    for row in ([5, 6, 7, 5, 6, 7, 8], [5, 6, 7, 5, 6, 9], [5, 6, 7, 5, 6, 9, 5]):
-        index.index_and_draft(sequences, np.array([row], np.int32), int32(0), int32(len(row)), one)
-    assert index.stats().num_tokens == 7 + 2
 
 
 DRAFTS = [[6, 7, 5, 6], [7, 5, 6, 7]]  # of `arguments`
@@ -154,13 +118,13 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
         *(
             (rf"model_drafts\.{message}", ModelDrafts(tokens, log_odds), InvalidArgument)
             for tokens, log_odds, message in (
-                (np.zeros((3, 2)), singles(3, 2), "tokens: must be a two-dimensional int32 array"),
+                (np.zeros((3, 2)), singles((3, 2)), "tokens: must be a two-dimensional int32 array"),
                 (np.zeros(6, np.int32), singles(6), "tokens: must be a two-dimensional int32 array"),
-                ([[1]] * 3, singles(3, 1), "tokens: must be a two-dimensional int32 array"),
-                (ints(3, 2), np.zeros((3, 2)), "log_odds: must be a two-dimensional float32 array"),
-                (ints(3, 2), singles(3, 1), r"log_odds: has the shape \(3, 1\), tokens"),
-                (ints(3, 5), singles(3, 5), "tokens: has 5 columns, must have at most 4"),
-                (ints(2, 2), singles(2, 2), "tokens: has 2 rows, none for row 2"),
+                ([[1]] * 3, singles((3, 1)), "tokens: must be a two-dimensional int32 array"),
+                (ints((3, 2)), np.zeros((3, 2)), "log_odds: must be a two-dimensional float32 array"),
+                (ints((3, 2)), singles((3, 1)), r"log_odds: has the shape \(3, 1\), tokens"),
+                (ints((3, 5)), singles((3, 5)), "tokens: has 5 columns, must have at most 4"),
+                (ints((2, 2)), singles((2, 2)), "tokens: has 2 rows, none for row 2"),
             )
         ),
     ],
@@ -171,7 +135,7 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
         index.index_and_draft(**{**arguments, re.match(r"\w+", name)[0]: value})
     assert index.stats() == before
     index.validate()
-    no_model = ModelDrafts(ints(3, 0), singles(3, 0))
+    no_model = ModelDrafts(ints((3, 0)), singles((3, 0)))
     assert index.index_and_draft(**arguments, model_drafts=no_model).draft_tokens.tolist() == DRAFTS
 
 
@@ -236,16 +200,9 @@ def test_out_of_memory_has_its_own_exception(index, monkeypatch):
         index.open_group(int32(1))
 
 
-def test_the_index_of_a_configuration_has_its_options():
-    prompt = np.tile(int32(1, 2, 3, 4), 3)
-    with make_index(SpecConfig(num_speculative_tokens=3)) as index:
-        sequence = int32(index.open_sequence(index.open_group(prompt)))
-        result = index.index_and_draft(sequence, prompt[None], int32(0), int32(len(prompt)), int32(64))
-        assert result.num_draft_tokens.tolist() == [3]
-    with (
-        make_index(SpecConfig(max_index_mb=1)) as index,
-        pytest.raises(BudgetExceeded, match=r"^max_bytes=1048576: reached"),
-    ):
+def test_a_full_index_says_so():
+    refused = pytest.raises(BudgetExceeded, match=r"^max_bytes=1048576: reached")
+    with make_index(SpecConfig(max_index_mb=1)) as index, refused:
         index.open_group(np.zeros(1 << 19, np.int32))
     with pytest.raises(BudgetExceeded, match=r"^max_bytes=1"):
         SuffixIndex(num_speculative_tokens=4, max_bytes=1)
@@ -261,7 +218,6 @@ def test_a_closed_index_refuses_every_call(index):
 
 
 def test_a_module_of_an_older_version_is_told_from_a_broken_one():
-    """It lacks what later versions have."""
     older = "types.SimpleNamespace(ffi=None, lib=types.SimpleNamespace(rs_abi_version=lambda: 4))"
     module = "sys.modules['rollout_spec.drafting._native']"
     script = f"import sys, types; {module} = {older}; import rollout_spec.drafting.index"
@@ -269,43 +225,8 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
     assert "was built from version 4 of its interface, this package needs" in run.stderr.splitlines()[-1]
 
 
-def test_an_unindexed_row_drafts_nothing(index):
-    text, row = np.tile(int32(1, 2, 3), 40), int32(0)
-    sequence = int32(index.open_sequence(index.open_group(int32())))
-    for level, max_tokens, num_unindexed, num in ((20, 0, 0, 1), (120, 0, 1, 0), (120, 100, 0, 1)):
-        step = index.index_and_draft(sequence, text[None], row, int32(level), int32(1), max_tokens=max_tokens)
-        assert (step.num_unindexed, step.num_draft_tokens.tolist()) == (num_unindexed, [num])
-
-
-def test_what_is_unindexed_when_its_sequence_closes_is_still_indexed(index):
-    sequence, text = index.open_sequence(index.open_group(int32(1, 2))), np.arange(1, 200, dtype=np.int32)
-    nothing = int32(0)
-    index.index_and_draft(int32(sequence), text[None], nothing, int32(199), nothing, max_tokens=2)
-    assert index.stats().num_tokens == 2
-    index.close_sequence(sequence)
-    with pytest.raises(UnknownId):
-        index.text(sequence)
-    index.catch_up()
-    assert index.stats().num_tokens == 199
-
-
-def test_short_rows_are_indexed_before_long_ones_and_these_before_texts(index):
-    """In whatever order they came; a group's prompt before what begins after it."""
-    prompt, text = int32(1, 2), np.arange(1, 400, dtype=np.int32)
-    groups = [index.open_group(prompt) for _ in range(3)]
-    index.catch_up()
-    index.add_text(groups[0], text[:100])
-    sequences = int32(*(index.open_sequence(group) for group in groups[1:]))
-    rows, levels = int32(0, 0), int32(399, 150)
-    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=148)
-    assert (step.num_unindexed, index.stats().num_tokens) == (1, 6 + 148)
-    step = index.index_and_draft(sequences, text[None], rows, levels, int32(1, 1), max_tokens=397)
-    assert (step.num_unindexed, index.stats().num_tokens_unindexed) == (0, 100)
-
-
 def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 500, (2, 12_000)).astype(np.int32)
+    rows = np.random.default_rng(0).integers(0, 500, (2, 12_000)).astype(np.int32)
     rows[1, :2] = rows[0, :2]
     with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
         group, nothing = index.open_group(rows[0, :2]), int32(0)
@@ -322,3 +243,72 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
         for sequence in (first, second):
             index.park_sequence(sequence)
         assert index.given_up() == [group], "it lacks a text, and is idle"
+
+
+def decode(index, sequence, sample, num_tokens):
+    """A target that sees what is drafted: `sample(level, drafted)` is its token there, drafted -1: none.
+
+    Yields the level before every step, its draft, and how many tokens of it were accepted.
+    """
+    text = np.zeros((1, num_tokens + 9), np.int32)
+    text[0, 0], level = sample(0, -1), 1
+    while level < num_tokens:
+        result = index.index_and_draft(int32(sequence), text, int32(0), int32(level), int32(8), 0.15)
+        draft = result.draft_tokens[0, : result.num_draft_tokens[0]].tolist()
+        before = level
+        for drafted in [*draft, -1]:
+            text[0, level] = sampled = sample(level, drafted)
+            level += 1
+            if sampled != drafted:
+                break
+        yield before, draft, level - before - 1
+
+
+@pytest.mark.parametrize("bait", [False, True])
+def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
+    """Two phases of lies, and one of honest repetition in between.
+
+    Lies: never the token that is drafted, whatever it is. Where nothing is drafted, a random one; or, as a
+    bait, the one that repetition leads to expect.
+    """
+    rng = np.random.default_rng(4)
+    cycle = rng.integers(0, 40, 50)
+    lies, honest = 4000, 1500
+
+    def sample(level, drafted):
+        expected = int(cycle[level % len(cycle)])
+        if lies <= level < lies + honest or (bait and drafted < 0):
+            return expected
+        other = int(rng.integers(0, 39))
+        return other + (other >= drafted >= 0)
+
+    with SuffixIndex(num_speculative_tokens=8) as index:
+        sequence = index.open_sequence(index.open_group(int32()))
+        steps = []
+        for i, step in enumerate(decode(index, sequence, sample, 2 * lies + honest)):
+            steps.append(step)
+            if i % 100 == 0:
+                index.validate()
+        index.validate()
+    assert any(accepted == 8 for level, _, accepted in steps if lies <= level < lies + 200)
+    for first in (0, lies + honest):
+        wasted = np.array([len(draft) for level, draft, _ in steps if first <= level < first + lies])
+        # A bait costs about every other step one token; without one drafting all but ends.
+        assert wasted.mean() < (0.75 if bait else 0.1)
+        assert wasted[len(wasted) // 2 :].mean() < (0.75 if bait else 0.02)
+
+
+def test_a_failed_step_learns_nothing():
+    text = speak(np.random.default_rng(7), 209)
+    drafts = []
+    for broken in (False, True):
+        with SuffixIndex(num_speculative_tokens=8) as index:
+            sequence = index.open_sequence(index.open_group(int32()))
+            drafts.append([])
+            for level, draft, _ in decode(index, sequence, lambda level, _: int(text[level]), 200):
+                drafts[-1].append(draft)
+                step = int32(sequence), text[None], int32(0), int32(level + 1), int32(-1)
+                if broken:
+                    with pytest.raises(ValueError, match="must not be negative"):
+                        index.index_and_draft(*step)
+    assert drafts[0] == drafts[1] and any(drafts[0])

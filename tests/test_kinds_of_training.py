@@ -8,15 +8,10 @@ import pytest
 from rollout_spec.report.responses import first_step_agreement
 from tests.engine.tiny_heads import make_mtp
 from tests.tiny_vl import make_tiny_vl
-from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, hook, make_image_data, make_policy, train
+from tests.trainings import LENGTH, NUM_PROMPTS, NUM_SAMPLES, TOOLS, hook, make_image_data, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 SAME_TOKENS = {"off": ["rollout.spec.method=keyed"], "sam": []}  # what a run's group needs for that
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def test_a_tool_agent_of_several_turns_and_two_samples_in_validations(policy, tmp_path):

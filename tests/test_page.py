@@ -1,8 +1,4 @@
-"""A report's page as a browser shows it: Debian's chromium, headless.
-
-Without chromium these tests are left out, unless ROLLOUT_SPEC_NEEDS_BROWSER is set, as .ci/run does:
-then they fail.
-"""
+"""A report's page in Debian's chromium. Without it: left out, or failed with ROLLOUT_SPEC_NEEDS_BROWSER."""
 
 import html
 import json

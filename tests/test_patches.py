@@ -135,34 +135,20 @@ def test_a_line_above_each_class_says_before_which_methods_it_stands():
 
 
 def test_a_class_that_no_longer_fits_stands_before_nothing(module):
-    class Renamed(Base):
-        def f(self, b, a=1):
-            return [b, a]
+    def kind(name, *bases, **methods):
+        return type(name, bases or (Base,), methods)
 
-    class More(Base):
-        def f(self, a, b=1, *, c=2):
-            return [a, b, c]
-
-    class Gone(Base):
-        def h(self):
-            return super().h()
-
-    class Fewer(Base):
-        def f(self, a):
-            return super().f(a)
-
-    class Keyword(Base):
-        def f(self, *args, b, c=0):
-            return super().f(*args, b)
-
-    class Below(Doubling, Gone):
-        """The methods of the classes below it are looked at too."""
-
-    for ours, base in ((Doubling, Renamed), (Gone, Base), (Fewer, Base), (Keyword, Base), (Below, Base)):
+    renamed = kind("Renamed", f=lambda self, b, a=1: [b, a])
+    more = kind("More", f=lambda self, a, b=1, *, c=2: [a, b, c])
+    gone = kind("Gone", h=lambda self: None)
+    fewer = kind("Fewer", f=lambda self, a: None)
+    keyword = kind("Keyword", f=lambda self, *args, b, c=0: None)
+    below = kind("Below", Doubling, gone)  # the methods of the classes below it are looked at too
+    for ours, base in ((Doubling, renamed), (gone, Base), (fewer, Base), (keyword, Base), (below, Base)):
         with pytest.raises(patches.PatchError, match=r"(Renamed\.f takes self, b, a)|(Base\.[fh] takes)"):
             patches.put_before(ours, made := base(), PATCH)
         assert type(base()) is base and type(made) is base
-    patches.put_before(Doubling, made := More(), PATCH)
+    patches.put_before(Doubling, made := more(), PATCH)
     assert made.f(3) == [3, 1, 2] * 2
     assert patches.applied() == [PATCH]
 

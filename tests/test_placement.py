@@ -11,7 +11,6 @@ from rollout_spec.placement import GroupPlacement
 
 
 def place(own, loads, group):
-    """Where a request of a group goes, which stays there."""
     chosen = own.choose(group, loads)
     loads[chosen] += 1
     return chosen
@@ -35,7 +34,6 @@ def test_siblings_go_together_up_to_the_bound_and_groups_are_spread(size, interl
 
 
 def test_a_group_goes_where_it_was_until_it_is_forgotten(monkeypatch):
-    """A place is that of the groups that are known; one that is gone is none."""
     monkeypatch.setattr(placement, "MAX_GROUPS", 2)
     own, idle = GroupPlacement(8), {"a": 0, "b": 0}
     assert [own.choose(group, {"a": 0, "b": 1}) for group in (0, 1)] == ["a", "a"]

@@ -1,8 +1,4 @@
-"""vLLM's proposer on a fake engine: requests come, wait, go on, end and fail. The drafter is the real one.
-
-Plain objects stand for vLLM's configuration, its runner and its batch, with the fields that the proposer
-reads. The target is a text that each request will say.
-"""
+"""vLLM's proposer on a fake engine: requests come, wait, go on, end, fail. The drafter is the real one."""
 
 import contextlib
 import types
@@ -110,13 +106,18 @@ class Engine:
         return self.proposer.drafter.index  # type: ignore[union-attr]
 
 
+def engine_of_one(**options):
+    """It has served "a" the first nine tokens of TEXT."""
+    engine = Engine(min_survival=0.0, **options)
+    engine.add("a")
+    engine.step({"a": TEXT[:9]})
+    return engine
+
+
 @pytest.fixture
 def said(monkeypatch):
     messages: list[str] = []
-
-    def note(message, *args):
-        messages.append(message % args)
-
+    note = lambda message, *args: messages.append(message % args)  # noqa: E731
     for module in (counts, control):
         monkeypatch.setattr(module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
     return messages
@@ -176,8 +177,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
         texts = {name: [100 * (int(name[0]) + 1) + i for i in range(60)] for name in engine.batch.req_ids}
         tokens = {name: engine.say(name, text) for name, text in texts.items()}
         num_rows, num_said = num_rows + len(tokens), num_said + sum(map(len, tokens.values()))
-        drafts = engine.step(tokens)
-        for name, draft in drafts.items():
+        for name, draft in engine.step(tokens).items():
             said = len(engine.texts[name]) - 3
             assert draft == texts[name][said : said + len(draft)]
         assert engine.proposer.drafter.request_ids == engine.requests.keys()  # type: ignore[union-attr]
@@ -204,10 +204,8 @@ def test_a_prompt_of_embeddings_has_drafts():
     assert last_level(request, 1000) == len(PROMPT) + 20 and last_level(request, 21) == 21
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "model_len", "room"), [(6, 200, 4), (None, 9, 4), (50, 9, 4), (7, 9, 4)]
-)
-def test_a_draft_ends_before_the_request(max_tokens, model_len, room):
+@pytest.mark.parametrize(("max_tokens", "model_len"), [(6, 200), (None, 9), (50, 9), (7, 9)])
+def test_a_draft_ends_before_the_request(max_tokens, model_len):
     """One short of max_tokens or of the model's length, which vLLM may set after the proposer is made."""
     engine = Engine(min_survival=0.0)
     engine.runner.max_model_len = model_len
@@ -215,9 +213,8 @@ def test_a_draft_ends_before_the_request(max_tokens, model_len, room):
     engine.step({"a": TEXT[:8]})
     engine.runner.max_model_len = NUM_COLUMNS if max_tokens == 6 else model_len
     engine.add("b", max_tokens=max_tokens)
-    lengths = [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)]
     # After the first token there are five more, of which the target adds the last one by itself.
-    assert lengths == [room, 3, 2, 1, 0, 0]
+    assert [len(engine.step({"b": TEXT[i : i + 1]})["b"]) for i in range(6)] == [4, 3, 2, 1, 0, 0]
 
 
 def drafts_of(history, group):
@@ -262,8 +259,7 @@ def test_the_history_is_taken_once_and_of_what_has_ended():
 def test_a_name_ends_no_request_whose_name_goes_on_after_it():
     """vLLM adds nothing to a name with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1."""
     engine = Engine()
-    names = ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]
-    for name in names:
+    for name in ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]:
         engine.add(name)
     engine.step()
     engine.control.note_ended(Ended(["a"], ()))
@@ -271,7 +267,7 @@ def test_a_name_ends_no_request_whose_name_goes_on_after_it():
 
 
 def test_a_history_that_cannot_be_read_costs_itself(said):
-    engine, other = Engine(history=4, min_survival=0.0), Engine(history=4, min_survival=0.0)
+    engine, other = (Engine(history=4, min_survival=0.0) for _ in range(2))
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
     engine.finish("a")
@@ -310,10 +306,9 @@ def test_of_a_warm_up_nothing_is_left(forgets):
 
 
 def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
+    engine = engine_of_one()
     engine.add("b")
-    engine.step({"a": TEXT[:9], "b": TEXT[:1]})
+    engine.step({"a": [], "b": TEXT[:1]})
     for _ in range(2):
         matrix = np.zeros((NUM_ROWS, NUM_COLUMNS), np.int32)
         assert engine.proposer.propose([[1], [1]], np.array([4], np.int32), matrix) == [[], []]
@@ -325,9 +320,7 @@ def test_a_failing_step_costs_its_drafts_and_is_said_once(said):
 
 
 def test_an_error_while_the_device_works_costs_drafts_only(said):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one()
     engine.proposer.drafter.catch_up = lambda has_time: 1 // 0
     engine.proposer.catch_up(lambda: True)
     assert engine.step() == {"a": []} and "ZeroDivisionError" in said[0]
@@ -335,9 +328,7 @@ def test_an_error_while_the_device_works_costs_drafts_only(said):
 
 
 def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
-    engine = Engine(min_survival=0.0, history=4)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one(history=4)
     engine.batch.req_ids.append("stranger")
     engine.texts["stranger"], engine.drafts["stranger"] = [5], []
     assert engine.step({"a": [9], "stranger": [6]}) == {"a": [], "stranger": []}
@@ -361,13 +352,10 @@ def test_an_error_that_nobody_knows_turns_drafting_off_and_not_the_engine(said):
     ids=["none", "a text", "no group", "no text", "a long prompt"],
 )
 def test_whatever_a_caller_sends_all_draft(extra_args):
-    engine = Engine(min_survival=0.0)
-    engine.add("a")
-    engine.step({"a": TEXT[:9]})
+    engine = engine_of_one()
     engine.add("strange", extra_args=extra_args)
     engine.add("b")
-    drafts = engine.step(dict.fromkeys(("strange", "b"), TEXT[:1]))
-    assert drafts["b"] == TEXT[1:5]
+    assert engine.step(dict.fromkeys(("strange", "b"), TEXT[:1]))["b"] == TEXT[1:5]
     assert engine.proposer.take_counters().num_failed_steps == 0
     for name in list(engine.batch.req_ids):
         engine.finish(name)
@@ -410,24 +398,19 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
     )  # fmt: skip
     proposer.load_model()
     matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)
-    drafts = proposer.propose([[5]], np.array([5], np.int32), matrix)
-    assert drafts == [[6, 5, 6] if is_used else []]
+    assert proposer.propose([[5]], np.array([5], np.int32), matrix) == [[6, 5, 6] if is_used else []]
     assert proposer.take_counters().num_steps == is_used
     assert (ProposerControl(proposer).take_history() is not None) == is_used
 
 
-@pytest.mark.parametrize(
-    ("num_own", "num_padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)]
-)
-def test_what_fills_a_ranks_graph_is_not_verified(num_own, num_padded, most):
-    assert most_tokens(num_own, num_padded, graphs=[24, 16, 8]) == most
+@pytest.mark.parametrize(("own", "padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)])
+def test_what_fills_a_ranks_graph_is_not_verified(own, padded, most):
+    assert most_tokens(own, padded, graphs=[24, 16, 8]) == most
 
 
 def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
-    def coordinate(num_tokens_unpadded, parallel_config):
-        return False, torch.tensor([num_tokens_unpadded, 31])
-
-    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+    both = lambda num_tokens_unpadded, parallel_config: (False, torch.tensor([num_tokens_unpadded, 31]))  # noqa: E731
+    monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", both)
     watching = []
     for _ in range(2):
         config = vllm_config({})

@@ -34,7 +34,6 @@ def composed(recipe, name, *overrides):
 
 
 def check(config):
-    """All that verl and we check before anything is launched."""
     check_config(config)
     validate_config(config, need_reference_policy(config), need_critic(config))
     for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
@@ -62,8 +61,7 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
     check(config)
     assert check_config(config) == SpecConfig()
-    trainer = get_trainer_cls(mode)(config)
-    assert (trainer.replay_buffer.filter_groups_metric == "acc") == (recipe == "dapo")
+    assert (get_trainer_cls(mode)(config).replay_buffer.filter_groups_metric == "acc") == (recipe == "dapo")
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
     assert rollout.enforce_eager == (device == "npu")
@@ -78,8 +76,7 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
 
 def run_script(*arguments, **env):
     command = [str(argument) for argument in arguments]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, **env}
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **env}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
@@ -117,8 +114,7 @@ def test_the_smallest_size_without_the_laboratory_is_one_line(tmp_path):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
     done = run_script(ROOT / "recipes/grpo/run.sh", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    message = "run.sh: size cpu needs the laboratory: pip install ./lab\n"
-    assert (done.returncode, done.stderr) == (2, message)
+    assert (done.returncode, done.stderr) == (2, "run.sh: size cpu needs the laboratory: pip install ./lab\n")
 
 
 @pytest.mark.slow

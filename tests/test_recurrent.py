@@ -28,7 +28,6 @@ NEMOTRON_H: dict[str, Any] = {
 
 
 def run_of(fields, folder, group, k=None):
-    """A composition with a policy of this config.json, and K draft tokens."""
     (folder / "config.json").write_text(json.dumps(fields))
     config = composed(group)
     config.actor_rollout_ref.model.path = str(folder)
@@ -49,8 +48,7 @@ def run_of(fields, folder, group, k=None):
 def test_what_the_states_of_a_request_take(fields, num_mib):
     states = recurrent.states_of(fields)
     assert states is not None
-    found = [states.num_bytes(k) / 2**20 for k in (0, 3, 7, 15)]
-    assert found == pytest.approx(num_mib, rel=0.01)
+    assert [states.num_bytes(k) / 2**20 for k in (0, 3, 7, 15)] == pytest.approx(num_mib, rel=0.01)
     assert states.num_bytes(3, cached=True) / states.num_bytes(3) == 5 / 4
     halves = recurrent.states_of(fields, tensor_parallel_size=2)
     assert halves is not None and halves.num_bytes(3) * 2 == states.num_bytes(3)

@@ -115,7 +115,7 @@ def test_a_table_names_the_file_as_it_is(command, tmp_path, capsys, monkeypatch)
     assert f"{trace.name}: " in out and ("tokens per step" in out or "tokens/step" in out)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9), rows=st.integers(1, 4))
 def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
     waiting, running, counts = list(lengths), [], []
@@ -159,17 +159,13 @@ def test_figures_by_step_and_by_length(record):
     assert record["tail_share"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("tokens_per_step", "said"),
-    [(1.5, "Drafts would give 1.50 tokens per step"), (1.004, "Drafts would change nothing")],
-)
-def test_a_sentence_says_losses_too(record, tokens_per_step, said):
-    assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(said)
-
-
-def test_no_figure_is_given_for_a_tail_without_steps(record):
+def test_sentences_say_losses_and_nothing_of_a_tail_that_is_none(record):
+    for tokens_per_step, said in ((1.5, "give 1.50 tokens"), (1.004, "change nothing")):
+        assert headline(record | {"tokens_per_step": tokens_per_step}).startswith(f"Drafts would {said}")
     with_tail, without = (sentences(record | {"tail_tokens_per_step": value})[0] for value in (1.0, 0.0))
     assert "; 1.00 near the end of a prompt, when a quarter" in with_tail and "quarter" not in without
+    said = headline(record | {"tail_share": 0.001})
+    assert "More than 8 requests run in almost every step" in said and "0%" not in said
 
 
 def test_the_page_says_what_is_printed(tmp_path, capsys):
@@ -197,8 +193,3 @@ def test_doubts_stand_first_in_page_and_json(tmp_path, capsys):
     assert no_step.startswith("no row has a step: all 2 prompts count as one rollout")
     page = (tmp_path / "replay.html").read_text()
     assert page.index("</h1>") < page.index("are there again") < page.index("tokens per step;")
-
-
-def test_a_rollout_that_fills_its_engines_has_no_tail(record):
-    said = headline(record | {"tail_share": 0.001})
-    assert "More than 8 requests run in almost every step" in said and "0%" not in said

@@ -19,9 +19,7 @@ SPEC = "rollout/spec_"
 LOGGED = '{"step": 3, "data": {"rollout/spec_generated_tokens": 1, "rollout/spec_rollout_seconds": '
 
 
-def write_run(
-    folder, seconds, tokens, drafting=False, responses=(), training=20.0, waited=None, interrupted=0.0
-):
+def write_run(folder, seconds, tokens, drafts=False, responses=(), training=20.0, waited=None, interrupted=0):
     folder.mkdir(parents=True, exist_ok=True)
     lines, trained = [], training if isinstance(training, list) else [training] * len(seconds)
     for step, (took, generated) in enumerate(zip(seconds, tokens, strict=True), 1):
@@ -35,7 +33,7 @@ def write_run(
             "timing_s/update_actor": 0.75 * trained[step - 1],
             "timing_s/step": took + trained[step - 1],
         }  # fmt: skip
-        if drafting:
+        if drafts:
             data |= {
                 SPEC + "tokens_per_step": 2.0 if step == 1 else 4.0, SPEC + "num_failed_steps": 0,
                 SPEC + "num_drafts": 10, SPEC + "num_draft_tokens": 40 * step,
@@ -179,8 +177,7 @@ def test_a_machine_that_drifted_makes_the_ratio_untrusted(tmp_path, training):
 
 
 def test_the_step_in_which_the_machine_changed_is_named(tmp_path):
-    training = [60.0, 20.0, 20.0, 20.0]
-    comparison = compared(tmp_path, [10.0] * 4, [5.0] * 4, training=training)
+    comparison = compared(tmp_path, [10.0] * 4, [5.0] * 4, training=[60.0, 20.0, 20.0, 20.0])
     assert comparison.has_drifted
     assert "Look at step 1 of sam, which took 3.0× as long as its others." in sentences(comparison)[0]
 
@@ -336,14 +333,12 @@ def test_a_run_that_cannot_be_read_is_one_clear_line(runs, tmp_path, capsys, tex
         ([], False),
         (list(range(200)), False),
         ([1, 2, 3] * 8, True),
-        ([1, 2, 3] * 7, False),  # 21 tokens, fewer than 24
         ([*range(100), *([5] * 24)], True),
         ([*range(100), *([5] * 23)], False),
         ([*([1, 2, 3] * 50), 9], False),  # the loop has ended
         ([9, *([1, 2, 3] * 8), 1, 2], True),  # cut in the middle of a round
         (list(range(32)) * 4, True),
         (list(range(33)) * 4, False),  # longer than MAX_PERIOD
-        (list(range(32)) * 3, False),  # three rounds, not four
     ],
 )
 def test_is_looping(tokens, expected):

@@ -94,10 +94,9 @@ def test_tokens_that_are_thrown_away_are_no_step():
 
 
 def test_requests_that_join_have_no_placeholders():
-    cached = SimpleNamespace(resumed_req_ids={"resumed"})
     output: Any = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id="new"), SimpleNamespace(req_id="prompt")],
-        scheduled_cached_reqs=cached,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"resumed"}),
         scheduled_spec_decode_tokens={"new": [-1] * 4, "resumed": [-1] * 4, "runs": [-1] * 4},
         num_scheduled_tokens={"new": 5, "prompt": 9, "resumed": 5, "runs": 5},
         total_num_scheduled_tokens=24,

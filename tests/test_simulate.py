@@ -28,7 +28,6 @@ def line(group, prompt, *lengths, rng=None):
 
 
 def rollouts(num_groups=6, group_size=8, seed=3):
-    """Groups with long-tailed lengths."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
     return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
@@ -44,8 +43,7 @@ def noise(num_groups=4, group_size=8, length=150):
 
 
 def served(requests, config, times, max_num_seqs, model=None, **more):
-    cluster = Cluster(1, max_num_seqs, **more)
-    alone = Engine(config, times, cluster, model=model)
+    alone = Engine(config, times, Cluster(1, max_num_seqs, **more), model=model)
     rollout([[alone]], [requests])
     assert not alone.has_work
     return alone.total
@@ -76,8 +74,7 @@ def test_a_rollout_without_drafts_by_hand(monkeypatch):
 def test_agents_wait_for_their_tools():
     """Two turns of two tokens; the second has three new ones before it. Then another sample's only turn."""
     spans = [np.array([[0, 2], [5, 7]], np.int32), np.array([[1, 3]], np.int32)]
-    agents = dataclasses.replace(line("0", 5, 7, 3), turns=spans)
-    first, second = requests_of([agents], None)
+    first, second = requests_of([dataclasses.replace(line("0", 5, 7, 3), turns=spans)], None)
     assert [turn.num_tokens for turn in first.turns] == [7, 12] and second.num_tokens == 8
     run = served([first], OFF, BY_HAND, 1, tool_seconds=100.0)
     assert (run.seconds, run.num_tokens) == (5 + 1 + 100 + 3 + 1, 4)
@@ -99,7 +96,6 @@ class ContextTimes(StepTimes):
 
 
 def right_model(response, num_tokens):
-    """The drafts of one that is always right."""
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
     return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
@@ -113,22 +109,18 @@ def modelled(num_tokens=2, length=6):
     return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
 
 
-PER_TOKEN = StepTimes.parse("1:1,10:10")
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
 
 
-def test_a_model_alone_drafts_in_every_step_by_hand():
-    run = served(modelled(), OFF, PER_TOKEN, 1, model=MODEL)
+def test_a_model_by_hand_alone_and_beside_the_index():
+    run = served(modelled(), OFF, BY_HAND, 1, model=MODEL)
     # The prompt and the row; then the row with two draft tokens, and with the one that there is room for.
     assert run.seconds == 5 + 3 + 2 + 3 * 2 * 0.125
     assert (run.num_steps, run.num_draft_tokens, run.num_accepted_tokens) == (3, 3, 3)
-
-
-def test_a_model_beside_the_index_makes_its_first_pass_while_the_gate_is_closed():
-    closed = served(modelled(), SpecConfig(batch_threshold=0), PER_TOKEN, 1, model=MODEL)
+    closed = served(modelled(), SpecConfig(batch_threshold=0), BY_HAND, 1, model=MODEL)
     assert closed.seconds == 5 + 5 + 6 * 0.125
     assert (closed.num_steps, closed.num_draft_tokens) == (6, 0)
-    opened = served(modelled(), SpecConfig(batch_threshold=1), PER_TOKEN, 1, model=MODEL)
+    opened = served(modelled(), SpecConfig(batch_threshold=1), BY_HAND, 1, model=MODEL)
     # The gate says in a step that it is open, and the model drafts in the next.
     assert (opened.num_steps, opened.num_draft_tokens) == (4, 2)
     assert opened.seconds == 5 + 1 + 3 + 1 + (1 + 3 * 2) * 0.125
@@ -221,8 +213,7 @@ def test_replicas_share_the_requests_and_the_slowest_counts():
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
-    one_group = requests_of([line("0", 5, *[3] * 40)], None)
-    assert [len(part) for part in assign(one_group, 2)] == [24, 16]
+    assert [len(part) for part in assign(requests_of([line("0", 5, *[3] * 40)], None), 2)] == [24, 16]
     one = simulate(lines, Cluster(1, 16, 6), OFF, STEPPED)
     two = simulate(lines, Cluster(2, 16, 6), OFF, STEPPED)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
@@ -257,8 +248,7 @@ def test_the_lines_of_a_step_are_one_rollout():
 def test_replicas_share_their_history():
     """In the second step each serves the random text that the other has served in the first."""
     first, second, *others = noise()
-    swapped = [second, first, *others]
-    steps = enumerate((noise(), swapped))
+    steps = enumerate((noise(), [second, first, *others]))
     lines = [dataclasses.replace(one, step=step) for step, part in steps for one in part]
     configs = [SpecConfig(batch_threshold=64, history=history) for history in (0, 8)]
     without, shared = (seconds(lines, Cluster(2, 64), config, FLAT) for config in configs)
@@ -276,8 +266,7 @@ def test_auto_is_as_good_as_the_best_fixed_threshold_and_loses_nothing_where_not
 
 def test_auto_learns_where_requests_come_and_go_in_every_step():
     """Then hardly two steps have the same rows, and none is without a prefill."""
-    rng = np.random.default_rng(5)
-    lengths = np.maximum(3, rng.exponential(30, (200, 8))).astype(int)
+    lengths = np.maximum(3, np.random.default_rng(5).exponential(30, (200, 8))).astype(int)
     lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
     configs = [SpecConfig(batch_threshold=threshold) for threshold in (128, "auto")]
     fixed, auto = (seconds(lines, Cluster(1, 128), config, FLAT) for config in configs)

@@ -1,12 +1,14 @@
-"""The format of recorded rollouts: what is written is read, and what a killed run has left of it."""
+"""Recorded rollouts: what is written is read, what a killed run has left of it, and verl's servers record."""
 
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.trace import TraceError, append_lines, read_trace, to_line
+from rollout_spec.trace import DIR_VARIABLE, TraceError, append_lines, read_trace, to_line, trace_file
+from rollout_spec.verl.recorder import Recorder
 
 LINES = [to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]), to_line("b", None, [], [[5]])]
 
@@ -94,3 +96,59 @@ def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, pack, monkeypatc
     monkeypatch.setattr(trace, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(TraceError, match=r":2: a line must have at most 1 MiB$"):
         list(read_trace(path))
+
+
+def tokens_of(line):
+    return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
+
+
+def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
+    first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
+    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "traces"))
+    writer = Recorder(replica_rank=1)
+    writer.add([1, 2], [3], first)
+    writer.add([5], [6, 7], {"rollout_spec_group": "second"})
+    # It was interrupted after two tokens, and went on.
+    writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
+    writer.add([5], [], {"rollout_spec_group": "second"})
+    # A caller may send anything.
+    writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
+    # A sample of three turns, then one whose context was compressed; they end in any order.
+    agent = {"rollout_spec_group": "agents", "rollout_spec_sample": "a"}
+    first_turns = (1, [8, 8, 1, 0, 0], [2]), (0, [8, 8], [1])
+    for turn, prompt, said in (*first_turns, (2, [8, 8, 1, 0, 0, 2], [3, 4]), (3, [8, 1], [5])):
+        writer.add(prompt, said, agent | {"rollout_spec_turn": turn})
+        writer.flush(step=2)  # a weight sync does not cut a sample that goes on
+    writer.end("a")
+    writer.flush(step=3)
+    writer.flush(step=4)
+    lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
+    expected = [
+        *(([1, 2], [[3], [4, 4, 5]]), ([5], [[6, 7]]), ([9], [[1]])),
+        *(([8, 8], [[1, 0, 0, 2, 3, 4]]), ([8, 1], [[5]])),
+    ]
+    assert lines[3].turns_of(0) == [[0, 1], [3, 4], [4, 6]] and lines[4].turns == []
+    steps = [(2 + (prompt[0] == 8), prompt, said) for prompt, said in expected]
+    assert [(line.step, *tokens_of(line)) for line in lines] == steps
+    assert [line.group for line in lines][:2] == ["first", "second"]
+    assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
+    monkeypatch.delenv(DIR_VARIABLE)
+    idle = Recorder(replica_rank=1)
+    idle.add([1], [2], {})
+    assert not idle._samples, "a run that records nothing keeps nothing"
+
+
+def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch, caplog):
+    """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
+    (small_disk / "file").touch()
+    for folder, reason in ((small_disk / "traces", "No space left"), (small_disk / "file", "exists")):
+        monkeypatch.setenv(DIR_VARIABLE, str(folder))
+        recorder = Recorder(replica_rank=0)
+        for step in range(3):
+            recorder.add([step], range(20_000), {})
+            recorder.flush(step)
+        [message] = caplog.messages
+        assert reason in message
+        caplog.clear()
+        assert not recorder._samples
+    assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"

@@ -2,29 +2,21 @@
 
 import dataclasses
 import json
-import pathlib
 from itertools import groupby
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.trace import Rollout, read_trace, trace_file
+from rollout_spec.trace import read_trace, trace_file
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import tokens_per_step
-from tests.trainings import LENGTH, NUM_PROMPTS, Response, command, execute, responses_of, saved, smollm2
+from tests.trainings import LENGTH, NUM_PROMPTS, command, execute, responses_of, saved, smollm2
 
 NUM_SAMPLES = 8
 NUM_REPLICAS = 2
 
 pytestmark = pytest.mark.timeout(900)
-
-
-class Run(NamedTuple):
-    folder: pathlib.Path
-    served: list[list[Rollout]]
-    responses: list[Response]
-    metrics: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +36,8 @@ def run(tmp_path_factory):
     [(step, metrics)] = execute(command(folder, smollm2(), *overrides, num_train=NUM_PROMPTS), folder).items()
     assert step == 1
     files = [trace_file(folder / trace.FOLDER, replica) for replica in range(NUM_REPLICAS)]
-    return Run(folder, [list(read_trace(file)) for file in files], responses_of(folder), metrics)
+    served, responses = [list(read_trace(file)) for file in files], responses_of(folder)
+    return SimpleNamespace(folder=folder, served=served, responses=responses, metrics=metrics)
 
 
 def test_a_step_drafts_and_says_so_in_verls_stream(run):
@@ -57,16 +50,12 @@ def test_a_step_drafts_and_says_so_in_verls_stream(run):
     assert 1 <= metrics["load_imbalance"] <= NUM_REPLICAS
 
 
-def test_siblings_are_served_by_one_engine_and_their_checkpoint_has_them_all(run):
+def test_siblings_are_served_by_one_engine_and_draft_better_for_it(run):
     """It is saved before the weight sync, when the engines still take their last requests for running."""
     assert [len(served) for served in run.served] == [1] * NUM_REPLICAS, "two groups for two engines"
     assert all(len(group.responses) == NUM_SAMPLES for [group] in run.served)
     assert [len(responses) for responses in saved(run.folder, 1).values()] == [NUM_SAMPLES] * NUM_PROMPTS
-
-
-def test_siblings_together_draft_better(run):
-    """On the text that the engines made, with its groups split and whole: there nothing is chance."""
-    half = NUM_SAMPLES // 2
+    half = NUM_SAMPLES // 2  # on the text that the engines made, split and whole: there nothing is chance
     split = [
         [dataclasses.replace(group, responses=group.responses[part]) for [group] in run.served]
         for part in (slice(half), slice(half, NUM_SAMPLES))

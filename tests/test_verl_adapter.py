@@ -8,15 +8,14 @@ import json
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import ray
-import torch
 import transfer_queue
 import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
-from PIL import Image
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
@@ -28,19 +27,37 @@ from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
-from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import drafters as verl_drafters
 from rollout_spec.verl import samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.client import Samples
-from rollout_spec.verl.recorder import Recorder
-from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
+from rollout_spec.verl.samples import ROW
 from rollout_spec.verl.server_windows import BusyClock, Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
+from tests.test_trace import tokens_of
 from tests.test_verl_check_config import composed
+from tests.test_verl_client import batch_of
+
+
+@pytest.fixture
+def answers(server_of, monkeypatch):
+    """`answers(...)`: how verl's own server ends requests; in the list their parameters will be."""
+    asked: list[Any] = []
+
+    def install(token_ids=(8,), admits=True, **fields):
+        async def generate(self, _, sampling_params, request_id):
+            if admits:
+                self._windows.admit()
+            asked.append(sampling_params)
+            return SimpleNamespace(token_ids=token_ids, extra_fields={**fields}, stop_reason="completed")
+
+        monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+        return asked
+
+    return install
 
 
 def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
@@ -75,16 +92,12 @@ def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monke
     assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
 
-def test_a_sample_without_a_told_end_ends_after_three_weight_syncs_without_it(server_of, monkeypatch):
-    async def generate(self, *_):
-        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
-
+def test_a_sample_without_a_told_end_ends_after_three_syncs_without_it(server_of, answers, monkeypatch):
     async def call(self, method, ended, step=None):
         found.append(list(ended.samples))
-        return []
 
     found: list[list[str]] = []
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+    answers(admits=False)
     monkeypatch.setattr(verl_server.Drafters, "call", call)
     server = server_of(None, {"method": "sam"})
 
@@ -205,62 +218,6 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
 
 
-def tokens(line):
-    return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
-
-
-def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
-    first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
-    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "traces"))
-    writer = Recorder(replica_rank=1)
-    writer.add([1, 2], [3], first)
-    writer.add([5], [6, 7], {"rollout_spec_group": "second"})
-    # It was interrupted after two tokens, and went on.
-    writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
-    writer.add([5], [], {"rollout_spec_group": "second"})
-    # A caller may send anything.
-    writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
-    # A sample of three turns, then one whose context was compressed; they end in any order.
-    agent = {"rollout_spec_group": "agents", "rollout_spec_sample": "a"}
-    first_turns = (1, [8, 8, 1, 0, 0], [2]), (0, [8, 8], [1])
-    for turn, prompt, said in (*first_turns, (2, [8, 8, 1, 0, 0, 2], [3, 4]), (3, [8, 1], [5])):
-        writer.add(prompt, said, agent | {"rollout_spec_turn": turn})
-        writer.flush(step=2)  # a weight sync does not cut a sample that goes on
-    writer.end("a")
-    writer.flush(step=3)
-    writer.flush(step=4)
-    lines = list(read_trace(trace_file(tmp_path / "traces", 1)))
-    expected = [
-        *(([1, 2], [[3], [4, 4, 5]]), ([5], [[6, 7]]), ([9], [[1]])),
-        *(([8, 8], [[1, 0, 0, 2, 3, 4]]), ([8, 1], [[5]])),
-    ]
-    assert lines[3].turns_of(0) == [[0, 1], [3, 4], [4, 6]] and lines[4].turns == []
-    steps = [(2 + (prompt[0] == 8), prompt, said) for prompt, said in expected]
-    assert [(line.step, *tokens(line)) for line in lines] == steps
-    assert [line.group for line in lines][:2] == ["first", "second"]
-    assert lines[0].names == [None, [7, 1, "train"]] and lines[2].names == ["b'raw'"]
-    monkeypatch.delenv(DIR_VARIABLE)
-    idle = Recorder(replica_rank=1)
-    idle.add([1], [2], {})
-    assert not idle._samples, "a run that records nothing keeps nothing"
-
-
-def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch, caplog):
-    """A full one, and a path that is no folder; inside a weight sync an error would end a training."""
-    (small_disk / "file").touch()
-    for folder, reason in ((small_disk / "traces", "No space left"), (small_disk / "file", "exists")):
-        monkeypatch.setenv(DIR_VARIABLE, str(folder))
-        recorder = Recorder(replica_rank=0)
-        for step in range(3):
-            recorder.add([step], range(20_000), {})
-            recorder.flush(step)
-        [message] = caplog.messages
-        assert reason in message
-        caplog.clear()
-        assert not recorder._samples
-    assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"
-
-
 @pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
 def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
@@ -286,19 +243,14 @@ def test_an_engine_that_sleeps_keeps_a_head_that_no_sync_brings(drafter, level, 
 
 
 @pytest.mark.parametrize(("scheduler", "num_decoded"), [(None, 0), (SCHEDULER, 8 + 4)])
-def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, server_of, monkeypatch):
+def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, server_of, answers):
     """An engine that does not count is asked for nothing."""
     counts = {"num_decoded_tokens": 8, "num_decode_steps": 4, "num_drafts": 3, "num_draft_tokens": 9}
-
-    async def generate(self, *_):
-        self._windows.admit()
-        sent = {"kv_transfer_params": {"rollout_spec": dict(counts)}} if scheduler else {}
-        return SimpleNamespace(token_ids=[8] * 9, extra_fields=sent, stop_reason="completed")
+    answers([8] * 9, **({"kv_transfer_params": {"rollout_spec": counts}} if scheduler else {}))
 
     async def take_aborted(method):
         return {"num_decoded_tokens": 4, "num_decode_steps": 1}
 
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
     engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=take_aborted))
     server = server_of(engine if scheduler else None, {"method": "off"}, scheduler=scheduler)
     output = asyncio.run(server.generate([1, 2], {}, "one"))
@@ -320,85 +272,18 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
     ],
 )
 @pytest.mark.parametrize("method", ["sam", "keyed"])
-def test_the_noise_follows_from_the_name_else_the_seed(sent, expected, method, server_of, monkeypatch):
-    keys: list[int] = []
-
-    async def generate(self, _, sampling_params, request_id):
-        params = SimpleNamespace(**{"seed": None, "extra_args": None, **sampling_params})
-        keys.append(RequestKeys(0).new_key(params))
-        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
-
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+def test_the_noise_follows_from_the_name_else_the_seed(sent, expected, method, server_of, answers):
+    asked = answers()
     asyncio.run(server_of(None, {"method": method}).generate([1, 2], sent, "one"))
-    assert keys == [make_key(*expected)]
-
-
-def batch_of(prompts, indices, step, validate=False, **columns):
-    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
-    if indices is not None:
-        tu.assign_non_tensor_stack(batch, "index", indices)
-    tu.assign_non_tensor_data(batch, "global_steps", step)
-    if validate:
-        tu.assign_non_tensor_data(batch, "validate", True)
-    return batch
-
-
-def rows_of(names, *batch, **more):
-    return [json.loads(row) for row in tu.get(names.add_to(batch_of(*batch, **more)), ROW)]
-
-
-def test_a_rows_name_is_its_own_and_the_same_in_every_run():
-    [name] = rows_of(RowNames(7), ["2 + 2"], [4], 3)
-    # A run that is repeated with another release gets the same tokens.
-    assert name == [7, 3, "train", "4", "119630b4882f7920", 0]
-    assert rows_of(RowNames(7), ["2 + 2"], [4], 3) == [name]
-    others = [
-        rows_of(RowNames(8), ["2 + 2"], [4], 3),
-        rows_of(RowNames(7), ["2 + 2"], [4], 4),
-        rows_of(RowNames(7), ["2 + 2"], [4], 3, validate=True),
-        rows_of(RowNames(7), ["2 + 2"], [5], 3),
-        rows_of(RowNames(7), ["2 + 2"], None, 3),
-        rows_of(RowNames(7), ["2 + 3"], [4], 3),
-        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "a"}}]),
-        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "b"}}]),
-        rows_of(RowNames(7), ["2 + 2", "2 + 2"], [4, 4], 3)[1:],
-    ]
-    assert len({json.dumps(other) for other in [[name], *others]}) == len(others) + 1
-    assert rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{}]) == [name]
-    assert kind_of(name) == "train" and kind_of(others[2][0]) == "val"
-    of_no_row = (None, "val", ["unnamed", 0, 0, 3], ["prompt", 7, "ab", 0])
-    assert [kind_of(each) for each in of_no_row] == [None] * 4
-
-
-def test_prompts_that_are_drawn_again_in_a_step_are_numbered():
-    names = RowNames(0)
-    for indices, step, validate, numbers in (
-        ([4, 4], 3, False, [0, 1]),
-        ([4, 4], 3, False, [2, 3]),  # more of the step
-        ([4, 4], 3, True, [0, 1]),  # and what validates it
-        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
-        ([4, 5], 4, True, [0, 0]),
-    ):
-        batch = batch_of(["2 + 2", "2 + 2"], indices, step, validate)
-        with_names = names.add_to(batch)
-        assert [json.loads(row)[-1] for row in tu.get(with_names, ROW)] == numbers
-        assert ROW not in batch
-    columns = dict(with_names.chunk(2)[1].items())  # as verl's worker reads them
-    assert json.loads(columns[ROW][0].data)[3] == "5"
-    without = tu.get_tensordict({"uid": ["a"]})
-    assert names.add_to(without) is without
+    params = SimpleNamespace(**{"seed": None, "extra_args": None, **asked[0]})
+    assert RequestKeys(0).new_key(params) == make_key(*expected)
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"), [("train", [True, True]), ("val", [False] * 2), (None, [True, False])]
 )
-def test_a_request_says_whether_it_validates_or_the_trainer_does(kind, expected, server_of, monkeypatch):
-    async def generate(self, *_):
-        self._windows.admit()
-        return SimpleNamespace(token_ids=[8], extra_fields={}, stop_reason="completed")
-
-    monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
+def test_a_request_says_if_it_validates_or_the_trainer_does(kind, expected, server_of, answers, monkeypatch):
+    answers()
     said: list[Any] = []
     monkeypatch.setattr(verl_server.logger, "warning", lambda *message: said.append(message))
     server = server_of(None, {"method": "off"}, scheduler=None)
@@ -410,17 +295,6 @@ def test_a_request_says_whether_it_validates_or_the_trainer_does(kind, expected,
         server._windows.has_training = False
     assert counted == expected
     assert len(said) == (kind is None), "once"
-
-
-def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
-    def digest(image):
-        return prompt_name(None, [{"role": "user", "content": [{"type": "image", "image": image}]}])[1]
-
-    pictures = [np.full((2, 2, 3), shade, np.uint8) for shade in (1, 2)]
-    for kind in (Image.fromarray, torch.from_numpy, np.array, np.ndarray.tobytes):
-        assert [digest(kind(each)) for each in pictures] == [digest(kind(each.copy())) for each in pictures]
-        assert digest(kind(pictures[0])) != digest(kind(pictures[1])) != digest(object())
-    assert digest(object()) == "8665f43eda0bcee1"
 
 
 def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
@@ -514,24 +388,13 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
     given: list[Any] = []
     waited: list[Any] = []
     fit.__signature__ = inspect.signature(PPOTrainer.fit)  # type: ignore[attr-defined]
-
-    def wait(self, partition_id, last_debug_time):
-        waited.append(partition_id)
-
+    wait = lambda self, partition_id, last_debug_time: waited.append(partition_id)  # noqa: E731
     monkeypatch.setattr(PPOTrainer, "fit", fit)
     monkeypatch.setattr(ReplayBufferAsync.__mro__[1], "_wait_for_next_poll", wait)
     trainer_hooks.install()
-    answers = [None, EngineDeadError()]
-
-    def answered(asked, num_returns, timeout):
-        error = answers.pop(0)
-        if error is not None:
-            raise error
-        return [], []
-
     said: list[str] = []
     monkeypatch.setattr(trainer_hooks.logger, "warning", said.append)
-    monkeypatch.setattr(ray, "wait", answered)
+    monkeypatch.setattr(ray, "wait", Mock(side_effect=[([], []), EngineDeadError()]))
     asked = SimpleNamespace(require_engine=SimpleNamespace(remote=lambda: "a reply"))
     rollout = {"rollout": {"seed": 7}}
     for method, died in (("off", False), ("off", True), (None, False)):
@@ -545,7 +408,7 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
         assert (ROW in given[-1]) == (method is not None)
         for num_tokens in (5 * died, 0):  # of the first two steps
             trainer_hooks._say_uncounted(trainer, {"rollout/spec_generated_tokens": num_tokens})
-    assert waited == ["train"] * 2 and not answers
+    assert waited == ["train"] * 2 and ray.wait.call_count == 2
     assert len(said) == 1 and "have seen no request" in said[0], "of the run whose first step had none"
     assert json.loads(tu.get(given[0], ROW)[0])[0] == 7
 
@@ -560,5 +423,5 @@ def test_what_verl_itself_dumps_is_read(tmp_path):
     read = list(read_rollouts([tmp_path]))
     of_step = [([7], [[1], [2, 3]]), ([7], [[4]]), ([8], [[5]])]
     expected = [(step, *line) for step in (2, 10) for line in of_step]
-    assert [(one.step, *tokens(one)) for one in read] == expected
+    assert [(one.step, *tokens_of(one)) for one in read] == expected
     assert len({one.group for one in read}) == 2, "the prompts come back"

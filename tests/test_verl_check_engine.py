@@ -16,9 +16,8 @@ from tests.test_verl_check_drafter import KEYED, LOADED, MTP, OFF, OWN, SAM, SAM
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NPU = {"trainer.device": "npu"}
 PROCESSORS = {f"{ENGINE}.logits_processors": ["my.Processor"]}
-MIN_P, MIN_P_TEXT, PATH = (
-    {f"{ENGINE}.override_generation_config": value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path")
-)
+OVERRIDE = f"{ENGINE}.override_generation_config"
+MIN_P, MIN_P_TEXT, PATH = ({OVERRIDE: value} for value in ({"min_p": 0.1}, '{"min_p": 0.1}', "a/path"))
 AHEAD, SYNCHRONOUS = ({f"{ENGINE}.async_scheduling": value} for value in (True, False))
 PIECES = {f"{ENGINE}.long_prefill_token_threshold": 8}
 RANKS = {f"{ROLLOUT}.data_parallel_size": 2}
@@ -48,14 +47,8 @@ OTHER = "its vocabulary is of 10 tokens, the policy's of 20"
 
 
 def case(refusal, groups, *values, **others):
-    """A configuration that is refused so; None: that passes.
-
-    Others:
-        policy: its config.json.
-        own: the method and the config.json of a drafter of the user's own.
-        vllm: the version of which the driver has one; None where it has none.
-        runner: what VLLM_USE_V2_MODEL_RUNNER says.
-    """
+    """A configuration that is refused so; None: that passes. `policy`: its config.json; `own`: the method and
+    config.json of a drafter of the user's own; `vllm`: the driver's version, None where it has none."""
     return refusal, groups, values, {"policy": None, "own": None, "vllm": "0.24.0", "runner": None} | others
 
 
@@ -158,7 +151,6 @@ def write_model(folder, fields):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    """Has the driver see what a version of vLLM holds."""
 
     def install(version):
         for module in ("vllm.versions", "verl.check_engine"):

@@ -1,4 +1,4 @@
-"""verl's own clients, which name the calls of an agent loop; the servers record what they get."""
+"""Names: of rows, and of calls by verl's own clients, where the servers record what they get."""
 
 import asyncio
 import copy
@@ -7,8 +7,12 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import verl.utils.tensordict_utils as tu
 from omegaconf import OmegaConf
+from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from ray.exceptions import ActorDiedError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -16,6 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl.client import Call, Samples
+from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -118,12 +123,15 @@ def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(
     assert json.loads(runs[0][3]) == [*SAMPLE, "0c730b69905c5ef7", 3]
 
 
-def test_what_else_a_caller_gives_is_handed_on():
+def test_what_else_a_caller_gives_is_handed_on_and_the_noise_that_it_chose():
     server = Server()
     client = make(server)
     client.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"full_determinism": True}}})
     asyncio.run(client.generate("mine", prompt_ids=[1], sampling_params=params(), image_data=["a"]))
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
+    server = Server()
+    asyncio.run(call(make(server), [1], {"seed": 5}))
+    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
@@ -131,9 +139,8 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
 
     server = Server(aborted=(0, 1))
     client = make(server)
-    monkeypatch.setattr(
-        "verl.workers.rollout.llm_server.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": at_once})
-    )
+    fast = SimpleNamespace(**{**vars(asyncio), "sleep": at_once})
+    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio", fast)
     asyncio.run(call(client, [1, 2], params()))
     asyncio.run(call(client, [1, 2, 8, 9, 8, 9, 8, 9, 5], params()))
     prompts = [request["prompt_ids"] for request in server.requests]
@@ -198,18 +205,11 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
         raise ActorDiedError
 
     client, calls = make(Server()), []
-    broken = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail))
-    client._load_balancer = broken if balancer else None
+    client._load_balancer = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail)) if balancer else None
     for request_id in "ab":
         made = Call(request_id, "its digest", 1, {}, False)
         calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])
     assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
-
-
-def test_a_caller_that_chose_the_noise_keeps_it():
-    server = Server()
-    asyncio.run(call(make(server), [1], {"seed": 5}))
-    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
 
 
 @pytest.mark.parametrize("change", ["off", "teacher"])
@@ -365,3 +365,71 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     else:
         assert len(there) == 1
         assert all("another" in name for name in server.names[1:])
+
+
+def batch_of(prompts, indices, step, validate=False, **columns):
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
+    if indices is not None:
+        tu.assign_non_tensor_stack(batch, "index", indices)
+    tu.assign_non_tensor_data(batch, "global_steps", step)
+    if validate:
+        tu.assign_non_tensor_data(batch, "validate", True)
+    return batch
+
+
+def rows_of(names, *batch, **more):
+    return [json.loads(row) for row in tu.get(names.add_to(batch_of(*batch, **more)), ROW)]
+
+
+def test_a_rows_name_is_its_own_and_the_same_in_every_run():
+    [name] = rows_of(RowNames(7), ["2 + 2"], [4], 3)
+    # A run that is repeated with another release gets the same tokens.
+    assert name == [7, 3, "train", "4", "119630b4882f7920", 0]
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3) == [name]
+    others = [
+        rows_of(RowNames(8), ["2 + 2"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 4),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, validate=True),
+        rows_of(RowNames(7), ["2 + 2"], [5], 3),
+        rows_of(RowNames(7), ["2 + 2"], None, 3),
+        rows_of(RowNames(7), ["2 + 3"], [4], 3),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "a"}}]),
+        rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{"task": {"repository": "b"}}]),
+        rows_of(RowNames(7), ["2 + 2", "2 + 2"], [4, 4], 3)[1:],
+    ]
+    assert len({json.dumps(other) for other in [[name], *others]}) == len(others) + 1
+    assert rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{}]) == [name]
+    assert kind_of(name) == "train" and kind_of(others[2][0]) == "val"
+    of_no_row = (None, "val", ["unnamed", 0, 0, 3], ["prompt", 7, "ab", 0])
+    assert [kind_of(each) for each in of_no_row] == [None] * 4
+
+
+def test_prompts_that_are_drawn_again_in_a_step_are_numbered():
+    names = RowNames(0)
+    for indices, step, validate, numbers in (
+        ([4, 4], 3, False, [0, 1]),
+        ([4, 4], 3, False, [2, 3]),  # more of the step
+        ([4, 4], 3, True, [0, 1]),  # and what validates it
+        ([4, 5], 3, True, [2, 0]),  # alike, but of two places
+        ([4, 5], 4, True, [0, 0]),
+    ):
+        batch = batch_of(["2 + 2", "2 + 2"], indices, step, validate)
+        with_names = names.add_to(batch)
+        assert [json.loads(row)[-1] for row in tu.get(with_names, ROW)] == numbers
+        assert ROW not in batch
+    columns = dict(with_names.chunk(2)[1].items())  # as verl's worker reads them
+    assert json.loads(columns[ROW][0].data)[3] == "5"
+    without = tu.get_tensordict({"uid": ["a"]})
+    assert names.add_to(without) is without
+
+
+def test_prompts_of_one_text_with_other_images_are_two_though_they_have_no_index():
+    def digest(image):
+        return prompt_name(None, [{"role": "user", "content": [{"type": "image", "image": image}]}])[1]
+
+    pictures = [np.full((2, 2, 3), shade, np.uint8) for shade in (1, 2)]
+    for kind in (Image.fromarray, torch.from_numpy, np.array, np.ndarray.tobytes):
+        assert [digest(kind(each)) for each in pictures] == [digest(kind(each.copy())) for each in pictures]
+        assert digest(kind(pictures[0])) != digest(kind(pictures[1])) != digest(object())
+    assert digest(object()) == "8665f43eda0bcee1"

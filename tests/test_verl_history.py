@@ -12,16 +12,12 @@ import numpy as np
 import pytest
 import ray
 from omegaconf import OmegaConf
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.drafting.history import History, prompt_key
-from rollout_spec.verl.trainer_history import (
-    FILE,
-    keeps_history,
-    load_history,
-    remove_orphans,
-    save_history,
-    share_history,
-)
+from rollout_spec.verl import trainer_history
+from rollout_spec.verl.trainer_history import FILE, load_history, save_history, share_history
 from tests.text import merged
 
 PROMPT = prompt_key(np.array([1, 2, 3], np.int32))
@@ -146,13 +142,13 @@ def test_a_history_goes_with_its_checkpoint(tmp_path):
         if name != "4":
             (file.parent / "actor").mkdir()
     trainer = make_trainer(tmp_path, step=20, num_servers=0)
-    remove_orphans(trainer)
+    trainer_history.remove_orphans(trainer)
     for name in ("3", "20"):
         (tmp_path / f"global_step_{name}/actor").rmdir()
-    remove_orphans(trainer)
+    trainer_history.remove_orphans(trainer)
     left = sorted(file.parent.name for file in tmp_path.glob(f"*/{FILE}"))
     assert left == [f"global_step_{step}" for step in ("10_best", "20", "4", "40", "5")]
-    remove_orphans(make_trainer(tmp_path / "nowhere", step=20, num_servers=0))
+    trainer_history.remove_orphans(make_trainer(tmp_path / "nowhere", step=20, num_servers=0))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +156,9 @@ def test_a_history_goes_with_its_checkpoint(tmp_path):
     [("sam", 2, True), ("sam", 0, False), ("off", 2, False), ("keyed", 2, False)],
 )
 def test_history_is_kept_where_it_is_drafted_from(method, history, kept):
-    spec = {"method": method, "history": history}
-    assert keeps_history(SimpleNamespace(config=OmegaConf.create({"rollout": {"spec": spec}}))) == kept
-    assert not keeps_history(SimpleNamespace(config=OmegaConf.create({"trainer": {}})))
+    with_spec = {"rollout": {"spec": {"method": method, "history": history}}}
+    for config, expected in ((with_spec, kept), ({"trainer": {}}, False)):
+        assert trainer_history.keeps_history(SimpleNamespace(config=OmegaConf.create(config))) == expected
 
 
 @pytest.mark.parametrize(
@@ -223,8 +219,6 @@ class Called:
 
 def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began():
     """Its number of the turn, its group's tokens, and the servers that are told of the end."""
-    from verl.workers.rollout.llm_server import LLMServerClient
-    from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     def begin(_, client):
         from rollout_spec.verl.client import Call, here

@@ -36,8 +36,7 @@ def test_its_bound_is_that_of_the_options_that_the_trainer_has_checked(monkeypat
     assert SHIPPED["max_imbalance"] == SpecConfig().max_imbalance == 8, "as the pages say"
     monkeypatch.setattr(plugin_state, "spec", plugin_state.spec)
     check_whole(_root_=composed("+rollout.spec=sam", "rollout.spec.max_imbalance=0"))
-    config = verls._load_router_yaml(group_router_file())
-    router = GroupRouter({"a": 1, "b": 2}, config)
+    router = GroupRouter({"a": 1, "b": 2}, verls._load_router_yaml(group_router_file()))
     assert {router.acquire_server(str(number), of(1))[0] for number in range(2)} == {"a", "b"}
     assert make().acquire_server("r", of(1), prompt_ids=[1]), "verl's branches give more"
 

@@ -1,6 +1,10 @@
 """A Qwen2.5-VL of two layers with random weights, its tokenizer and its image processor; no hub is asked."""
 
 import numpy as np
+import tokenizers
+import torch
+import transformers
+from PIL import Image
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
            "<|image_pad|>", "<|video_pad|>")  # fmt: skip
@@ -19,9 +23,6 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_vl(folder):
-    import torch
-    import transformers
-
     torch.manual_seed(0)
     text = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -49,15 +50,11 @@ def make_tiny_vl(folder):
 
 def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
     """That of transformers' class with this stem; `numbers` are the tokens'."""
-    import tokenizers
-    import transformers
-
     characters = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
     characters.decoder = tokenizers.decoders.Fuse()
     characters.add_special_tokens(list(SPECIAL))
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
+    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **marks)
     tokenizer.chat_template = CHAT_TEMPLATE
     pixels = {"min_pixels": SIDE * SIDE, "max_pixels": SIDE * SIDE}
     of_video = transformers.Qwen3VLVideoProcessor if stem == "Qwen3VL" else transformers.Qwen2VLVideoProcessor
@@ -67,8 +64,6 @@ def make_processor(stem="Qwen2_5_VL", numbers=TOKENS):
 
 
 def make_image(seed):
-    from PIL import Image
-
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8))
 
 

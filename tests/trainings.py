@@ -7,6 +7,9 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+import pandas
+from transformers import AutoTokenizer
+
 from rollout_spec import trace
 from rollout_spec.drafting.history import group_key, read_file
 from rollout_spec.trace import read_trace
@@ -91,14 +94,14 @@ def managed_by(manager, mode, folder):
 
 
 def environment_of(folder):
-    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    env = environment(folder, folder) | {"PYTHONPATH": f"{ROOT}:{folder}:{os.environ.get('PYTHONPATH', '')}"}
     for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
         env.pop(name, None)  # of this process; verl is to choose, as in a run of a user
     return env
 
 
 def hook(folder, code, after):
-    """What each process of a training calls once it has imported a module, `it`; its path has the folder."""
+    """What each process of a training calls once it has imported a module, `it`."""
     when = f"from rollout_spec.patches import when_imported\nwhen_imported({after!r}, lambda it: {code})\n"
     (folder / "sitecustomize.py").write_text(when)
 
@@ -110,7 +113,7 @@ def execute(training, folder, log="train.log"):
     steps: dict[int, dict[str, Any]] = {}
     for line in map(json.loads, (folder / METRICS_FILE).read_text().splitlines()):
         steps.setdefault(line["step"], {}).update(line["data"])
-    return steps
+    return dict(sorted(steps.items()))
 
 
 def responses_of(folder):
@@ -132,8 +135,6 @@ def saved(folder, step):
 def make_policy(folder):
     """Two layers, with the tokenizer of the demo's; one token is much likelier than the others, as with a
     trained policy, so that it soon repeats itself."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     own = {name: getattr(tokenizer, name) for name in names} | {"vocab_size": len(tokenizer)}
@@ -144,8 +145,6 @@ def make_policy(folder):
 
 def make_image_data(folder):
     """Two prompts of different length with an image each, as a parquet file of verl's."""
-    import pandas
-
     rows = []
     for number in range(NUM_PROMPTS):
         png = io.BytesIO()
@@ -167,10 +166,10 @@ def train(folder, model, *overrides, method="sam"):
         f"reward.custom_reward_function.path={TOOLS}",
     ]
     steps = execute(command(folder, model, *options, *overrides, method=method), folder)
-    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    assert [*steps] == list(range(1, NUM_STEPS + 1))
     for metrics in steps.values():
         assert metrics["actor/grad_norm"] > 0
         if method == "sam":
             assert metrics["rollout/spec_num_failed_steps"] == 0
             assert metrics["rollout/spec_num_accepted_tokens"] > 0
-    return [steps[step] for step in sorted(steps)]
+    return [*steps.values()]

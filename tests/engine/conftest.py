@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 
+closed = itertools.count(1)  # engines
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
 # An engine without drafts whose samples are those of engines with drafts.
@@ -38,12 +40,10 @@ def own_environment():
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     import torch
-    from vllm.engine.arg_utils import EngineArgs
 
     torch.set_num_threads(1)  # another test may have imported it already
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", collect_unless_vllm_asks)
-        patch.setattr(EngineArgs, "create_model_config", with_named_dtype(EngineArgs.create_model_config))
         yield
     os.environ.clear()
     os.environ.update(before)
@@ -55,25 +55,9 @@ def environment_of_engines():
         yield
 
 
-def with_named_dtype(create):
-    """Let every engine of this process say what it computes in.
-
-    vLLM's `auto` takes bfloat16 for a float32 model. Then the log-probabilities of one row and of several
-    rows differ by 0.05 on some processors and by nothing on others.
-    """
-
-    def create_with_named_dtype(arguments):
-        if arguments.dtype == "auto":
-            raise ValueError("dtype=auto: an engine of a test must name its dtype, for example float32")
-        return create(arguments)
-
-    return create_with_named_dtype
-
-
 def collect_unless_vllm_asks(generation=2, *, collect=gc.collect):
     """vLLM collects seven times an engine, each a fifth of a second or more in a process as large as this."""
-    asks = sys._getframe(1).f_globals["__name__"]
-    return 0 if asks.split(".")[0] == "vllm" else collect(generation)
+    return 0 if sys._getframe(1).f_globals["__name__"].split(".")[0] == "vllm" else collect(generation)
 
 
 EXPERTS = {
@@ -137,7 +121,6 @@ def engine_settings(model, spec=None):
 
 
 def configured(model, spec=None, **arguments):
-    """The configuration of an engine, which is not started."""
     from vllm.engine.arg_utils import EngineArgs
 
     plugin.register()
@@ -212,7 +195,6 @@ def close(engines):
     """
     from vllm.envs import disable_envs_cache
 
-    global num_closed
     for engine in engines:
         client = engine.llm_engine.engine_core
         if finalizer := getattr(client, "_finalizer", None):  # from vLLM 0.32 on it would end the groups too
@@ -221,13 +203,9 @@ def close(engines):
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         gc.unfreeze()
-        num_closed += 1
-        if num_closed % 8 == 0:
+        if next(closed) % 8 == 0:
             gc.collect()
     disable_envs_cache()
-
-
-num_closed = 0
 
 
 def core_of(llm):

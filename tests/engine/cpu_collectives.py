@@ -1,8 +1,4 @@
-"""Two collectives that vLLM's CPU engine lacks: a mixture of experts on data-parallel ranks needs them.
-
-It gathers and scatters rows, which vLLM 0.24 cannot do on the CPU. Nor can vLLM 0.24 call the activation of
-experts where it has no kernel for them.
-"""
+"""What experts on data-parallel ranks need of vLLM 0.24's CPU engine: two collectives, an activation."""
 
 import contextlib
 

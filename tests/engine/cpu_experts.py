@@ -1,7 +1,4 @@
-"""The worker extension of the tests with several engine cores.
-
-Workers import this module, and with it what experts need that vLLM's CPU engine lacks.
-"""
+"""The worker extension of several engine cores; it brings what experts need and vLLM's CPU engine lacks."""
 
 import tests.engine.cpu_collectives  # noqa: F401
 from rollout_spec.verl.worker_extension import SpecWorkerExtension

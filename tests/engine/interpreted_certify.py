@@ -6,19 +6,15 @@ from rollout_spec.certify import certify
 from rollout_spec.certify.counts import Pair
 
 PROMPT, NUM_TOKENS = [1, *[65, 66] * 6, 67], 24
+ENGINE = {
+    "max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
+    "max_num_batched_tokens": 128, "skip_tokenizer_init": True,
+}  # fmt: skip
 
 
 def main(model):
-    engine = {
-        "max_num_seqs": 8,
-        "max_model_len": 128,
-        "kv_cache_memory_bytes": 64 << 20,
-        "enforce_eager": True,
-    }
-    plan = certify.Plan(
-        model, [PROMPT], [0.9], [4], [64], [4], NUM_TOKENS, 0, 1.0, 3, "float32", None,
-        {**engine, "max_num_batched_tokens": 128, "skip_tokenizer_init": True},
-    )  # fmt: skip
+    numbers = [0.9], [4], [64], [4], NUM_TOKENS, 0, 1.0, 3
+    plan = certify.Plan(model, [PROMPT], *numbers, "float32", None, ENGINE)
     is_mrv2, runs = certify._run(plan, lambda _: None)
     [(where, pairs)] = runs.items()
     cut = [_differing(pair, place) for pair in pairs for place in (0, len(pair.off.token_ids) // 2, -1)]

@@ -57,11 +57,6 @@ def allow_graphs(cpu):
     platform.opaque_attention_op = classmethod(lambda cls: False)
 
 
-def allow_piecewise(compilation):
-    """Piecewise graphs without torch.compile: such a step has the padded batch, and no graph."""
-    compilation.CUDAGraphMode.requires_piecewise_compilation = lambda self: False
-
-
 def capture_in_groups(parallel_state):
     """A group of ranks asks for CUDA's communicator there; collectives are noted like other operations."""
     ready = parallel_state.GraphCaptureContext(None)
@@ -242,7 +237,9 @@ def arrive_late(module):
 
 recorded_graphs.install()
 when_imported("vllm.platforms.cpu", allow_graphs)
-when_imported("vllm.config.compilation", allow_piecewise)
+# Piecewise graphs without torch.compile: such a step has the padded batch, and no graph.
+no_compilation = "requires_piecewise_compilation", lambda self: False
+when_imported("vllm.config.compilation", lambda it: setattr(it.CUDAGraphMode, *no_compilation))
 when_imported("vllm.distributed.parallel_state", capture_in_groups)
 when_imported("vllm.v1.worker.gpu.cudagraph_utils", count_replays)
 when_imported("vllm.v1.worker.gpu.model_runner", count_rows)

@@ -10,15 +10,8 @@ VOCAB_SIZE = 1000
 
 
 def main():
-    """By the way of cutting, the kind and the number of rows: see `cut`."""
-    found = {}
-    for way in ("vLLM's", "alike"):
-        if way == "alike":
-            cut_rows_alike()
-        for kind, kept in CUTS.items():
-            for num_rows in (1, 7, 8):
-                found[f"{way}, {kind}, {num_rows}"] = cut(num_rows, *kept)
-    return found
+    cut_rows_alike()
+    return {f"{kind}, {num}": cut(num, *kept) for kind, kept in CUTS.items() for num in (1, 7, 8)}
 
 
 def cut(num_rows, k, p):

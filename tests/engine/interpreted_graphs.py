@@ -45,10 +45,10 @@ def noted_drafts():
     from rollout_spec.vllm.mrv2.host_batch import HostBatch
 
     drafts: dict[str, Any] = {}
-    place = HostBatch.place
+    by_row = HostBatch.by_row
 
-    def place_and_note(self, places, nums, tokens, log_odds):
-        for row, num, *draft in zip(places.rows.tolist(), nums, tokens, log_odds, strict=True):
+    def by_row_and_note(self, ends, nums, tokens, log_odds):
+        for row, num, *draft in zip(ends.rows.tolist(), nums, tokens, log_odds, strict=True):
             if num == 0 or row < 0:
                 continue
             level, request = int(self.levels[row]), self.requests[self.input_batch.req_ids[row]]
@@ -56,13 +56,13 @@ def noted_drafts():
             is_whole = level < self._last_levels[row]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
-        return place(self, places, nums, tokens, log_odds)
+        return by_row(self, ends, nums, tokens, log_odds)
 
-    HostBatch.place = place_and_note
+    HostBatch.by_row = by_row_and_note
     try:
         yield drafts
     finally:
-        HostBatch.place = place
+        HostBatch.by_row = by_row
 
 
 SCENARIOS: dict[str, Any] = {

@@ -47,13 +47,10 @@ def virtual_time():
         nums.append(num)
         note_passes(self, num, num_left_out)
 
-    def clock():
-        return now
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
-        patch.setattr(arrivals, "time", SimpleNamespace(perf_counter=clock))  # of MRV2
-        patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=clock))  # of MRV1
+        patch.setattr(arrivals, "time", SimpleNamespace(perf_counter=lambda: now))  # of MRV2
+        patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=lambda: now))  # of MRV1
         yield nums
 
 

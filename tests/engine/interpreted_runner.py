@@ -7,6 +7,11 @@ import random
 import tempfile
 from typing import Any
 
+import numpy as np
+from vllm import LLM
+from vllm.config import CUDAGraphMode
+from vllm.v1.request import RequestStatus
+
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
@@ -102,10 +107,8 @@ def images():
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_vl(pathlib.Path(folder))
         asked = {"names": FEW[:4], "prompts": prompts, "limit_mm_per_prompt": {"image": 2}}
-        return {
-            name: run(model, spec, **asked, async_scheduling=spec is not None)
-            for name, spec in (("plain", None), ("drafted", {}))
-        }
+        drafted = run(model, {}, **asked, async_scheduling=True)
+        return {"plain": run(model, None, **asked, async_scheduling=False), "drafted": drafted}
 
 
 def late(text):
@@ -114,18 +117,8 @@ def late(text):
 
 
 def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
-    """What an engine gives, what its drafter counted, and how its steps were scheduled.
-
-    Args:
-        model: its folder.
-        spec: the drafter's options; None for an engine without.
-        stop: a stop string, with which the engine serves more after the weights have changed.
-        names: of the requests that it serves first.
-        prompts: theirs, where that is not TEXT.
-        arguments: vLLM's.
-    """
-    from vllm import LLM
-
+    """What an engine gives for the requests of these names, what its drafter counted, and how its steps were
+    scheduled. With a stop string, it serves more after the weights have changed."""
     settings = engine_settings(model, None if spec is None else {"history": 64} | spec)
     sizes = {"max_model_len": 256, "max_logprobs": -1, "skip_tokenizer_init": False}
     sizes |= {"scheduling_policy": "priority"}  # of MIXED
@@ -235,16 +228,11 @@ def reset(llm, names):
 
 
 def history(proposer):
-    import numpy as np
-
     ProposerControl(proposer).pack_history()  # takes in those that have ended
     return [each.tolist() for each in proposer.drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
 
 
 def graphs(manager, mode):
-    """The graphs of STEPS, where CUDA's settings have `mode`."""
-    from vllm.config import CUDAGraphMode
-
     settings = manager.compilation_config
     settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
     manager._candidates.clear()
@@ -274,9 +262,6 @@ def noted_calls(core):
 
 
 def noted_steps(scheduler, runner):
-    """What the scheduler decides from now on, step by step."""
-    from vllm.v1.request import RequestStatus
-
     host = getattr(runner, "draft_tokens_handler", None)
     batch = getattr(host, "_batch", None)
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []

@@ -1,7 +1,4 @@
-"""For programs, before all else: vLLM's CPU engine takes MRV2, and Triton interprets its kernels.
-
-What the interpreter lacks is replaced, and what takes it longest, by what gives the same bits.
-"""
+"""For programs, before all else: vLLM's CPU engine takes MRV2, and Triton interprets its kernels, fast."""
 
 # ruff: noqa: F401, I001 (what is imported depends on what comes before)
 import dataclasses
@@ -70,12 +67,10 @@ def tensor(data, like):
 
 
 def log1p(x):
-    """Triton's interpreter has none."""
     return tensor(np.log1p(x.handle.data), x)
 
 
 def philox(*given):
-    """`philox_impl` of 32 bits."""
     *state, num_rounds = given
     c0, c1, c2, c3, k0, k1 = (each.handle.data.astype(np.uint64) for each in state)
     low, up = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -148,7 +143,6 @@ class Language:
 
 
 def make_anew(module, name, edits):
-    """A function, with edits of its source."""
     source = inspect.getsource(getattr(module, name))
     for before, after in edits.items():
         source = source.replace(before, after)

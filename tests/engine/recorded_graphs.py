@@ -145,7 +145,6 @@ def run_or_note(self, *args, **kwargs):
 
 
 def install(setattr=setattr):
-    """Let torch and Triton's interpreter capture such graphs."""
     setattr(InterpretedFunction, "run", run_or_note)
     setattr(torch.cuda, "CUDAGraph", Graph)
     setattr(torch.cuda, "graph", Capture)

@@ -133,9 +133,7 @@ def delta_rule(layer, conv, b, a, states, read, writes):
     """The gated delta rule over a row's tokens [q, dim]; the state after token t goes to slot writes[t]."""
     q, k, v = (each[0].float() for each in layer.rearrange_mixed_qkv(conv.contiguous()))
     repeats = v.shape[1] // k.shape[1]
-    q, k = (
-        each * torch.rsqrt((each * each).sum(-1, keepdim=True).double() + 1e-6).float() for each in (q, k)
-    )
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True).double() + 1e-6).float() for x in (q, k))
     q, k = q.repeat_interleave(repeats, 1) * q.shape[-1] ** -0.5, k.repeat_interleave(repeats, 1)
     rate = torch.exp(layer.A_log.double()) * functional.softplus(a.double() + layer.dt_bias.double())
     decay, beta = torch.exp(-rate).float(), torch.sigmoid(b.double()).float()

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch
-
-from tests.engine.conftest import KEYED, close, core_of, engine_settings, proposer_of, runner_of
+from tests.engine.conftest import KEYED, close, core_of, engine_settings, proposer_of, runner_of, token_ids
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import NAME_KEY, sampling
 from tests.engine.tiny_recurrent import SEEN, make_mtp, make_recurrent
@@ -24,17 +22,12 @@ LONG_PROMPTS = [[3 + (7 * j + i) % 90 for j in range(40 + 5 * i)] + [5, 6, 7, 8]
 # What is in a request's prompt, by its number, if the policy sees.
 IMAGES = ((), (0,), (1,), (0, 0))
 SEES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {}, {"frequency_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": [*range(3, 40)]}, {"top_k": 5},
-    {"allowed_token_ids": [*range(3, 30)]}, {"top_p": 0.8},
-    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
-)  # fmt: skip
 
 
-def asked(i, max_tokens=40, **more):
+def asked(i, max_tokens=40):
     """Parameters of a request with a name: greedy and sampled ones in turn, of different lengths."""
-    kinds: dict[str, Any] = {"temperature": [0.0, 1.0, 0.7][i % 3], "max_tokens": max_tokens - 9 * (i % 4)}
-    return sampling(kinds | more, key=[3, i])
+    temperature, length = [0.0, 1.0, 0.7][i % 3], max_tokens - 9 * (i % 4)
+    return sampling({"temperature": temperature, "max_tokens": length, "detokenize": False}, key=[3, i])
 
 
 def seen(engine, prompt, params):
@@ -49,11 +42,8 @@ def seen(engine, prompt, params):
 
 def generate(llm, prompts, params):
     params = list(params)
-    for each in params:
-        each.detokenize = False
     given = [seen(llm.llm_engine, *each) for each in zip(prompts, params, strict=True)]
-    outputs = llm.generate(given, params, use_tqdm=False)
-    return [list(sample.token_ids) for output in outputs for sample in output.outputs]
+    return token_ids(llm.generate(given, params, use_tqdm=False))
 
 
 def batch(llm):
@@ -64,20 +54,6 @@ def crowded(llm):
     """Twice, so drafts have up to K tokens: in short steps they leave none for the last of four rows."""
     twice = (generate(llm, PROMPTS[:4], (asked(i, 50 + 9 * (i % 4)) for i in range(4))) for _ in range(2))
     return [tokens for each in twice for tokens in each]
-
-
-def many_lengths(llm):
-    """A row's last draft is cut, down to none."""
-    return generate(llm, PROMPTS, (asked(i, 14 + i + 9 * (i % 4)) for i in range(len(PROMPTS))))
-
-
-def options(llm):
-    n = len(OPTIONS)
-    return generate(llm, PROMPTS[:n], (asked(i, **OPTIONS[i]) for i in range(n)))
-
-
-def siblings(llm):
-    return generate(llm, PROMPTS[::3], (asked(i, 40, n=4, temperature=1.0) for i in range(4)))
 
 
 def long_prompts(llm):
@@ -100,8 +76,7 @@ def gate(llm):
     engine, found, step = llm.llm_engine, dict[str, list[int]](), 0
     while step == 0 or step <= 6 or engine.has_unfinished_requests():
         for i in {0: range(3), 6: range(3, 9)}.get(step, ()):
-            params = asked(i, (50 if i < 3 else 14 + i) + 9 * (i % 4))
-            add(engine, f"gate {i}", PROMPTS[i], params)
+            add(engine, f"gate {i}", PROMPTS[i], asked(i, (50 if i < 3 else 14 + i) + 9 * (i % 4)))
         take(engine, found)
         step += 1
     return [found[f"gate {i}"] for i in range(9)]
@@ -140,24 +115,7 @@ def resumed(llm):
     return tokens
 
 
-LAST_NORMS = ("model.norm.weight", "model.norm_f.weight")
-
-
-def synced(llm):
-    """The weights change, as in a weight sync. (`reload_weights` of 0.24 fails for a convolution.)"""
-    first = batch(llm)
-    model = runner_of(llm).get_model()
-    [weight] = [w for name, w in model.named_parameters() if name.endswith(LAST_NORMS)]
-    with torch.no_grad():
-        weight.add_(torch.linspace(-0.8, 1.0, len(weight)))
-    llm.reset_prefix_cache()
-    second = batch(llm)
-    assert second != first
-    return first + second
-
-
 def add(engine, name, prompt, params):
-    params.detokenize = False
     engine.add_request(name, seen(engine, prompt, params), params)
 
 
@@ -167,8 +125,7 @@ def take(engine, found):
 
 
 SCENARIOS: tuple[Callable[[Any], Tokens], ...] = (
-    fresh_single_tokens, batch, crowded, gate, many_lengths, options, siblings, long_prompts, single_tokens,
-    preempted, resumed, synced,
+    fresh_single_tokens, batch, crowded, gate, long_prompts, single_tokens, preempted, resumed
 )  # fmt: skip
 
 
@@ -188,7 +145,6 @@ SHORT_STEPS = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
 
 
 def with_mtp(k):
-    """Arguments of an engine in which the policy's own head drafts beside the text."""
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k}}
 
 
@@ -259,12 +215,7 @@ def state_bytes(runner):
 
 
 def main(name, head):
-    """What an engine without drafts gives, and what one with drafts does.
-
-    Args:
-        name: of a policy.
-        head: "mtp": its own head drafts beside the text; "text": there is none; "images": and it sees.
-    """
+    """Without drafts and with; head "mtp": the policy's own drafts beside the text; "images": it sees."""
     replace_layers()
     # Few rows: interpreted, the kernels that copy their states take most of the time.
     names = ("crowded", "gate") if head == "mtp" else ("crowded", "gate", "preempted", "long_prompts")

@@ -1,9 +1,4 @@
-"""One table of requests, one way to serve them, and one comparison, for every engine of the tests.
-
-`docs/request_options.py` has an example of everything that a request may ask for. Engines on MRV1 serve them
-all (`test_requests.py`), engines on MRV2, which are slow, one of each that the runner takes part in
-(`interpreted_runner.py`).
-"""
+"""One table of requests (docs/request_options.py), one way to serve them, one comparison, for all engines."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,7 +14,6 @@ from tests.engine.conftest import proposer_of
 
 SETTINGS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 30, "ignore_eos": True}
 REASONING = dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True))
-BAD_WORDS = "bad_words_token_ids"  # what a tokenizer makes of `bad_words`
 VLLM = VERSIONS[-1] if untested() else version()  # whose options the table has
 numbers = itertools.count()
 
@@ -64,8 +58,7 @@ def assert_none_is_idle(found):
     options = {name: SERVED[name][0] for name in found if name in SERVED}
     same = {option.name for name, option in options.items() if found[name] == found[FREE]}
     without_effect = {option.name for option in options.values() if option.verdict == NO_EFFECT}
-    idle = IDLE & {option.name for option in options.values()}
-    assert same - without_effect == idle, same - without_effect
+    assert same - without_effect == IDLE & {option.name for option in options.values()}, same - without_effect
 
 
 def sampling(asked=MappingProxyType({}), text="", key="one"):
@@ -74,7 +67,6 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     made = SETTINGS | {"extra_args": {NAME_KEY: key}} | asked
-    bad_words = made.pop(BAD_WORDS, None)
     for name, make in {
         "structured_outputs": lambda value: StructuredOutputsParams(**value),
         "repetition_detection": lambda value: RepetitionDetectionParams(**value),
@@ -83,10 +75,7 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
     }.items():
         if name in made:
             made[name] = make(made[name])
-    params = SamplingParams(**made)
-    if bad_words:
-        params._bad_words_token_ids = bad_words
-    return params
+    return SamplingParams(**made)
 
 
 def serve(llm, requests):

@@ -8,7 +8,11 @@ import shutil
 import pyarrow
 import pyarrow.parquet
 import torch
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
+from rollout_spec.certify import certify as vllm_certify
+from rollout_spec.cli import main
+from rollout_spec.verification import coupled
 from tests.engine.conftest import VOCAB_SIZE
 
 SMALL = {
@@ -18,8 +22,6 @@ SMALL = {
 
 
 def certified(model, folder, *arguments):
-    from rollout_spec.cli import main
-
     arguments = ("--model", model, "--num-prompts", "3", "--output", str(folder), *arguments)
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     code = main(["certify", *arguments])
@@ -27,11 +29,7 @@ def certified(model, folder, *arguments):
     return code, json.loads((folder / "certificate.json").read_text())
 
 
-def test_more_tokens_than_the_policy_has_positions_beside_the_longest_prompt_are_refused(
-    chat_model, tmp_path, capsys
-):
-    from rollout_spec.cli import main
-
+def test_too_many_tokens_beside_the_longest_prompt_are_refused(chat_model, tmp_path, capsys):
     chats = [[{"role": "user", "content": "a" * length}] for length in (9, 4090)]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": chats}), tmp_path / "prompts.parquet")
     command = ["certify", "--model", chat_model, "--train-file", str(tmp_path / "prompts.parquet")]
@@ -90,7 +88,6 @@ def test_a_wrong_sampler_is_not_certified(chat_model, tmp_path, monkeypatch, cap
 
     Not even within bfloat16's tolerance, the larger one.
     """
-    from rollout_spec.verification import coupled
 
     def with_the_next_rows_noise(step, logits):
         return coupled.race(logits, step._noise(logits)[1 : len(step.draft_requests) + 1])
@@ -107,10 +104,6 @@ def test_a_wrong_sampler_is_not_certified(chat_model, tmp_path, monkeypatch, cap
 
 def test_near_ties_are_explained_and_log_probabilities_compared(tiny_model, monkeypatch):
     """With drafts every logit is wrong by 0.003 at most, as numerics may have it, only more so."""
-    from vllm.model_executor.models.llama import LlamaForCausalLM
-
-    from rollout_spec.certify import certify as vllm_certify
-
     engine, compute = vllm_certify.engine, LlamaForCausalLM.compute_logits
     error = 0.003 * torch.sin(torch.arange(VOCAB_SIZE) * 1.7)
 

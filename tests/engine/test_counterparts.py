@@ -5,9 +5,11 @@ import types
 
 import pytest
 import torch
+from vllm.v1.sample import rejection_sampler
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
+from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
 from rollout_spec.vllm.upstream import cpu_expand
 
 NAME = "expand_batch_to_tokens"
@@ -23,10 +25,6 @@ def test_one_that_takes_other_arguments_is_not_replaced():
 
 def test_what_coupled_verification_does_not_know_is_refused():
     """vllm-ascend's logits with the token ids that were kept, and a form not yet seen."""
-    from vllm.v1.sample import rejection_sampler
-
-    from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
-
     counts = [2, 1]
     drafts, probs = torch.tensor([3, 4, 5], dtype=torch.int32), torch.rand(3, 50).softmax(dim=-1)
     bonus = torch.tensor([[0], [1]], dtype=torch.int32)
@@ -46,7 +44,6 @@ def test_what_coupled_verification_does_not_know_is_refused():
     later = module_with("target_logits_or_tuple")
     couple_rejection_sample(later)
     given = (drafts, counts, 2, torch.tensor(counts).cumsum(0), None)
-    tokens = later.rejection_sample(*given, (probs.log(), None), bonus, metadata)
-    assert tokens.shape == (2, 3)
+    assert later.rejection_sample(*given, (probs.log(), None), bonus, metadata).shape == (2, 3)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
         couple_rejection_sample(module_with("target_scores"))

@@ -59,9 +59,8 @@ class SomeRunner(model_runner.GPUModelRunner):
         vars(self).update(attributes)
 
     def initialize_kv_cache(self, mode):
-        self.cudagraph_manager = cudagraph_utils.CudaGraphManager(
-            self.vllm_config, torch.device("cpu"), mode, self.decode_query_len
-        )
+        given = self.vllm_config, torch.device("cpu"), mode, self.decode_query_len
+        self.cudagraph_manager = cudagraph_utils.CudaGraphManager(*given)
         self.cudagraph_manager._graphs_captured = True
 
     def update_requests(self, scheduler_output): ...
@@ -136,22 +135,19 @@ def graph_of(runner, rows, num_prompts=0, rank=0):
     )
     nums = dict(zip(names, rows, strict=True))
     drafts = {name: [7] * (num - 1) for name, num in nums.items() if num > 1 and not is_prompt[int(name)]}
-    output = SimpleNamespace(
-        num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows), scheduled_spec_decode_tokens=drafts
-    )
+    output = SimpleNamespace(num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows))
+    output.scheduled_spec_decode_tokens = drafts
     num_ranks = runner.vllm_config.parallel_config.data_parallel_size
     if graphs.HAS_QUERY_LENS:
         uniform, more = runner.gather_batch_req_state(output, False)[1], {"max_query_len": max(rows)}
     else:
         runner.update_requests(output)
         uniform, more = cudagraph_utils.get_uniform_token_count(len(rows), sum(rows), max(rows)), {}
-    return model_runner.dispatch_cg_and_sync_dp(
-        runner.cudagraph_manager, len(rows), sum(rows), uniform, num_ranks, rank, **more
-    )[0]
+    asked = len(rows), sum(rows), uniform, num_ranks, rank
+    return model_runner.dispatch_cg_and_sync_dp(runner.cudagraph_manager, *asked, **more)[0]
 
 
 def is_for_drafts(graph):
-    """Whether it takes rows of 1 to K + 1 tokens."""
     longest = getattr(graph, "max_query_len", None)
     return longest == 1 + K or graph.uniform_token_count == graphs_24.VARYING
 
@@ -185,6 +181,7 @@ def test_a_graph_has_room_for_the_rows_and_the_longest_draft(monkeypatch):
         graph = graph_of(runner, rows)
         assert is_for_drafts(graph) and graph.num_reqs == min(graph.num_tokens, ROWS) >= len(rows)
         assert graph.num_tokens == min(size for size in (2, 4, 8, 16, 32) if size >= sum(rows))
+    assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +192,6 @@ def test_a_step_with_a_prompt_replays_no_graph_of_decodes(mode, other, monkeypat
     for rows, num_prompts in (([1, 4, 3], 1), ([3, 3], 2), ([1, 1 + K], 1)):
         assert graph_of(runner, rows, num_prompts).cg_mode.name == other
         assert graph_of(runner, rows).cg_mode.name == "FULL"
-
-
-def test_a_step_larger_than_all_graphs_has_none(monkeypatch):
-    runner = runner_with(monkeypatch)
-    assert [graph_of(runner, [2] * 15 + [num]).cg_mode.name for num in (2, 3)] == ["FULL", "NONE"]
 
 
 @pytest.mark.parametrize(

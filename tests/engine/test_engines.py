@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
 from rollout_spec.vllm import top_k_top_p, upstream
@@ -58,9 +60,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]
     "three draft tokens": ({"num_speculative_tokens": 3}, {}, {}),
     "a gate that opens and closes": ({"batch_threshold": 9, "history": 8}, {}, {}),
     "preemption": ({}, FEW_BLOCKS, {}),
-    "priorities and preemption": (
-        {}, FEW_BLOCKS | {"scheduling_policy": "priority"}, {"priority": lambda i: -i}
-    ),
+    "priority preemption": ({}, FEW_BLOCKS | {"scheduling_policy": "priority"}, {"priority": lambda i: -i}),
     "prompts in chunks": ({}, {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}, {}),
     "waiting": ({}, {"max_num_seqs": 5}, {}),
     "the model's length": ({}, {"max_model_len": 48}, {}),
@@ -75,8 +75,7 @@ def test_scheduling_does_not_matter(name, expected, make_engine):
     scheduler, preempted = core_of(llm).scheduler, []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs)
-    found = serve(llm, requests(**others))
-    for i, (one, whole) in enumerate(zip(found, expected, strict=True)):
+    for i, (one, whole) in enumerate(zip(serve(llm, requests(**others)), expected, strict=True)):
         if others and NAMES[i % 4].keys() == {"extra_args"}:
             continue  # unnamed, it is numbered where it comes
         most = min(LENGTHS[i % 3], arguments.get("max_model_len", 512) - len(PROMPTS[i]))
@@ -110,10 +109,19 @@ def named(prompt, i, **others):
     return Request(prompt, sampling({"max_tokens": 40, "logprobs": 1}, key=i), others)
 
 
-def make_adapter(folder, seed):
-    import torch
-    from safetensors.torch import save_file
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_in_place_of_log_probabilities(mode, chat_model):
+    """In a verification and in a plain step; with logarithms all tests of requests have them."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3, "temperature": 0},
+        {"allowed_token_ids": list(range(3, 128, 2))}, {"min_tokens": 30, "stop_token_ids": [*range(3, 60)]},
+    ]  # fmt: skip
+    asked = [sampling({"max_tokens": 40, "logprobs": 2} | kind, key=i) for i, kind in enumerate(kinds)]
+    found = same_with_drafts(chat_model, [Request(PROMPTS[0], each) for each in asked], logprobs_mode=mode)
+    assert max(max(row.values()) for row in found[0]["logprobs"]) > 0
 
+
+def make_adapter(folder, seed):
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(2):
@@ -128,8 +136,6 @@ def make_adapter(folder, seed):
 
 
 def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
-    from vllm.lora.request import LoRARequest
-
     folders = {i: tmp_path_factory.mktemp("adapter") for i in (1, 2)}
     adapters = [LoRARequest(f"adapter {i}", i, make_adapter(folder, i)) for i, folder in folders.items()]
     asked = [named(PROMPTS[0], i, lora_request=each) for each in (None, *adapters) for i in range(3)]
@@ -139,8 +145,6 @@ def test_two_adapters_and_none_in_one_batch(chat_model, tmp_path_factory):
 
 
 def test_prompts_of_embeddings(chat_model):
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     prompts: list[Any] = [{"prompt_embeds": torch.randn(12, 128, generator=generator) / 50} for _ in range(2)]
     prompts = [*prompts, *prompts, PROMPTS[0], PROMPTS[0]]
@@ -160,8 +164,7 @@ def test_images(tmp_path):
         (("No image at all.",), []),
     ):
         seen = {"image": [*map(make_image, images)]}
-        prompt = {"prompt_token_ids": tokens(*text), "multi_modal_data": seen}
-        asked.append(named(prompt, len(asked)))
+        asked.append(named({"prompt_token_ids": tokens(*text), "multi_modal_data": seen}, len(asked)))
     found = same_with_drafts(make_tiny_vl(tmp_path), asked, limit_mm_per_prompt={"image": 3})
     assert len({tuple(one["tokens"]) for one in found}) == len(found)
 

@@ -1,6 +1,7 @@
 """Which CUDA graph vLLM's runner takes for a step, asked of its own dispatcher with CUDA's settings."""
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from tests.engine.conftest import runner_of
 
@@ -22,8 +23,6 @@ def runner(make_engine):
 
 
 def graphs(runner, mode="FULL_AND_PIECEWISE"):
-    from vllm.config import CUDAGraphMode
-
     settings, dispatcher = runner.vllm_config.compilation_config, runner.cudagraph_dispatcher
     for keys in dispatcher.cudagraph_keys.values():
         keys.clear()
@@ -42,6 +41,3 @@ def graphs(runner, mode="FULL_AND_PIECEWISE"):
 
 def test_full_graphs_are_for_plain_steps(runner):
     assert {mode: graphs(runner, mode) for mode in GRAPHS} == GRAPHS
-    # What vLLM does by itself: only steps in which all rows have K draft tokens have one.
-    runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1 + K
-    assert graphs(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]

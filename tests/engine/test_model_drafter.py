@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.input_processor import InputProcessor
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
@@ -81,12 +83,9 @@ def test_a_models_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-def test_a_model_alone_saves_steps(results):
+def test_a_model_alone_saves_steps_and_both_sources_draft(results):
     num_tokens = sum(len(one["tokens"]) for one in results["model"]["requests"].values())
     assert sum(step["rows"] for step in results["model"]["steps"]) < num_tokens
-
-
-def test_both_sources_draft(results):
     assert_both_draft(results["both"])
 
 
@@ -102,7 +101,6 @@ def assert_both_draft(found):
 
 
 def test_rows_are_preempted_and_passes_left_out_where_the_gate_is_closed(preempting):
-    """And then taken again; what was left out does no harm."""
     found = preempting["preempted"]
     assert_each_same(found["requests"], preempting["plain"]["requests"])
     assert_both_draft(found)
@@ -214,9 +212,6 @@ def assert_graphs_change_no_drafts(found, eager, plain, has_graphs=True):
 
 
 def test_requests_are_guarded_where_a_model_drafts_alone(heads, monkeypatch):
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from vllm.v1.engine.input_processor import InputProcessor
-
     plugin.register()
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     config = with_eagle(heads, {"method": "keyed"}, skip_tokenizer_init=False)

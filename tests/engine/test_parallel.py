@@ -5,10 +5,15 @@ import functools
 import itertools
 
 import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import group_key
 from rollout_spec.vllm import SCHEDULER
+from rollout_spec.vllm.engine_cores import EngineCores, check_client
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import KEYED, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
@@ -33,16 +38,11 @@ def tiny_experts(tmp_path_factory):
     return make_tiny("Qwen3Moe", tmp_path_factory.mktemp("models"), **experts)
 
 
-@pytest.mark.skipif(
-    version() not in ("0.23.0", "0.24.0"),
-    reason="on CPUs vLLM 0.29 returns no experts, and 0.32 only with MRV2",
-)
+@pytest.mark.skipif(version() not in ("0.23.0", "0.24.0"), reason="later, MRV1 returns none on CPUs")
 @pytest.mark.parametrize("spec", [None, {"history": 8}], ids=["off", "sam"])
 def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_model, spec):
     """Also where an end cuts accepted tokens off. On CPUs vLLM notes no experts: what stands for them are
     the token and its position."""
-    from vllm import SamplingParams
-
     arguments = {"tokenizer": chat_model, "enable_return_routed_experts": True}
     llm = new_engine(tiny_experts, spec, model=tiny_experts, **arguments)
     runner = runner_of(llm)
@@ -63,8 +63,7 @@ def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_mo
         ends = [ask(), ask(max_tokens=23), ask(stop_token_ids=[tokens[20]], min_tokens=20)]
         ends += [ask(stop=[text[i : i + 2]]) for i in (19, 20, 21, 22)]
         ends.append(ask(routed_experts_prompt_start=2))
-        outputs = llm.generate([prompt] * len(ends), ends, use_tqdm=False)
-        for output, asked in zip(outputs, ends, strict=True):
+        for output, asked in zip(llm.generate([prompt] * len(ends), ends, use_tqdm=False), ends, strict=True):
             [sample] = output.outputs
             own = [*PROMPTS[0], *sample.token_ids][:-1]  # the last one was in no step
             first = asked.routed_experts_prompt_start or 0
@@ -84,11 +83,7 @@ def test_every_data_parallel_rank_is_counted_shared_and_checked(tiny_experts, ma
 
 
 async def check_ranks(model, server_of, plain):
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     from rollout_spec.verl.server import spread_groups
-    from rollout_spec.vllm.engine_cores import EngineCores
 
     spec = {"method": "sam", "batch_threshold": 64, "num_speculative_tokens": 8, "history": 4}
     arguments = engine_settings(model, spec) | {"data_parallel_size": 2, "scheduler_cls": SCHEDULER}
@@ -108,7 +103,6 @@ async def check_ranks(model, server_of, plain):
         for core in range(2):
             [packed] = await cores.call_workers(core, "rollout_spec_call", "pack_history")
             assert nums_kept(packed) == [2] * 4, "its own and the other's"
-
         spread_groups(engine, SpecConfig(routing="group"))
         assert await serve(server, 2) == plain
         await server.set_global_steps(2)
@@ -117,7 +111,6 @@ async def check_ranks(model, server_of, plain):
         assert report.engine.num_accepted_tokens > 1.1 * first.engine.num_accepted_tokens
         of_cores = [nums_kept(content) for content in await server.take_history()]
         assert [sorted(nums) for nums in of_cores if any(nums)] == [[0, 0, 2, 2]] * 2
-
         # Every rank knows of all steps, also of those that it runs without requests.
         for _ in range(100):  # until the ranks rest
             seen = [await cores.call_workers(core, "last_step_of_the_ranks") for core in range(2)]
@@ -126,7 +119,6 @@ async def check_ranks(model, server_of, plain):
             await asyncio.sleep(0.1)
         assert seen[0] == seen[1]
         assert seen[0][0][0] > report.engine.num_steps // 2
-
         long = {"max_tokens": 480, "temperature": 1.0}
         samples = asyncio.gather(*(respond(server, *group, **long) for group in GROUPS.items()))
         requests = engine.output_processor.request_states.values()
@@ -140,7 +132,6 @@ async def check_ranks(model, server_of, plain):
         assert (report.num_generated_tokens, report.requests) == (sum(lengths), [])
         # The tokens of the very last step may not have come through.
         assert 0 <= report.aborted.num_decoded_tokens - (sum(lengths) - 4) <= 4 * 9
-
         await server.resume_generation()
         await cores.call_workers(1, "pass_the_drafter_by")
         await serve(server, 1)
@@ -180,9 +171,6 @@ async def serve(server, num_samples):
 
 
 def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch):
-    from vllm.v1.engine.core_client import DPLBAsyncMPClient
-
-    from rollout_spec.vllm.engine_cores import check_client
 
     check_client()
     monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", lambda self, method, args: None)

@@ -14,10 +14,17 @@ import urllib.request
 from contextlib import nullcontext
 
 import pytest
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 
+from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.doctor import diagnosis
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import speculative_config
+from rollout_spec.vllm import checks, plugin, speculative_config, versions
+from rollout_spec.vllm.checks import check_options
+from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.refusals import refuse
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
 from tests.engine.conftest import KEYED, UNTESTED, configured, proposer_of
@@ -44,11 +51,8 @@ def test_the_python_example_runs_as_a_script(chat_model, environment, tmp_path):
     small += f", dtype='float32', additional_config={DRAFTING}"
     counted = "[one.value for one in llm.get_metrics() if one.name == 'vllm:spec_decode_num_accepted_tokens']"
     script = example("python", chat_model).replace("LLM(\n", f"LLM(\n        {small},\n")
-    for old, new in (
-        ("4096", "1024"),
-        ("1 << 30", "1 << 28"),
-        ("print(outputs[0].outputs[0].text)", f"print('FOUND', sum({counted}), len(outputs))"),
-    ):
+    said = f"print('FOUND', sum({counted}), len(outputs))"
+    for old, new in {"4096": "1024", "1 << 30": "1 << 28", "print(outputs[0].outputs[0].text)": said}.items():
         assert old in script
         script = script.replace(old, new)
     (tmp_path / "script.py").write_text(script)
@@ -89,8 +93,7 @@ def test_the_server_example(chat_model, environment, tmp_path):
 
 def ask(port, path, body=None):
     url, kind = f"http://127.0.0.1:{port}/{path}", {"Content-Type": "application/json"}
-    call = urllib.request.Request(url, body, kind)
-    return urllib.request.urlopen(call, timeout=300).read().decode()
+    return urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=300).read().decode()
 
 
 def wait_until_ready(server, port, log):
@@ -167,9 +170,6 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
     ],
 )
 def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, cache, found, monkeypatch):
-    from vllm.config import ModelConfig
-
-    from rollout_spec.vllm.checks import check_options
 
     drafting, without = configured(tiny_model, {}), configured(tiny_model, **KEYED)
     monkeypatch.setattr(ModelConfig, "architecture", policy)
@@ -181,17 +181,11 @@ def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, 
 
 
 @pytest.mark.parametrize(("vocabulary", "is_refused"), [(233_016, False), (233_017, True), (248_320, True)])
-def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
-    tiny_model, vocabulary, is_refused, monkeypatch
-):
+def test_drafts_are_refused_where_steps_have_too_many_logits(tiny_model, vocabulary, is_refused, monkeypatch):
     """Of 1,024 rows with 8 tokens of a model, with MRV2 of vLLM 0.24; not on MRV1, nor of shorter steps.
 
     Ours has fewer in a step.
     """
-    from vllm.config import ModelConfig
-
-    from rollout_spec.vllm import checks
-
     monkeypatch.setattr(ModelConfig, "get_vocab_size", lambda _: vocabulary)
     monkeypatch.setattr(checks, "is_before", lambda minor: minor <= 29)
     config = configured(tiny_model, {}, max_num_seqs=1024, max_num_batched_tokens=16_384)
@@ -200,9 +194,7 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
         config.scheduler_config.max_num_batched_tokens = num_tokens
         assert checks._wide_logits(config, SpecConfig()) is None
         found = checks._wide_logits(config, SpecConfig(method="keyed"))
-        assert (found == (num_tokens, (2**31 - 1) // vocabulary)) == (
-            is_refused and is_mrv2 and num_tokens > 8192
-        )
+        assert (found == (num_tokens, 2**31 // vocabulary)) == (is_refused and is_mrv2 and num_tokens > 8192)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +202,9 @@ def test_drafts_are_refused_where_a_steps_logits_could_be_too_many_to_count(
     [("FULL", True, 29, True), ("FULL", True, 32, False), ("FULL", False, 29, False),
      ("FULL_AND_PIECEWISE", True, 29, False)],
 )  # fmt: skip
-def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
+def test_graphs_that_let_drafts_read_later_ones_are_refused(
     tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
 ):
-    from vllm.config import CUDAGraphMode
-
-    from rollout_spec.vllm import checks
-    from rollout_spec.vllm.refusals import refuse
 
     config = configured(tiny_model, {})
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
@@ -229,8 +217,6 @@ def test_drafts_are_refused_where_graphs_would_let_them_read_later_ones(
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):
     """They would draft different tokens, and hang."""
-    from rollout_spec.vllm.checks import check_options
-
     config = configured(tiny_model, {})
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ConfigError, match=r"^prefill_context_parallel_size=2: must be 1 with [^\n]*$"):
@@ -245,8 +231,6 @@ def test_options_of_ours_compile_nothing_anew(tiny_model):
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
-    from rollout_spec.vllm import plugin, versions
-
     monkeypatch.setattr(plugin, "failure", None)
     monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
@@ -255,8 +239,6 @@ def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
 
 
 def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tiny_model, monkeypatch):
-    from vllm.config import VllmConfig
-
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
@@ -294,29 +276,20 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
 @pytest.mark.parametrize(
     ("where", "patch"),
     [
-        ("sampler.Sampler.forward", "vllm-keyed-sampler"),
-        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "vllm-keyed-sampler"),
-        ("rejection_sampler.RejectionSampler.forward", "vllm-coupled-verification"),
-        (
-            "logits_processor.builtin.MinTokensLogitsProcessor.apply_with_spec_decode",
-            "vllm-min-tokens-bonus",
-        ),
-        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "vllm-kept-logprobs"),
-        ("rejection_sampler.rejection_sample", "vllm-coupled-verification"),
+        ("sampler.Sampler.forward", "keyed-sampler"),
+        ("ops.topk_topp_sampler.TopKTopPSampler.forward_native", "keyed-sampler"),
+        ("rejection_sampler.RejectionSampler.forward", "coupled-verification"),
+        ("logits_processor.builtin.MinTokensLogitsProcessor.apply_with_spec_decode", "min-tokens-bonus"),
+        ("rejection_sampler.RejectionSampler._get_logprobs_tensors", "kept-logprobs"),
+        ("rejection_sampler.rejection_sample", "coupled-verification"),
     ],
 )
-def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
-    tiny_model, monkeypatch, capsys, where, patch
-):
-    from rollout_spec.cli import main
-    from rollout_spec.doctor import diagnosis
-    from rollout_spec.vllm import plugin
-
+def test_other_samplers_of_vllm_are_refused_and_doctor_fails(tiny_model, monkeypatch, capsys, where, patch):
     monkeypatch.setattr(plugin, "failure", None)
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
-    message = f"patch '{patch}' does not fit the installed packages"
+    message = f"patch 'vllm-{patch}' does not fit the installed packages"
     capsys.readouterr()
     assert main(["doctor"]) == 1
     line, *_ = capsys.readouterr().out.splitlines()  # failures come first
@@ -328,9 +301,6 @@ def test_a_vllm_whose_samplers_have_changed_is_refused_and_doctor_fails(
 
 def test_an_engine_whose_sampler_takes_other_arguments_does_not_start(make_engine):
     """A platform's own class instead of vLLM's, as vllm-ascend has them."""
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-
-    from rollout_spec.vllm.mrv1.sampler import RowSampling
 
     class Another(RejectionSampler):
         def forward(self, metadata, draft_probs, logits, bonus_token_ids, sampling_metadata):  # type: ignore

@@ -10,12 +10,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests.engine import recorded_graphs
 
 
-def _double(source, target, num: tl.constexpr):
+@InterpretedFunction
+def double(source, target, num: tl.constexpr):
     places = tl.arange(0, num)
     tl.store(target + places, 2 * tl.load(source + places))
-
-
-double = InterpretedFunction(_double)
 
 
 @pytest.fixture(autouse=True)

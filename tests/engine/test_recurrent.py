@@ -10,25 +10,25 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import destroy_model_parallel
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
+from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
-from rollout_spec.vllm.upstream import apply, recurrent_chunks, recurrent_rows
+from rollout_spec.vllm.upstream import apply, recurrent_rows
 from rollout_spec.vllm.versions import minor, version
+from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
 from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.recurrent_scenarios import (
-    FAST,
-    IMAGES,
-    SEES,
-    SHORT_STEPS,
-    new_recurrent_engine,
-    note_rows,
-    served,
-    with_mtp,
-)
+from tests.engine.recurrent_scenarios import SEES, SHORT_STEPS, note_rows, served
 from tests.engine.serving import assert_same, num_accepted, serve
 from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.test_runner_v2 import interpreted
@@ -41,7 +41,8 @@ MODEL = "qwen3_next" if MINOR == 24 else "qwen3_5"
 # Of policies with layers of Mamba 2 and of one with a head.
 SOME = ("crowded", "gate", "preempted")
 GATED = {"num_speculative_tokens": 7, "batch_threshold": 4}
-# Scenarios whose tokens depend on earlier requests, without drafts too (see the test below).
+# Without drafts too, linear attention takes a prompt of one token for a decoding row, which reads what an
+# earlier request left in its block.
 UNDEFINED = {"single_tokens"} if MINOR < 32 else set[str]()
 
 pytestmark = [
@@ -61,27 +62,7 @@ def model(tmp_path_factory):
     return make_recurrent(MODEL, tmp_path_factory.mktemp(MODEL))
 
 
-@pytest.fixture
-def as_it_is(monkeypatch):
-    """vLLM's own treatment of recurrent layers."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    undo_mends(monkeypatch, GDNAttentionMetadataBuilder, "build")
-    undo_mends(monkeypatch, GPUModelRunner, "_prepare_inputs", "_build_attention_metadata")
-    monkeypatch.setattr(recurrent_rows, "fix", lambda _: None)
-
-
-def undo_mends(monkeypatch, owner, *names):
-    for name in names:
-        current = getattr(owner, name)
-        while hasattr(current, "__rollout_spec_patch__"):
-            current = current.__wrapped__
-        monkeypatch.setattr(owner, name, current)
-
-
 def wrong(drafted, plain):
-    """The scenarios with other tokens."""
     assert drafted["counters"]["num_accepted_tokens"] > 50
     assert drafted["counters"]["num_failed_steps"] == 0
     assert drafted["rows"]["alone"] > 0, "rows without a draft after one, in steps without drafts"
@@ -90,20 +71,15 @@ def wrong(drafted, plain):
 
 @pytest.fixture(scope="module")
 def results(model):
-    drafted, plain = (served(model, spec, FAST, **SHORT_STEPS) for spec in (GATED, None))
+    drafted, plain = (served(model, spec, scenarios.FAST, **SHORT_STEPS) for spec in (GATED, None))
     return {"drafted": drafted, "plain": plain}
 
 
-def test_drafts_change_nothing(results):
+def test_drafts_change_nothing(results, model):
     rows = results["drafted"]["rows"]
     assert rows["beside drafts"] > 0 and rows["left out"] > 0
     assert wrong(results["drafted"], results["plain"]) == set()
-
-
-def test_before_0_32_a_prompt_of_one_token_reads_an_old_state_without_drafts_too(results):
-    """Linear attention takes it for a decoding row, which reads what an earlier request left in its block."""
-    plain = results["plain"]
-    assert (plain["single_tokens"] == plain["fresh_single_tokens"]) == (MINOR >= 32)
+    assert results["drafted"]["state_bytes"] == said_bytes(model, 7)
 
 
 def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results):
@@ -117,8 +93,6 @@ def test_a_full_graph_of_plain_steps_is_for_decoding_rows(results):
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, results, tmp_path):
     """`results` has made the groups of processes that a dispatcher asks for."""
-    import torch
-    from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.model_states import mamba_hybrid
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
@@ -141,9 +115,6 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, res
 
 
 def graphs_of_mrv2(vllm_config):
-    """vLLM's own manager of graphs, as our runner has it."""
-    import torch
-    from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
     query_len = 1 + vllm_config.num_speculative_tokens
@@ -156,13 +127,6 @@ def graphs_of_mrv2(vllm_config):
 
 
 def builder_of(name, vllm_config):
-    """vLLM's own, of the metadata of a policy's recurrent layers."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-    from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     k = vllm_config.num_speculative_tokens
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     spec = MambaSpec(block_size=512, shapes=((4, 4),), dtypes=(torch.float32,), num_speculative_blocks=k)
@@ -171,7 +135,6 @@ def builder_of(name, vllm_config):
 
 
 def dummy_rows(num_reqs, num_tokens):
-    import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     length = num_tokens // num_reqs
@@ -187,10 +150,6 @@ def dummy_rows(num_reqs, num_tokens):
     )  # fmt: skip
 
 
-def test_the_states_are_as_large_as_the_driver_says(results, model):
-    assert results["drafted"]["state_bytes"] == said_bytes(model, 7)
-
-
 def said_bytes(model, k):
     fields = json.loads((pathlib.Path(model) / "config.json").read_text())
     states = recurrent.states_of(fields.get("text_config", fields), dtype_bytes=4)
@@ -198,9 +157,17 @@ def said_bytes(model, k):
     return states.num_bytes(k)
 
 
+def drafted_right(folder, k, names=SOME, plain=None, head=None, threshold=4, **arguments):
+    """What an engine with drafts of up to k tokens gives, once it is seen to be what one without gives."""
+    spec = {"num_speculative_tokens": k, "batch_threshold": threshold}
+    drafted = served(folder, spec, names, **arguments, **(head or {}))
+    assert wrong(drafted, plain or served(folder, None, names, **arguments)) == set()
+    assert drafted["state_bytes"] == said_bytes(folder, k)
+    return drafted
+
+
 @pytest.fixture(scope="module")
 def mamba_2(model, tmp_path_factory):
-    """A tiny Nemotron-H, and what it gives without drafts."""
     folder = make_recurrent("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
     return folder, served(folder, None, SOME, **SHORT_STEPS)
 
@@ -212,49 +179,22 @@ def test_drafts_change_nothing_with_layers_of_mamba_2(mamba_2, k):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    MINOR < 32, reason="we refuse these before vLLM 0.32: it keeps no convolution states for drafts"
-)
+@pytest.mark.skipif(MINOR < 32, reason="refused before vLLM 0.32: it keeps no convolution states for drafts")
 @pytest.mark.parametrize("name", ["falcon_h1", "granite_hybrid", "zamba2"])
 def test_drafts_change_nothing_with_other_policies_of_mamba_2(name, model, tmp_path):
-    folder = make_recurrent(name, tmp_path)
-    assert_right_with_mamba_2(folder, served(folder, None, SOME, **SHORT_STEPS))
+    assert_right_with_mamba_2(make_recurrent(name, tmp_path))
 
 
-def assert_right_with_mamba_2(folder, plain, k=7):
+def assert_right_with_mamba_2(folder, plain=None, k=7):
     """vLLM has full graphs of K + 1 tokens in every row for them: no prompt is in such a step."""
-    drafted = served(folder, GATED | {"num_speculative_tokens": k}, SOME, **SHORT_STEPS)
-    assert wrong(drafted, plain) == set()
-    assert drafted["state_bytes"] == said_bytes(folder, k)
+    drafted = drafted_right(folder, k, plain=plain, **SHORT_STEPS)
     assert {step for step in drafted["graphs"] if step[2]} == {(False, False, True)}
 
 
 @pytest.mark.long
-@pytest.mark.skipif(MINOR < 29, reason="we refuse Nemotron-H before vLLM 0.29: no CPU engine there runs it")
-def test_without_its_mend_mamba_2_loses_states_of_resumed_requests(mamba_2, monkeypatch):
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    folder, plain = mamba_2
-    monkeypatch.setattr(recurrent_chunks, "fix", lambda _: None)
-    undo_mends(monkeypatch, GPUModelRunner, "_may_reorder_batch", "_build_attention_metadata")
-    assert wrong(served(folder, GATED, SOME, **SHORT_STEPS), plain) == {"preempted"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("spec", "arguments"),
-    [({"num_speculative_tokens": 3}, {}), (GATED, SHORT_STEPS)],
-    ids=["K=3", "K=7, gate and chunks"],
-)
-def test_drafts_change_nothing_in_any_scenario(model, spec, arguments):
-    drafted = served(model, spec, **arguments)
-    assert wrong(drafted, served(model, None, **arguments)) == set()
-    assert drafted["state_bytes"] == said_bytes(model, spec["num_speculative_tokens"])
-
-
-@pytest.mark.long
-def test_the_mend_is_needed_until_vllm_is_right(model, as_it_is):
-    assert bool(wrong(served(model, GATED), served(model, None))) == (MINOR < 32)
+@pytest.mark.parametrize(("k", "arguments"), [(3, {"threshold": 64}), (7, SHORT_STEPS)], ids=["3", "7"])
+def test_drafts_change_nothing_in_any_scenario(model, k, arguments):
+    drafted_right(model, k, None, **arguments)
 
 
 @pytest.mark.long
@@ -265,14 +205,9 @@ def test_the_mend_is_needed_until_vllm_is_right(model, as_it_is):
     [("qwen3_5_moe", False), ("qwen3_next", False), ("qwen3_5", True), ("qwen3_5_moe", True)],
 )
 def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_path):
-    from vllm.distributed.parallel_state import destroy_model_parallel
-
     destroy_model_parallel()  # the groups of engines of a dense model have none for experts
-    folder, spec = make_recurrent(name, tmp_path, sees), GATED | {"num_speculative_tokens": k}
     names, arguments = (None, SHORT_STEPS | SEES) if sees else (SOME, SHORT_STEPS)
-    drafted = served(folder, spec, names, **arguments)
-    assert wrong(drafted, served(folder, None, names, **arguments)) == set()
-    assert drafted["state_bytes"] == said_bytes(folder, k)
+    drafted_right(make_recurrent(name, tmp_path, sees), k, names, **arguments)
 
 
 @pytest.mark.long
@@ -280,9 +215,7 @@ def test_drafts_change_nothing_with_experts_or_images(name, sees, k, model, tmp_
 @pytest.mark.parametrize("k", [3, 7])
 def test_drafts_change_nothing_beside_an_mtp_head(k, model, tmp_path):
     """Rows then have drafts of any length."""
-    folder, spec = make_mtp(MODEL, tmp_path), GATED | {"num_speculative_tokens": k}
-    drafted = served(folder, spec, SOME, **SHORT_STEPS | with_mtp(k))
-    assert wrong(drafted, served(folder, None, SOME, **SHORT_STEPS)) == set()
+    drafted = drafted_right(make_mtp(MODEL, tmp_path), k, head=scenarios.with_mtp(k), **SHORT_STEPS)
     assert drafted["counters"]["num_model_accepted_tokens"] > 50
 
 
@@ -297,7 +230,7 @@ def test_drafts_change_nothing_in_random_mixtures(sees, model, chat_model, tmp_p
     arguments = MIXING | {"skip_tokenizer_init": False, "enable_prompt_embeds": not sees}
     if sees:
         folder = pathlib.Path(make_recurrent(MODEL, tmp_path, sees))
-        requests = [with_images(each, IMAGES[i % len(IMAGES)]) for i, each in enumerate(requests)]
+        requests = [with_images(each, scenarios.IMAGES[i % 4]) for i, each in enumerate(requests)]
         arguments |= SEES
     else:
         folder = shutil.copytree(model, tmp_path / "chat")
@@ -305,7 +238,7 @@ def test_drafts_change_nothing_in_random_mixtures(sees, model, chat_model, tmp_p
             shutil.copy(pathlib.Path(chat_model) / name, folder)
         requests = [with_embeddings(each, i % 3) if i % 4 == 0 else each for i, each in enumerate(requests)]
     spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
-    plain, drafted = (new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
+    plain, drafted = (scenarios.new_recurrent_engine(str(folder), each, **arguments) for each in (None, spec))
     expected, rows = serve(plain, requests), note_rows(core_of(drafted).scheduler)
     for _ in range(2):  # the second time drafts come from the first
         assert_same(serve(drafted, requests), expected)
@@ -322,8 +255,6 @@ def with_images(request, seeds):
 
 def with_embeddings(request, seed):
     """vLLM refuses log-probabilities of such a prompt."""
-    import torch
-
     if request.params.prompt_logprobs is not None:
         return request
     rows = torch.randn(12, 128, generator=torch.Generator().manual_seed(seed))
@@ -331,9 +262,7 @@ def with_embeddings(request, seed):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    MINOR < 29, reason="we refuse them on MRV2 of vLLM 0.24: it has no prefix caching for them"
-)
+@pytest.mark.skipif(MINOR < 29, reason="refused on MRV2 of vLLM 0.24: it has no prefix caching for them")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("runner", "head"), [("V1", "text"), ("V2", "text"), ("V2", "mtp"), ("V1", "images"), ("V2", "images")]
@@ -349,9 +278,6 @@ def test_drafts_change_nothing_where_prefixes_are_cached(runner, head, tmp_path)
 
 
 def test_refused_before_an_engine_process_is_launched(tmp_path, monkeypatch):
-    import transformers
-
-    from rollout_spec.vllm.checks import check_options
 
     transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
     configured(str(tmp_path), **KEYED)

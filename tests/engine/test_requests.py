@@ -8,24 +8,17 @@ import shutil
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, detokenizer
+from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from tests.engine import serving
 from tests.engine.conftest import EOS_TOKEN_ID, KEYED, VOCAB_SIZE, close, new_engine
-from tests.engine.serving import (
-    REASONING,
-    SERVED,
-    VLLM,
-    Request,
-    assert_each_same,
-    assert_none_is_idle,
-    assert_same,
-    example,
-    examples,
-    num_accepted,
-    sampling,
-    serve,
-)  # fmt: skip
+from tests.engine.serving import REASONING, SERVED, Request, assert_same, num_accepted, sampling, serve
 
 PROMPT = "<abcabcabcab"
 MARK, END = 28, 29  # of reasoning: two control characters
@@ -59,7 +52,8 @@ def expected(engines, text):
 
 
 def table(llm, text):
-    return dict(zip(SERVED, serve(llm, [example(name, PROMPT, text) for name in SERVED]), strict=True))
+    asked = [serving.example(name, PROMPT, text) for name in SERVED]
+    return dict(zip(SERVED, serve(llm, asked), strict=True))
 
 
 def asking(asked, prompt=PROMPT, key="one"):
@@ -76,18 +70,15 @@ def same_in_both(engines, *asked, prompt=PROMPT):
 
 def test_every_field_has_a_verdict():
     """A field that a new vLLM brings fails here until somebody decides."""
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-
     for found, options in ((SamplingParams, SAMPLING), (EngineCoreRequest, REQUEST)):
-        known = [option.name for option in options if VLLM in option.versions]
+        known = [option.name for option in options if serving.VLLM in option.versions]
         assert sorted(found.__struct_fields__) == sorted(known)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_alone(engines, text, expected, name):
     """The first time drafts come from what was said where nothing is asked for, also beyond the end."""
-    asked = example(name, PROMPT, text)
+    asked = serving.example(name, PROMPT, text)
     num_accepted(engines[1])
     for _ in range(3):  # the second time drafts come from what the first gave
         [found] = serve(engines[1], [asked])
@@ -97,22 +88,19 @@ def test_alone(engines, text, expected, name):
     pytest.fail("no draft was accepted")
 
 
-def test_all_together(engines, text, expected):
+def test_all_together_and_that_an_option_does_what_it_is_for(engines, text, expected):
     num_accepted(engines[1])
-    assert_each_same(table(engines[1], text), expected)
+    serving.assert_each_same(table(engines[1], text), expected)
     assert num_accepted(engines[1]) > 10 * len(SERVED)
+    serving.assert_none_is_idle(expected)
 
 
-def test_an_option_does_what_it_is_for(expected):
-    assert_none_is_idle(expected)
-
-
-@pytest.mark.parametrize("name", examples(REFUSED))
+@pytest.mark.parametrize("name", serving.examples(REFUSED))
 def test_refused(engines, text, name):
     drafting = engines[1].llm_engine
     drafting.add_request("other", PROMPT, sampling({}))
-    with pytest.raises(Exception, match=examples(REFUSED)[name][0].error) as error:
-        serve(engines[1], [example(name, PROMPT, text)])
+    with pytest.raises(Exception, match=serving.examples(REFUSED)[name][0].error) as error:
+        serve(engines[1], [serving.example(name, PROMPT, text)])
     assert "\n" not in str(error.value)
     outputs = [output for _ in iter(drafting.has_unfinished_requests, False) for output in drafting.step()]
     assert text.startswith(outputs[-1].outputs[0].text)
@@ -149,17 +137,14 @@ def test_the_samples_of_one_request_have_keys_of_their_own(engines):
 # Whole characters of one to four bytes, pieces that begin one, end one or both, and parts of long ones.
 BYTES = [bytes([97 + i % 26, 0xC3 + i, 0x80 + i])[i % 2 :] for i in range(28)]
 BYTES += [bytes([0x80 + i, 97 + i % 26, 0xC3 + i % 28])[i % 3 // 2 : 2 + i % 3] for i in range(88)]
-BYTES += [
-    *b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
-]
+BYTES += (
+    b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
+)
 
 
 @pytest.fixture(scope="module")
 def byte_engines(tiny_model, tmp_path_factory):
     """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     names = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
@@ -168,16 +153,13 @@ def byte_engines(tiny_model, tmp_path_factory):
     bytewise.decoder = decoders.ByteLevel()
     path = tmp_path_factory.mktemp("models") / "bytes"
     shutil.copytree(tiny_model, path)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID])
-    tokenizer.save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID]).save_pretrained(path)
     yield from both_engines(str(path))
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_characters_of_several_tokens(byte_engines, is_fast, monkeypatch):
     """Responses end, are stopped and are streamed in the middle of characters."""
-    from vllm.v1.engine import detokenizer
-
     if not is_fast:
         monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
     same = functools.partial(same_in_both, byte_engines, prompt={"prompt_token_ids": [*range(3, 30)]})
@@ -207,8 +189,6 @@ def test_streaming_input_is_refused(engines):
 
 
 def test_a_grammar_of_outlines_is_refused_where_its_mask_would_open(engines, monkeypatch):
-    from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
-
     for llm, has_drafts in zip(engines, (False, True), strict=True):
         for backend in ("xgrammar", "outlines"):
             monkeypatch.setattr(llm.llm_engine.vllm_config.structured_outputs_config, "backend", backend)
@@ -348,8 +328,7 @@ def random_request(draw):
 @pytest.fixture(scope="module")
 def mixing_engines(chat_model):
     """Prompts come in chunks, the gate opens and closes."""
-    spec = {"num_speculative_tokens": 3, "batch_threshold": 12}
-    yield from both_engines(chat_model, spec, **MIXING)
+    yield from both_engines(chat_model, {"num_speculative_tokens": 3, "batch_threshold": 12}, **MIXING)
 
 
 @pytest.mark.parametrize("seed", [31, *(pytest.param(seed, marks=pytest.mark.long) for seed in (32, 33))])

@@ -10,8 +10,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import transformers
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 
 from rollout_spec import patches
+from rollout_spec.patches import put_before
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
@@ -22,10 +26,9 @@ from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
 from tests.engine.test_graphs import GRAPHS
 
-NEEDS_MRV2 = pytest.mark.skipif(
-    version() == "0.23.0" and mrv2_misfit() is not None,
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
+OLD, ON_MRV1 = version() == "0.23.0", "with vLLM 0.23 our drafter runs on MRV1 alone"
+NEEDS_MRV2 = pytest.mark.skipif(OLD and mrv2_misfit() is not None, reason=ON_MRV1)
+WITH_GRAPHS = pytest.mark.skipif(OLD, reason=ON_MRV1)
 # `results` takes minutes, and other tests have the processors too.
 pytestmark = [NEEDS_MRV2, pytest.mark.timeout(1800)]
 AHEAD = ("ahead", "open", "preempted", "mixed")
@@ -36,15 +39,12 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
     plugin.register()
     mrv2_misfit.cache_clear()
     assert mrv2_misfit() is None
-    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     config = VllmConfig()
-    speculative = SimpleNamespace(
-        **speculative_config(8), parallel_drafting=False, uses_dynamic_speculative_decoding=lambda: False
-    )
-    config.speculative_config = speculative  # type: ignore[assignment]
+    more = {"parallel_drafting": False, "uses_dynamic_speculative_decoding": lambda: False}
+    config.speculative_config = SimpleNamespace(**speculative_config(8), **more)  # type: ignore[assignment]
     assert config._get_v2_model_runner_unsupported_features() == []
     monkeypatch.setattr(Sampler, "sample", lambda self, logits, pos: None)
     mrv2_misfit.cache_clear()
@@ -70,8 +70,6 @@ def test_a_runner_or_a_verifier_that_has_changed_is_left_alone_and_named(monkeyp
 )
 def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tmp_path, monkeypatch):
     """But for LoRA."""
-    import transformers
-
     architecture = f"{name}ForCausalLM"
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
     plain, drafted = (configured(str(tmp_path), spec, **arguments) for spec in (None, {}))
@@ -85,10 +83,8 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tm
 
 def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     """One that was preempted is added again; so is a new one under the name of one that has ended."""
-    from vllm import SamplingParams
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from rollout_spec.patches import put_before
     from rollout_spec.vllm.mrv2.sampler import COUPLED, KeyedSampler
 
     seeds = list[int]()
@@ -133,11 +129,12 @@ def results(chat_model, tmp_path_factory):
     return interpreted("tests.engine.interpreted_runner", path, chat_model)
 
 
-def test_all_engines_have_v2(results):
+def test_all_engines_have_v2_and_full_graphs_are_for_plain_steps(results):
     images = results.get("images", {})
-    engines = {name: found for name, found in results.items() if name != "images"}
-    for found in (*engines.values(), *images.values()):
+    for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
         assert found["model_runner"].endswith(".cpu.model_runner"), "V1 is in cpu_model_runner"
+    assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
+    assert results["drafted"]["graphs"] == GRAPHS
 
 
 def test_a_request_gets_what_it_asks_for(results):
@@ -153,10 +150,7 @@ def test_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-@pytest.mark.skipif(
-    v2_architectures() is not None,
-    reason="vLLM 0.24 takes MRV1 for models with images; the test runs with 0.29 and 0.32",
-)
+@pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 takes MRV1 for images")
 def test_neither_where_prompts_have_images(results):
     plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
     assert drafted["counters"]["num_accepted_tokens"] > 10
@@ -165,12 +159,16 @@ def test_neither_where_prompts_have_images(results):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_are_accepted(results, engine):
+def test_drafts_are_verified_and_accepted(results, engine):
+    """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
     counters, steps = results[engine]["counters"], results[engine]["steps"]
     assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 40)
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
     assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
+    assert sum(step["drafts"] + step["lost"] + step["cut"] for step in steps) == counters["num_draft_tokens"]
+    refusal = "not supported together with drafts: logprob_token_ids: vLLM cannot compute them"
+    assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
 
 
 def test_keys_behind_a_window_are_freed_no_earlier_than_without_drafts(results):
@@ -214,29 +212,16 @@ def test_vllm_counts_no_step_whose_room_stayed_empty(results):
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_requests_go_on_where_their_cache_is_dropped(results, engine):
+def test_requests_go_on_where_their_cache_is_dropped_or_drafting_fails(results, engine):
     """Nothing is lost or there twice of a step that was in flight, for the drafter neither."""
     found = results[engine]
     assert len(found["reset_in_flight"]) > 3 and any(found["reset_in_flight"]) == (engine != "drafted")
     for name, tokens in found["reset"].items():
         assert tokens == results["plain"]["requests"][name]["tokens"], name
     assert sorted(found["reset"].values()) == sorted(found["reset_history"][-len(found["reset"]) :])
-
-
-@pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_where_drafting_fails_generation_goes_on(results, engine):
     found = results[engine]
     assert found["failing"]["sampled"] == results["plain"]["requests"]["sampled"]
     assert found["num_failed_steps"] > 8
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_every_draft_is_verified(results, engine):
-    """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
-    steps, num_drafted = results[engine]["steps"], results[engine]["counters"]["num_draft_tokens"]
-    num_verified = sum(step["drafts"] for step in steps)
-    assert num_verified + sum(step["lost"] + step["cut"] for step in steps) == num_drafted
-    assert num_verified > 0
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
@@ -249,7 +234,7 @@ def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engin
     for response in responses:  # a longer one may have taken its place
         assert any(kept[: len(response)] == response for kept in found["history"])
     # The four aborted had said something too, which stays; one goes on if its sender has had all of it.
-    others = [kept for kept in found["history"] if not any(is_of(kept, response) for response in responses)]
+    others = [kept for kept in found["history"] if not any(is_of(kept, each) for each in responses)]
     assert len(others) in (3, 4)
     assert all(kept == sampled["tokens"][: len(kept)] for kept in others)
     assert_stopped(found, sampled)
@@ -271,17 +256,6 @@ def assert_stopped(found, sampled):
     assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_log_probabilities_of_chosen_tokens_are_refused(results, engine):
-    refusal = "not supported together with drafts: logprob_token_ids: vLLM cannot compute them"
-    assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
-
-
-def test_full_graphs_are_for_plain_steps(results):
-    assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
-    assert results["drafted"]["graphs"] == GRAPHS
-
-
 def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path):
     """The tokens that were drawn need no other logits; any other needs clearly other ones."""
     found = interpreted("tests.engine.interpreted_certify", tmp_path / "gaps.json", chat_model)
@@ -289,10 +263,6 @@ def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path)
     assert max(found["drawn"]) < 1e-4 and sorted(found["others"])[3] > 0.1
 
 
-WITH_GRAPHS = pytest.mark.skipif(
-    version() == "0.23.0",
-    reason="with vLLM 0.23 our drafter runs on MRV1 alone",
-)
 # With FULL the same graphs are for any step; of random mixtures hardly a step is a plain one.
 KINDS = {"whole": ("plain",), "mixed": ("drafts",), "mixed decode": ("drafts",)}
 MORE = {

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chi2_contingency  # type: ignore[import-untyped]
+from vllm.v1.sample import thinking_budget_state
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 
 from rollout_spec.vllm.upstream import thinking_budget
 from tests.engine.conftest import proposer_of, token_ids
@@ -25,8 +28,6 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def sample(llm, seed, **settings):
-    import torch
-
     torch.manual_seed(seed)
     params = sampling(settings | {"max_tokens": NUM_TOKENS, "detokenize": False, "extra_args": None})
     return token_ids(llm.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, params, use_tqdm=False))
@@ -63,9 +64,6 @@ def test_drafts_leave_the_distribution(make_engine):
 @pytest.mark.parametrize("budgets", [{0: 7}, {1: 7}, {0: 7, 1: 9}], ids=str)
 def test_a_thinking_budget_follows_its_request(budgets):
     """Where two rows are swapped, and then one takes the place of a request with a budget that has ended."""
-    from vllm.v1.sample import thinking_budget_state
-    from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
-
     thinking_budget.fix(thinking_budget_state)
     marks = SimpleNamespace(reasoning_start_token_ids=[1], reasoning_end_token_ids=[2])
     holder = thinking_budget_state.ThinkingBudgetStateHolder(marks, 4, 8, None, False)

@@ -4,9 +4,14 @@ import logging
 import re
 
 import pytest
+from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollout_spec.config import ConfigError
+from rollout_spec.vllm import checks, versions
+from rollout_spec.vllm.mrv2.ahead import schedules_ahead
+from rollout_spec.vllm.options import AHEAD_SCHEDULER, scheduler_of
 from tests.engine.conftest import configured
 
 WITHOUT_IT = type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
@@ -15,12 +20,6 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 @pytest.fixture
 def decided(tiny_model):
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.platforms import current_platform
-
-    from rollout_spec.vllm import versions
-    from rollout_spec.vllm.mrv2.ahead import schedules_ahead
-    from rollout_spec.vllm.options import scheduler_of
 
     def decide(
         asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, policy=None, old=None,
@@ -49,8 +48,6 @@ def decided(tiny_model):
 @pytest.mark.parametrize("is_cpu", [False, True])
 @pytest.mark.parametrize("asked", [None, False, True])
 def test_an_engine_with_v2_schedules_ahead_where_vllm_would(decided, asked, is_cpu):
-    from rollout_spec.vllm.options import AHEAD_SCHEDULER
-
     settings, expected = decided(asked, is_cpu), not is_cpu if asked is None else asked
     assert settings.async_scheduling == expected
     assert settings.scheduler_cls == (AHEAD_SCHEDULER if expected else None)
@@ -88,12 +85,7 @@ def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monk
         ("0.29.0", "sliding_window", None),
     ],
 )
-def test_a_model_that_drafts_alone_is_refused_where_keys_are_freed_early(
-    tiny_model, monkeypatch, release, window, refusal
-):
-    from vllm.config import VllmConfig
-
-    from rollout_spec.vllm import checks, versions
+def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, release, window, refusal):
 
     config = configured(tiny_model, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)

@@ -76,8 +76,7 @@ class Storm:
         while is_aborted:
             params = asked | {"max_tokens": asked["max_tokens"] - len(tokens)}
             at = self.rng.randrange(len(self.servers))
-            server = self.servers[at]
-            output = await server.generate(prompt + tokens, params, f"{number}x{len(self.parts)}")
+            output = await self.servers[at].generate(prompt + tokens, params, f"{number}x{len(self.parts)}")
             is_aborted = output.stop_reason == "aborted"
             of = at, output.extra_fields["global_steps"]
             self.parts.append(Part(of, len(output.token_ids), is_aborted, is_validation(number)))
@@ -168,7 +167,6 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, m
     shared = [text[: text.index(EOS_TOKEN_ID) + 1] if EOS_TOKEN_ID in text else text for text in storm.shared]
     remembered, generated = (Counter(map(tuple, texts)) for texts in (shared, plain))
     assert (remembered - generated, generated - remembered) == ({}, {}), "each is remembered once, and whole"
-
     counts, total = check_versions(storm), RolloutReport()
     for report in storm.reports.values():
         total.add(report)
@@ -181,7 +179,6 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, m
     num_behind = counts.num_decode_steps + counts.num_accepted_tokens - counts.num_decoded_tokens
     assert 0 <= num_behind <= 8 * len(trained)
     assert counts.num_accepted_tokens > 0 == total.engine.num_failed_steps
-
     for server in servers:
         drafter = proposer_of(server.engine.llm).drafter
         scheduler = core_of(server.engine.llm).scheduler

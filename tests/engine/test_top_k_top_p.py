@@ -20,8 +20,7 @@ def ways(monkeypatch):
     """The ways that logits are cut in from now on, in a process of an engine on a GPU."""
     found: list[str] = []
     monkeypatch.setattr(patches, "_applied", {})
-    platform = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr(topk_topp_sampler, "current_platform", platform)
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(topk_topp_sampler, "HAS_TRITON", True)
     for name in ("apply_top_k_top_p_pytorch", "apply_top_k_top_p_triton"):
 
@@ -48,9 +47,7 @@ def test_rows_are_cut_by_one_kernel(ways, device, expected):
     assert ways == [expected] * len(NUMS_ROWS)
 
 
-@pytest.mark.skipif(
-    not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="vLLM before 0.32 splits no row"
-)
+@pytest.mark.skipif(not hasattr(topk_topp_triton, "_SPLIT_MAX_BATCH"), reason="before 0.32 no row is split")
 def test_no_row_is_split(ways, monkeypatch):
     """By vLLM's own choice of kernels."""
     cut_rows_alike()
@@ -67,15 +64,11 @@ def test_no_row_is_split(ways, monkeypatch):
 @pytest.mark.skipif(version() == "0.23.0", reason="the tests interpret the kernels of vLLM 0.24 and later")
 def test_of_tokens_that_tie_the_smallest_ids_stay(tmp_path):
     found = interpreted("tests.engine.interpreted_cuts", tmp_path / "results.json")
-    assert all(one["are_first"] for name, one in found.items() if name.startswith("alike"))
-    assert {*found["alike, top-k, 7"]["kept"], *found["alike, top-k, 8"]["kept"]} == {20}
-    if version() in ("0.24.0", "0.29.0"):
-        assert max(found["vLLM's, top-k, 7"]["kept"]) > 20, "some tie at the 20th place"
+    assert all(one["are_first"] for one in found.values())
+    assert {*found["top-k, 7"]["kept"], *found["top-k, 8"]["kept"]} == {20}
 
 
-@pytest.mark.skipif(
-    not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="vLLM before 0.32 does not ask"
-)
+@pytest.mark.skipif(not hasattr(topk_topp_triton, "_max_sampler_batch_size"), reason="before vLLM 0.32")
 def test_an_engine_warms_up_for_no_more_rows_than_a_step_has(ways, monkeypatch):
     asked = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64), num_speculative_tokens=15)
     # Not vLLM's own: an engine that this process has started may have replaced that.

@@ -10,9 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ActorDiedError
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
+from rollout_spec.verl import trainer_hooks
+from rollout_spec.verl.server import SpecHttpServer
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
@@ -54,10 +65,7 @@ def test_a_server_reports_its_rollout_when_a_weight_sync_has_ended_it(make_serve
 
 def test_verl_logs_the_drafts_that_it_looks_for_where_mtp_drafts(make_server, caplog):
     """It would take them from a field that no vLLM has."""
-    from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
-
-    server = make_server({})
-    fields = asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
+    fields = asyncio.run(make_server({}).generate(PROMPTS[0], dict(GREEDY), "id")).extra_fields
     given = [[fields[f"spec_num_{name}"]] for name in ("draft_tokens", "accepted_tokens", "verify_steps")]
     metrics = compute_spec_decode_metrics(*given)
     assert 0 < metrics["rollout/spec_accept_rate"] <= 1 < metrics["rollout/spec_accept_length"]
@@ -79,8 +87,7 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
     assert "has neither a name" not in caplog.text
     unnamed = [respond(None) for _ in range(4)]
     # vLLM's logger may hand a record to its parents as well: one record, said once.
-    said = {id(record) for record in caplog.records if "has neither a name" in record.getMessage()}
-    assert len(said) == 1
+    assert len({id(record) for record in caplog.records if "has neither a name" in record.getMessage()}) == 1
     assert server.engine.seeds == {server.replica_rank}, "verl's seed and the replica's number"
     assert len({*named, *unnamed}) == 8
     assert [respond(number) for number in (3, 0)] == [named[3], named[0]]
@@ -119,8 +126,6 @@ def test_an_engine_without_the_drafter_fails_the_run(make_server):
 @pytest.mark.usefixtures("own_process_groups")
 def test_a_recurrent_policy_gets_new_weights_between_two_rounds(tmp_path, make_server, monkeypatch):
     """States and texts of the first round are of older weights."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)  # as in `recurrent_scenarios`
     replace_layers()
     model = make_recurrent("qwen3_next", tmp_path)
@@ -159,9 +164,6 @@ async def one_round(server):
 
 
 def test_turns_with_images(tmp_path, make_server):
-    """Siblings of three turns, with images in the first, the second and the third turn."""
-    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
-
     model, processor = make_tiny_vl(tmp_path), make_processor()
     banned = get_vision_placeholder_token_ids(processor)
     assert len(banned) == 2
@@ -188,9 +190,8 @@ async def trajectory(server, sibling):
         images += more
         extra_args = {NAME_KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
         params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
-        output = await server.generate(
-            list(prompt), params, f"{sibling}-{turn}", image_data=[*map(make_image, images)]
-        )
+        seen = [*map(make_image, images)]
+        output = await server.generate(list(prompt), params, f"{sibling}-{turn}", image_data=seen)
         responses.append(list(output.token_ids))
         prompt += responses[-1]
     return responses
@@ -213,15 +214,6 @@ def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tm
 @pytest.mark.timeout(300)
 def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monkeypatch):
     """By verl's own manager, whose sender waits forever: a worker fails, engine and server are killed."""
-    import ray
-    from ray.exceptions import ActorDiedError
-    from verl.checkpoint_engine import CheckpointEngineManager
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    from rollout_spec.verl import trainer_hooks
-    from rollout_spec.verl.server import SpecHttpServer
 
     class Server(SpecHttpServer):
         def __init__(self):

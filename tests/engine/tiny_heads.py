@@ -4,6 +4,9 @@ import json
 import shutil
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tests.engine.conftest import VOCAB_SIZE, make_tiny
 
 HIDDEN_SIZE = 128
@@ -20,14 +23,10 @@ def let_the_last_token_decide(weights):
 
 
 def save_as(folder, weights):
-    from safetensors.torch import save_file
-
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def loaded(folder):
-    from safetensors.torch import load_file
-
     return load_file(folder / "model.safetensors")
 
 
@@ -54,8 +53,6 @@ def make_even(folder):
 
 def make_eagle(target, folder, reads):
     """A target's last layer after what `fc` takes of its input, the token or the state."""
-    import torch
-
     weights = loaded(target)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
     head = {"embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
@@ -68,9 +65,6 @@ def make_eagle(target, folder, reads):
 
 def make_mtp(folder, chat_model):
     """A MiMo whose last token decides, and whose MTP head is wrong; `right.safetensors` has the right one."""
-    import torch
-    from safetensors.torch import save_file
-
     shutil.copytree(chat_model, folder)
     of_chat_model = json.loads((folder / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -91,8 +85,6 @@ def make_mtp(folder, chat_model):
 
 def make_eagle3(target, folder):
     """A head of DRAFT_TOKENS: a target's last layer after what comes out of it."""
-    import torch
-
     weights, tokens = loaded(target), torch.tensor(DRAFT_TOKENS)
     zero, one = torch.zeros(HIDDEN_SIZE, HIDDEN_SIZE), torch.eye(HIDDEN_SIZE)
     head: dict[str, Any] = {

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+import transformers
+
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.engine.tiny_heads import loaded, save_as
 from tests.tiny_vl import PATCH, SPECIAL, make_processor
@@ -65,9 +68,6 @@ def make_recurrent(name, folder, sees=False):
     A weight matrix is drawn from N(0, 1 / fan-in): every layer then moves the residual stream about as
     much as the embedding does, so a wrong state shows in the tokens.
     """
-    import torch
-    import transformers
-
     stem, fields = MODELS[name]
     config_class = f"{stem}TextConfig" if stem.startswith("Qwen3_5") and not sees else f"{stem}Config"
     architecture = f"{stem}ForConditionalGeneration" if sees else f"{stem}ForCausalLM"
@@ -101,8 +101,6 @@ def make_mtp(name, folder):
 
     The layers say so little that the head is often right, and so much that a wrong state shows.
     """
-    import torch
-
     make_recurrent(name, folder)
     weights, own = loaded(folder), "model.layers.1."
     for key, value in weights.items():

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).resolve().parents[2] / "native"
-
 
 @pytest.mark.parametrize("target", ["lint", "test", "asan"])
 def test_make(target, tmp_path):
@@ -15,7 +13,7 @@ def test_make(target, tmp_path):
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec "$@"\n')
     wrapper.chmod(0o755)
-    command = ["make", "-C", str(NATIVE), target, f"BUILD={tmp_path}"]
+    command = ["make", "-C", str(Path(__file__).resolve().parents[2] / "native"), target, f"BUILD={tmp_path}"]
     env = {**os.environ, "CC": f"{wrapper} {os.environ.get('CC', 'cc')}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr

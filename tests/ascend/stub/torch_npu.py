@@ -74,10 +74,7 @@ def npu_swiglu(x):
     return torch.nn.functional.silu(gate) * up
 
 
-def _npu_rotary_embedding(
-    positions, query, key, head_size,
-    cos_sin_cache, is_neox_style,
-):  # fmt: skip
+def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
     """Turns both in place, [tokens, heads x head_size]."""
     assert is_neox_style
     cos, sin = cos_sin_cache[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -87,10 +84,7 @@ def _npu_rotary_embedding(
         heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
-def _npu_reshape_and_cache(
-    *, key, value, key_cache, value_cache,
-    slot_indices,
-):  # fmt: skip
+def _npu_reshape_and_cache(*, key, value, key_cache, value_cache, slot_indices):
     """Writes both into the caches, [blocks, block_size, heads, head_size], but for slots of padding."""
     kept = slot_indices >= 0
     for cache, new in ((key_cache, key), (value_cache, value)):
