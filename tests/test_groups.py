@@ -57,6 +57,19 @@ def rows():
 OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sample"}
 
 
+def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_again(rows):
+    """Each text once."""
+    for number in range(3):
+        rows.history.add(group_key("group"), int32(30 + number))
+    runs = rows.end(rows.add(PROMPT, **OF_SAMPLE), [*PROMPT, 40])
+    rows.index_all()
+    assert rows.index.stats().num_tokens == 20 + 4 and rows.counters.num_resumed == 0
+    rows.history.add(group_key("group"), int32(50, 51))
+    assert rows.add([*PROMPT, 40, 7], **OF_SAMPLE) is runs and rows.counters.num_resumed == 1
+    rows.index_all()
+    assert rows.index.stats().num_tokens == 20 + 4 + 2
+
+
 def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypatch):
     for token in (30, 31, 32):
         rows.history.add(group_key("group"), int32(token))
@@ -144,6 +157,7 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
     turn("second", 300, 350)
     drafter.index.validate()
     assert drafter.index.stats().num_tokens == before + 350 - num_kept
+    assert drafter.counters.num_resumed == (how != "without thoughts")
     drafter.end_samples(["s"])
     kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
     thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
