@@ -173,7 +173,7 @@ static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
 
 /* A bit for every expert that proposes anything. */
 static uint32_t all_proposers(const rs_prediction *prediction) {
-    return ((1U << RS_NUM_EXPERTS) - 1) & ~proposers(prediction, -1);
+    return ((1U << RS_NUM_EXPERTS) - 1) & ~proposing_experts(prediction, -1);
 }
 
 /* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_TOKEN_SETS. */
@@ -207,7 +207,7 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) 
     inputs_of(calibration, prediction, inputs);
     while (left != 0) {
         int32_t candidate = prediction->tokens[__builtin_ctz(left)];
-        uint32_t proposed = proposers(prediction, candidate);
+        uint32_t proposed = proposing_experts(prediction, candidate);
         left &= ~proposed;
         select_weights(prediction, candidate, proposed, sets);
         float score = mix(calibration, proposed, sets, inputs);
@@ -236,7 +236,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     }
     float inputs[2][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
-    uint32_t proposed = proposers(prediction, prediction->token);
+    uint32_t proposed = proposing_experts(prediction, prediction->token);
     inputs_of(calibration, prediction, inputs);
     select_weights(prediction, prediction->token, proposed, sets);
     float score = mix(calibration, proposed, sets, inputs);
@@ -244,7 +244,7 @@ void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, 
     for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
         learn_weights(calibration->weights + sets[selector], LEARNING_RATE * error, proposed, inputs);
     }
-    const uint32_t right = proposers(prediction, token);
+    const uint32_t right = proposing_experts(prediction, token);
     for (uint32_t left = all_proposers(prediction); left != 0; left &= left - 1) {
         int e = __builtin_ctz(left);
         rs_cell *cell = calibration->cells + prediction->cells[e];

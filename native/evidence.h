@@ -9,7 +9,6 @@
 #ifndef RS_EVIDENCE_H
 #define RS_EVIDENCE_H
 
-#include "automaton.h"
 #include "contexts.h"
 
 enum {

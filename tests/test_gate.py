@@ -31,7 +31,7 @@ class Machine:
         self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
         self.lies = False
         self._rng, self._share = np.random.default_rng(0), share_proposed
-        self._num_filled = pad_to * NUM_ROWS
+        self._num_padded = pad_to * NUM_ROWS
         self._num_drafted = self.num_right = 0
 
     def step(self):
@@ -46,11 +46,11 @@ class Machine:
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
         chosen = self.gate.choose(self.survivals, numbers)
-        if self._num_filled and not self.gate.pads:
+        if self._num_padded and not self.gate.pads:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
         self.num_right = round(float(self.survivals[is_right].sum()))
-        self._num_drafted = self._num_filled or int(chosen.sum())
+        self._num_drafted = self._num_padded or int(chosen.sum())
         return chosen
 
     def steps(self, num):

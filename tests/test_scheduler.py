@@ -75,7 +75,7 @@ def test_room_that_stays_empty_is_no_draft():
     scheduler._request_counters, scheduler.log_stats = defaultdict(RequestCounters), False
     scheduler.requests = {"a": request, "b": request, "stale": SimpleNamespace(async_tokens_to_discard=1)}
     output = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * 4 for name in ("a", "b", "stale")})
-    scheduler._count_filled(output, {"a": 3})
+    scheduler._count_drafts_in_room(output, {"a": 3})
     assert output.num_invalid_spec_tokens == {"a": 1, "b": 4}
     for name, room in output.scheduled_spec_decode_tokens.items():
         num_accepted, invalid = 2 * (name == "a"), output.num_invalid_spec_tokens

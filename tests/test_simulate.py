@@ -197,12 +197,12 @@ def test_a_response_without_a_token_takes_no_step():
     assert simulate(with_empty, *given) == simulate([line("1", 5, 3, 2)], *given)
 
 
-def test_filled_drafts_are_all_verified_and_lose_no_token():
+def test_padded_drafts_are_all_verified_and_lose_no_token():
     config, lines = SpecConfig(batch_threshold=8, num_speculative_tokens=4), requests_of(rollouts(1), None)
-    plain, filled = (served(lines, config, FLAT, 8, pads_drafts=pads) for pads in (False, True))
-    assert filled.num_tokens == plain.num_tokens
-    assert filled.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
-    assert filled.num_draft_tokens > 1.5 * plain.num_draft_tokens
+    plain, padded = (served(lines, config, FLAT, 8, pads_drafts=pads) for pads in (False, True))
+    assert padded.num_tokens == plain.num_tokens
+    assert padded.num_draft_tokens % 4 == 0 < plain.num_draft_tokens
+    assert padded.num_draft_tokens > 1.5 * plain.num_draft_tokens
 
 
 def test_replicas_share_the_requests_and_the_slowest_counts():

@@ -195,7 +195,7 @@ def test_the_driver_looks_at_a_model_of_the_hub(tmp_path, monkeypatch, with_vllm
 
 
 def test_steps_with_drafts_that_have_no_graphs_are_named(capsys):
-    """On NPUs drafts are filled up to a graph's length."""
+    """On NPUs drafts are padded to a graph's length."""
     full, piecewise = ({"cudagraph_mode": mode} for mode in ("FULL_DECODE_ONLY", "PIECEWISE"))
     for groups, value, others, is_named in (
         (SAM, full, {}, True),

@@ -48,7 +48,7 @@ def taking_prompts_for_decoding(self, step, seconds):
         (BURSTS, mock.patch.object(StepSeconds, "learn", taking_prompts_for_decoding)),
         (dataclasses.replace(LATER, drafted=6e-3), mock.patch.object(step_seconds, "ODD", NEVER)),
         (LATER, mock.patch.multiple(step_seconds, MEMORY=NEVER, ODD=NEVER)),
-        (LATER, mock.patch.object(gate, "_is_probe", return_value=False)),
+        (LATER, mock.patch.object(gate, "_measures_plain", return_value=False)),
     ],
 )
 def test_a_broken_gate_is_seen(scenario, broken):

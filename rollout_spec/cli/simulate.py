@@ -87,7 +87,7 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
          f"({SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
     group.add_argument(
-        "--fill-drafts", action="store_true",
+        "--pad-drafts", action="store_true",
         help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
     )  # fmt: skip
     add_spec_argument(
@@ -154,7 +154,7 @@ def _clusters(args: argparse.Namespace, kv_tokens: float, num_ranks: int) -> lis
             num_ranks=num_ranks,
             kv_tokens=kv_tokens,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            pads_drafts=args.fill_drafts,
+            pads_drafts=args.pad_drafts,
             tool_seconds=1.0 if args.tool_seconds is None else args.tool_seconds,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])

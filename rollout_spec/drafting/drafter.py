@@ -209,21 +209,21 @@ class Drafter:
             self._gate.discard()
             self._propose_after(rows, token_ids, levels, None)  # to index only
             return self._answer(drafts)
-        least_survival = self._gate.begin(step)
+        min_survival = self._gate.begin(step)
         if self._pad_to * num_decoding > self._max_draft_tokens:
             self._gate.discard()
-            least_survival = None
-        proposed = self._propose_after(rows, token_ids, levels, least_survival, next_step)
+            min_survival = None
+        proposed = self._propose_after(rows, token_ids, levels, min_survival, next_step)
         self._count(step, rows, proposed)
-        self._drafts_wanted = least_survival is not None
-        if least_survival is not None and next_step.takes_drafts:
+        self._drafts_wanted = min_survival is not None
+        if min_survival is not None and next_step.takes_drafts:
             self._give(drafts, rows, proposed)
             self._model_share.count_drafted(request_ids, drafts, model)
             if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
                 drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
                 drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
-        elif least_survival is not None:  # too late for that step: what the gate says of them is for others
+        elif min_survival is not None:  # too late for that step: what the gate says of them is for others
             self._drafts_wanted = self._would_give(rows, proposed)
         self.counters.draft_seconds += time.perf_counter() - started
         return self._answer(drafts)
@@ -285,15 +285,15 @@ class Drafter:
         rows: _Rows,
         token_ids: Int32Array,
         levels: Int32Array,
-        least_survival: float | None,
+        min_survival: float | None,
         next_step: NextStep = TAKES_ANY,
     ) -> StepResult:
         """Index what these rows got and more; propose tokens of this survival or more, None: none."""
-        rows.set_levels(levels, least_survival is not None, next_step.room)
+        rows.set_levels(levels, min_survival is not None, next_step.room)
         self._groups.index_next()
         result = self.index.index_and_draft(
             rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
-            least_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
+            min_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
         )  # fmt: skip
         if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)

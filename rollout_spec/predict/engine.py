@@ -18,7 +18,7 @@ from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
-from rollout_spec.predict.proposers import drafts_at
+from rollout_spec.predict.replay_drafters import drafts_at
 from rollout_spec.predict.step_times import Times
 
 TAIL_ROWS = 8  # a rollout is in its tail while an engine runs at most this many requests

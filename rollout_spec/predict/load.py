@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rollout_spec.config import UserError
+from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.placement import GroupPlacement
 from rollout_spec.trace import Proposals, Rollout
 
-MAX_IMBALANCE = 8  # as in `configs/rollout_spec_router/group.yaml`
 _MAX_TOKEN = np.iinfo(np.int32).max
 
 
@@ -116,7 +115,7 @@ def _first_turn(line: Rollout, number: int, name: str) -> Request | None:
 def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
     """The requests of every engine, placed as our router does, all before the first one ends."""
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
-    placement = GroupPlacement(MAX_IMBALANCE)
+    placement = GroupPlacement(SpecConfig.max_imbalance)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
         engines[placement.choose(request.group, loads)].append(request)

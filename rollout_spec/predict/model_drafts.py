@@ -10,8 +10,8 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.proposers import IndexProposer
 from rollout_spec.predict.replay import token_matrix
+from rollout_spec.predict.replay_drafters import IndexDrafter
 from rollout_spec.trace import Proposals, Rollout
 
 # What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as
@@ -30,7 +30,7 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
     each of `acceptance`: how often that is right where those before it are.
     """
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
-    with contextlib.closing(IndexProposer(config)) as index:
+    with contextlib.closing(IndexDrafter(config)) as index:
         for line in lines:
             guesses = _guesses(index, line)
             agrees = np.concatenate(guesses) == np.concatenate(line.responses)
@@ -39,7 +39,7 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
             yield dataclasses.replace(line, proposals=[_proposals(*one, acceptance, share) for one in each])
 
 
-def _guesses(index: IndexProposer, line: Rollout) -> list[Int32Array]:
+def _guesses(index: IndexDrafter, line: Rollout) -> list[Int32Array]:
     """What the suffix index alone would draft for every token of each response, -1: nothing."""
     token_ids, ends = token_matrix(line, 1)
     prompt_len = len(line.prompt_token_ids)

@@ -15,7 +15,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import Counters
-from rollout_spec.predict.proposers import IndexProposer, Proposer
+from rollout_spec.predict.replay_drafters import IndexDrafter, ReplayDrafter
 from rollout_spec.trace import Rollout
 
 
@@ -85,7 +85,7 @@ def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)
-    with contextlib.closing(IndexProposer(config, mixes=True)) as proposer:
+    with contextlib.closing(IndexDrafter(config, mixes=True)) as proposer:
         for line in trace:
             key = group_key(line.group)
             replay_line(proposer, line, history.get(key), config.num_speculative_tokens, result)
@@ -95,7 +95,7 @@ def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
 
 
 def replay_line(
-    proposer: Proposer,
+    proposer: ReplayDrafter,
     line: Rollout,
     earlier: Sequence[Int32Array],
     num_speculative_tokens: int,

@@ -38,7 +38,7 @@ _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local
 _Fields = Mapping[str, Any]  # of a config.json
 
 
-class _Drafter(NamedTuple):
+class _Model(NamedTuple):
     """A model that drafts, as it is asked for."""
 
     method: str
@@ -55,7 +55,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
     asked = asked_model(options, value(config, MTP))
-    drafter = _Drafter(**asked) if asked else None
+    drafter = _Model(**asked) if asked else None
     if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
@@ -65,7 +65,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     if spec.enabled and has_recurrent_state(config):
         recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), states_of(config))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
-    if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are filled up
+    if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are padded
         but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
         say(f"{ENGINE}.{WITHOUT_GRAPHS}. {but}")
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
@@ -76,7 +76,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         )
 
 
-def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields) -> dict[str, Any]:
+def _facts(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> dict[str, Any]:
     facts = {
         "processors": value(config, f"{ENGINE}.logits_processors"),
         "min_p": entry(config, f"{ENGINE}.override_generation_config", "min_p"),
@@ -91,7 +91,7 @@ def _facts(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
     return facts
 
 
-def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, policy: _Fields) -> str | None:
+def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> str | None:
     """Which MRV1 is asked to schedule ahead, in words."""
     is_small = drafter is not None and drafter.method == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
@@ -101,7 +101,7 @@ def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Drafter | None, polic
     return f"vLLM's MRV1, which vLLM {version()} has for this model" if is_so else None
 
 
-def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _Fields) -> dict[str, Any]:
+def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Model, policy: _Fields) -> dict[str, Any]:
     model = model_fields(drafter.model) if drafter.model else policy
     num_positions = _num_positions(of_text(model)) if drafter.model else None
     most = value(config, f"{ROLLOUT}.max_model_len") or of_text(policy).get("max_position_embeddings")
@@ -119,7 +119,7 @@ def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Drafter, policy: _
     }
 
 
-def _refuse_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> None:
+def _refuse_weights(config: DictConfig, drafter: _Model, policy: _Fields) -> None:
     """Raise for a model whose weights cannot come, or do not go with the policy's tokens."""
     load_format = value(config, f"{ROLLOUT}.load_format")
     models = (model_fields(drafter.model) if drafter.model else policy, policy)
@@ -136,7 +136,7 @@ def _refuse_weights(config: DictConfig, drafter: _Drafter, policy: _Fields) -> N
     )  # fmt: skip
 
 
-def _is_synced(config: DictConfig, drafter: _Drafter) -> bool:
+def _is_synced(config: DictConfig, drafter: _Model) -> bool:
     """verl trains MTP heads with Megatron only, and syncs their weights then."""
     return not drafter.model and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
 

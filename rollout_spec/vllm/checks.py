@@ -82,9 +82,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
     misfit = mrv2_misfit() if is_mrv2 else None
     option = f"speculative_config.method={method} with rollout_spec"
-    ours = _of_ours(vllm_config, config) if config.enabled else {}
-    model = _of_model(vllm_config) if has_model else {}
-    drafts = _of_drafts(vllm_config, config, method) if ours or model else {}
+    ours = _facts_of_our_drafter(vllm_config, config) if config.enabled else {}
+    model = _facts_of_model(vllm_config) if has_model else {}
+    drafts = _facts_of_any_drafts(vllm_config, config, method) if ours or model else {}
     others = {
         "misfit": misfit and not has_model and (config.method, misfit),
         "others_draft": speculative and not config.enabled and not has_model and (method, config.method),
@@ -92,7 +92,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     }
     refuse(others | ours | model | drafts, option)
     if has_model:
-        refuse(_beside_model(vllm_config, misfit), option)
+        refuse(_settings_against_model(vllm_config, misfit), option)
         if is_mrv2:
             from rollout_spec.vllm.mrv2.speculators import check_speculator as check_model_drafter
         else:
@@ -101,10 +101,10 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if config.enabled:
         if vllm_config.model_config.is_hybrid:
             recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
-        refuse(_beside_ours(vllm_config, config), option)
+        refuse(_settings_against_our_drafter(vllm_config, config), option)
 
 
-def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     policy = model.architecture if model.is_hybrid or model.is_attention_free else None
     longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
@@ -115,7 +115,7 @@ def _of_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     }
 
 
-def _of_model(vllm_config: VllmConfig) -> dict[str, Any]:
+def _facts_of_model(vllm_config: VllmConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = vllm_config.model_config
     num_positions = speculative.draft_model_config.max_model_len
@@ -133,7 +133,7 @@ def _of_model(vllm_config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def _of_drafts(vllm_config: VllmConfig, config: SpecConfig, method: str | None) -> dict[str, Any]:
+def _facts_of_any_drafts(vllm_config: VllmConfig, config: SpecConfig, method: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
     return {
@@ -177,7 +177,7 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
     return (model.max_model_len, most) if model.max_model_len > most else None
 
 
-def _beside_ours(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+def _settings_against_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
@@ -219,7 +219,7 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
         )
 
 
-def _beside_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
+def _settings_against_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
     """What a model drafter of vLLM's cannot be combined with."""
     speculative = vllm_config.speculative_config
     return {

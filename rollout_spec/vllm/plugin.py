@@ -55,7 +55,7 @@ def register() -> None:
     """`connect`. Where that fails, an engine that asks for us is refused before its launch. Idempotent."""
     global failure
     failure = None  # before all else: a module that is imported already is patched at once, and may not fit
-    _check_configurations()
+    _patch_create_engine_config()
     try:
         connect()
     except Exception as error:
@@ -76,10 +76,10 @@ def connect() -> None:
 
     refuse_old_version()
     refuse_unknown_pair()
-    _bind_proposers()
+    _patch_init_device()
     enable.offer_mrv2()
     enable.decide_scheduling()
-    _number_samples()
+    _patch_get_child_info()
     for module, apply in ((_CORE, _give_aborted_counts), (RUNNER, give_runner_drafter)):
         when_imported(module, functools.partial(_apply, apply))
     for fix, module in upstream.fixes(upstream.WITH_DRAFTS):
@@ -131,7 +131,7 @@ def _reason(error: Exception) -> str:
     return str(error) if ours else f"rollout_spec does not fit the installed vLLM: {error!r}"
 
 
-def _bind_proposers() -> None:
+def _patch_init_device() -> None:
     """Give a worker's proposer and samplers what they need as soon as the worker has a model runner."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -175,7 +175,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     bind(worker, config)
 
 
-def _check_configurations() -> None:
+def _patch_create_engine_config() -> None:
     """Check an engine's options where its configuration is made."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -207,7 +207,7 @@ def _give_aborted_counts(core: Any) -> None:
     record(_ABORTED)
 
 
-def _number_samples() -> None:
+def _patch_get_child_info() -> None:
     """Give each of a request's n samples a noise key of its own."""
     from vllm.v1.engine.parallel_sampling import ParentRequest
 

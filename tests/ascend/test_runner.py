@@ -192,7 +192,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_which_steps_have_a_graph_by_their_dispatcher(mode, coarse_model):
-    """As the docs have it; where a step has none for want of drafts, ours are filled up."""
+    """As the docs have it; where a step has none for want of drafts, ours are padded."""
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
     config = configured(coarse_model, {"num_speculative_tokens": K}, **graphs)
     with runner_alone(config) as runner:
@@ -213,7 +213,7 @@ def test_which_steps_have_a_graph_by_their_dispatcher(mode, coarse_model):
     assert pads_drafts(config) == (found[2] == CUDAGraphMode.NONE.name)
 
 
-def test_drafts_are_filled_up_where_others_have_no_graph(plain, coarse_model, monkeypatch):
+def test_drafts_are_padded_where_others_have_no_graph(plain, coarse_model, monkeypatch):
     """The stub has no graphs: what is seen above is said here."""
     monkeypatch.setattr("rollout_spec.vllm.proposer.pads_drafts", lambda _: True)
     with engine(coarse_model, {"history": 0}) as llm:

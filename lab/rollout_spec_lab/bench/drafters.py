@@ -17,8 +17,8 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.proposers import IndexProposer, Proposer, drafts_of_line
 from rollout_spec.predict.replay import ReplayResult, replay_line
+from rollout_spec.predict.replay_drafters import IndexDrafter, ReplayDrafter, drafts_of_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -67,7 +67,7 @@ def require(method: str) -> None:
         raise MissingError(message) from error
 
 
-class Suffix(Proposer):
+class Suffix(ReplayDrafter):
     """vLLM's `suffix` as a server runs it: its proposer, on one cache of ArcticInference for all lines.
     That cache is its history: `start` needs no earlier responses."""
 
@@ -121,7 +121,7 @@ class Suffix(Proposer):
         return self._proposer.propose(self._k, batch, sampled)
 
 
-class Ngram(Proposer):
+class Ngram(ReplayDrafter):
     """vLLM's `ngram` (prompt lookup), its numba code, for matches of 5 to 2 tokens."""
 
     def __init__(self, k: int) -> None:
@@ -142,7 +142,7 @@ class Ngram(Proposer):
         return drafts[rows], np.minimum(numbers[rows], budgets)
 
 
-class Model(Proposer):
+class Model(ReplayDrafter):
     """The line's model alone: all that it drafts."""
 
     def __init__(self, k: int) -> None:
@@ -157,10 +157,10 @@ class Model(Proposer):
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
 
 
-def make_proposer(method: str, config: SpecConfig) -> Proposer:
+def make_proposer(method: str, config: SpecConfig) -> ReplayDrafter:
     """The drafter of a method; a MissingError if that needs a package that is not installed."""
     if method in PRICED:
-        return IndexProposer(config, mixes=method == "sam+model")
+        return IndexDrafter(config, mixes=method == "sam+model")
     if method in SUFFIX:
         return Suffix(method, config.num_speculative_tokens)
     return {"ngram": Ngram, "model": Model}[method](config.num_speculative_tokens)

@@ -11,8 +11,8 @@ import pytest
 from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.proposers import IndexProposer
 from rollout_spec.predict.replay import ReplayResult, replay_line
+from rollout_spec.predict.replay_drafters import IndexDrafter
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
 from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
@@ -32,7 +32,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "answers", answers)
 
 
-class KnownEnds(IndexProposer):
+class KnownEnds(IndexDrafter):
     """`replay` does not know where a response ends. An engine does, by `max_tokens`: no draft goes beyond."""
 
     def draft(

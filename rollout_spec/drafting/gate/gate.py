@@ -73,7 +73,7 @@ class FixedGate(Gate):
         return None
 
 
-def _is_probe(number: int) -> bool:
+def _measures_plain(number: int) -> bool:
     """Whether the step after it is measured without drafts; more often at first: engines start slowly."""
     return number % PROBE_EVERY == 0 or number & (number - 1) == 0
 
@@ -109,11 +109,11 @@ class AutoGate(Gate):
         self.discard()
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
-        self._is_probe = not self._seconds.is_known or _is_probe(number)
-        self.probe_in_two = _is_probe(number + 2)
+        self._is_probe = not self._seconds.is_known or _measures_plain(number)
+        self.probe_in_two = _measures_plain(number + 2)
         # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
         # also where a step gets room for drafts because the one before it asked for it.
-        self._is_trial = _is_probe(number + 3) or _is_probe(number + 4)
+        self._is_trial = _measures_plain(number + 3) or _measures_plain(number + 4)
         if self._is_probe:
             self.counters.num_steps_off_probe += 1
             return None

@@ -77,7 +77,7 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
             takes_drafts = not (request.is_prefill_chunk or request.use_structured_output)
             # As vLLM's own placeholders.
             request.spec_token_ids = [-1] * self._room if takes_drafts else []
-        output = super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)  # it has a plan, in which this step is not in flight yet
         if output.total_num_scheduled_tokens > 0:
             self._num_in_flight += 1
         return output
@@ -110,12 +110,12 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         report = report_of(model_runner_output)
         if report is not None and report.nums_drafts is not None:
             self._drafts_wanted = report.drafts_wanted
-            self._count_filled(scheduler_output, report.nums_drafts)
+            self._count_drafts_in_room(scheduler_output, report.nums_drafts)
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._num_in_flight -= 1
         return super().update_from_output(scheduler_output, model_runner_output)
 
-    def _count_filled(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
+    def _count_drafts_in_room(self, scheduler_output: SchedulerOutput, nums_drafts: dict[str, int]) -> None:
         """Let vLLM count no drafts in the room that stayed empty; it takes the room's tokens back anyway."""
         room = scheduler_output.scheduled_spec_decode_tokens  # of each request that has some
         for request_id in list(room):

@@ -12,7 +12,7 @@ from rollout_spec.drafting.native import BudgetExceeded, Int32Array
 from rollout_spec.trace import Proposals, Rollout
 
 
-class Proposer(Protocol):
+class ReplayDrafter(Protocol):
     """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`;
     `close` at the end of all."""
 
@@ -71,7 +71,7 @@ def drafts_of_line(line: Rollout, rows: Int32Array, levels: Int32Array, most_tok
     return drafts_at(line.proposals, nums_done.tolist(), num_tokens)
 
 
-class IndexProposer:
+class IndexDrafter:
     """The suffix index, with one group a line; `mixes` in what a model drafts, where the line has it."""
 
     def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
