@@ -163,7 +163,7 @@ static void inputs_of(const rs_calibration *calibration, const rs_prediction *pr
 }
 
 /* A bit for every expert that proposes the candidate. */
-static uint32_t proposers(const rs_prediction *prediction, int32_t candidate) {
+static uint32_t proposing_experts(const rs_prediction *prediction, int32_t candidate) {
     uint32_t found = 0;
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         found |= (uint32_t)(prediction->tokens[e] == candidate) << e;
