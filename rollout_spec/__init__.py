@@ -4,7 +4,7 @@ The modules beside the packages hold what all of them share: the options (`confi
 (`metrics`), the register of changes to other packages (`patches`), recorded rollouts (`trace`), policies with
 recurrent layers (`recurrent`), where a group is served (`placement`), files that a command leaves (`files`)
 and what a record is made with (`environment`).
-May import: numpy. They import no package of ours, and start nothing but git, for a record.
+May import: numpy, wrapt. They import no package of ours, and start nothing but git, for a record.
 """
 
 __version__ = "0.1.0"
