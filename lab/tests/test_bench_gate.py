@@ -63,10 +63,9 @@ def test_scenarios_are_data(tmp_path, capsys):
     file = tmp_path / "scenarios.json"
     file.write_text(json.dumps({"mine": {"requests": 8, "rows": 4, "rollouts": 1, "length": [3, 0.1]}}))
     output = tmp_path / "gate.json"
-    assert (
-        cli.main(["bench", "gate", "--file", str(file), "--seeds", "1", "--output", str(output), "--json"])
-        == 0
-    )
+    asked = ["bench", "gate", "--file", str(file), "--seeds", "1", "--output", str(output), "--json"]
+    assert cli.main(asked) == 0
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     [row] = json.loads(capsys.readouterr().out)["results"]
     assert row["scenario"] == "mine" and row["gate_over_plain"] > 0.5
     assert json.loads(output.read_text())["results"] == [row]

@@ -7,7 +7,7 @@ is best for each single step, so a gate can be a little above it.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.drafting.gate.step import Step
+from rollout_spec.report.page import png
 
 K = 8  # draft tokens of a row, at most
 SCENARIOS = Path(__file__).with_name("gate_scenarios.json")
@@ -272,3 +273,17 @@ def judge(scenarios: Mapping[str, Scenario], num_seeds: int) -> Iterator[dict[st
             "full_drafted_gate": float(np.mean([run.share_full_drafted for run in speeds["gated"]])),
             "full_drafted_oracle": float(np.mean([run.share_full_drafted for run in speeds["oracle"]])),
         }
+
+
+def draw(results: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG: of each scenario what the gate and plain steps reach of the oracle."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 + 0.25 * len(results)), layout="constrained")
+    axes, names = figure.subplots(), [row["scenario"] for row in results]
+    axes.barh(names, [row["gate_over_oracle"] for row in results], label="gate")
+    axes.barh(names, [1 / row["oracle_over_plain"] for row in results], 0.3, label="no drafts")
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second / the oracle's")
+    axes.legend(loc="lower left")
+    return png(figure, dpi=110)

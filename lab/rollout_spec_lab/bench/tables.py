@@ -24,13 +24,10 @@ def drafters_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
-    price = row["min_survival"]
-    return (
-        row["method"] if row["equal_drafts"] is None else f"{row['method']} as {row['equal_drafts']}",
-        "" if price is None else f"{price:.3g}",
-        str(row["num_speculative_tokens"]),
-        str(row["history"]),
-    )
+    price, other = row["min_survival"], row["equal_drafts"]
+    method = row["method"] if other is None else f"{row['method']} as {other}"
+    figures = str(row["num_speculative_tokens"]), str(row["history"])
+    return method, "" if price is None else f"{price:.3g}", *figures
 
 
 def _over(row: dict[str, Any], baseline: str) -> str:
@@ -41,9 +38,8 @@ def _over(row: dict[str, Any], baseline: str) -> str:
 def gate_table(record: dict[str, Any]) -> Table:
     """What `bench gate` measured: a row for each scenario."""
     columns = ["scenario", "gate / plain", "gate / oracle", "oracle / plain", "full, gate", "full, oracle"]
-    rows = [
-        [row["scenario"], *(f"{value:.3f}" for value in list(row.values())[1:])] for row in record["results"]
-    ]
+    found = map(dict.values, record["results"])
+    rows = [[name, *(f"{figure:.3f}" for figure in figures)] for name, *figures in found]
     return "Tokens per second; full: the share of steps with a full batch that have drafts", columns, rows
 
 
@@ -68,14 +64,11 @@ def host_tables(record: dict[str, Any]) -> Iterator[Table]:
 def verify_tables(record: dict[str, Any]) -> Iterator[Table]:
     """What `bench verify` measured: a row for each cell."""
     names = list(record["cells"][0]["ms"])
-    rows = [
-        [str(cell["rows"]), str(cell["k"])]
-        + [
-            f"{ms:.3f}" + ("" if cell["waits"][name] is None else f" ({len(cell['waits'][name])})")
-            for name, ms in cell["ms"].items()
-        ]
-        for cell in record["cells"]
-    ]
+    rows = []
+    for cell in record["cells"]:
+        nums = {name: "" if waits is None else f" ({len(waits)})" for name, waits in cell["waits"].items()}
+        figures = (f"{ms:.3f}{nums[name]}" for name, ms in cell["ms"].items())
+        rows.append([str(cell["rows"]), str(cell["k"]), *figures])
     yield f"Verification on {record['device']}, ms (waits of the host)", ["rows", "drafts", *names], rows
 
 
@@ -89,10 +82,8 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
     }
     figures |= {name: step[name] for name in ("step_ms", "draft_tokens_per_row", "share_of_rows_drafting")}
     figures |= {name: whole[name] for name in ("median_ms", "p99_ms", "whole_step_p99_over_median")}
-    title = (
-        f"synthetic text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
-        f"whole step: the drafter's, {whole['rows']} rows, requests that come and go, groups that are evicted"
-    )
+    title = f"synthetic text, {record['environment']['cpu']}; step: the index's, {step['rows']} rows; "
+    title += f"whole step: the drafter's, {whole['rows']} rows, requests come and go, groups are evicted"
     yield title, ["", "here", "at most"], [
         [name.replace("_", " "), f"{value:.3f}", f"{targets[name]:g}" if name in targets else ""]
         for name, value in figures.items()

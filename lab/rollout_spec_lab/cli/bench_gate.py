@@ -17,18 +17,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--file", path, "FILE", None, "JSON with scenarios of your own, in place of ours"),
         ("--seeds", number(int, 1), "N", 2, "serve each scenario N times"),
     )
-    add_output(parser, "the JSON")
+    add_output(parser, "the JSON, and a picture beside it")
     add_example(parser, "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json")
 
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import counted
     from rollout_spec.environment import environment
-    from rollout_spec_lab.bench.gate import SCENARIOS, judge, read_scenarios
+    from rollout_spec.files import refuse_others, write_files
+    from rollout_spec_lab.bench.gate import SCENARIOS, draw, judge, read_scenarios
     from rollout_spec_lab.bench.tables import gate_table
 
+    picture = args.output and args.output.with_suffix(".png")
+    if picture:
+        refuse_others(picture.parent, [picture.name])
     found = read_scenarios(args.file or SCENARIOS, args.scenarios)
     with counted("scenarios", len(found)) as advance:
         results = [row for row in judge(found, args.seeds) if advance(1) is None]
     record = {"environment": environment(), "seeds": args.seeds, "results": results}
+    if picture:
+        write_files(picture.parent, {picture.name: draw(results)})
     return report(args, record, gate_table(record))
