@@ -18,12 +18,17 @@ _lock = threading.Lock()
 
 
 def compute_score(solution_str, **_):
+    kill()
+    return float(len(solution_str) % 7)
+
+
+def kill():
+    """Once, the process of a training that its fault names."""
     with _lock:  # scores are computed in several threads
         if os.environ[FAULT] in ("server", "engine", "actor") and not _killed:
             _killed.append(process(os.environ[FAULT]))
             print(f"{MARK} {_killed[0]} is killed", flush=True)
             os.kill(_killed[0], signal.SIGKILL)
-    return float(len(solution_str) % 7)
 
 
 def process(name):

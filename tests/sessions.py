@@ -1,5 +1,8 @@
 """For tests/test_any_manager.py: an agent for uni-agent, three turns with a tool, and a side request."""
 
+import importlib
+import os
+
 from tests.gateways import NUM_TOKENS, NUM_TURNS
 
 
@@ -20,6 +23,8 @@ async def run(*, raw_prompt, session, sample_index, tools_kwargs=None, **_):
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
         for turn in range(NUM_TURNS):
             said = await ask(messages)
+            if os.environ.get("ROLLOUT_SPEC_TEST_FAULT"):
+                importlib.import_module("tests.faults").kill()
             if turn == 0:
                 await ask([{"role": "user", "content": "A title for this: " + messages[-1]["content"][:40]}])
             checked = {"role": "user", "content": "That was not checked. Copy it again:"}
