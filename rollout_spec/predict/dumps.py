@@ -82,9 +82,10 @@ def read_rollouts(
             and is not one of several of a folder; no response has a token, or there is no tokenizer.
         UserError: `columns` names a field that a row does not have.
     """
-    named = itertools.chain.from_iterable(map(_files_of, paths))
-    files = list({os.path.realpath(file): file for file in named}.values())  # each once
-    found, refused, repeats = _read_all(files, columns or {}, limit)
+    files: dict[str, Path] = {}
+    for file in itertools.chain.from_iterable(map(_files_of, paths)):
+        files.setdefault(os.path.realpath(file), file)  # each once
+    found, refused, repeats = _read_all(files.values(), columns or {}, limit)
     _require_rollouts(found, refused, paths)
     left_out = [f"left out: {reason}" for reason in refused]  # a folder may hold other and damaged files too
     for doubt in (*left_out, *repeats.doubts(), *_doubts(found, tokenizer, columns)):
