@@ -61,7 +61,7 @@ TRANSFER = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=breaks",
 ]
 ERRORS = {
-    "server": r"ActorDiedError.* class_name: SpecHttpServer name: vllm_server_\d_0$",
+    "server": r"ActorDiedError.*class_name: SpecHttpServer.*name: vllm_server_\d_0",  # a gateway says it in JSON
     "engine": r"EngineDeadError: EngineCore encountered an issue",
     "actor": r"ActorDiedError.* class_name: .*WorkerDict name: ",
     "transfer": r"ValueError: \S+ does not fit",
