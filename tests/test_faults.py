@@ -60,8 +60,8 @@ TRANSFER = [
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tests.faults",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=breaks",
 ]
-ERRORS = {
-    "server": r"ActorDiedError.*class_name: SpecHttpServer.*name: vllm_server_\d_0",  # a gateway says it in JSON
+ERRORS = {  # a gateway of uni-agent has them in JSON
+    "server": r"ActorDiedError.*class_name: SpecHttpServer.*name: vllm_server_\d_0",
     "engine": r"EngineDeadError: EngineCore encountered an issue",
     "actor": r"ActorDiedError.* class_name: .*WorkerDict name: ",
     "transfer": r"ValueError: \S+ does not fit",
