@@ -154,9 +154,6 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
 /* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
 
-/* Whether everything that can be indexed is in the queue exactly once, in its order. */
-bool rs_queue_check(const rs_index *index);
-
 /* What keeps the own contexts of a text apart from those of others. */
 static inline uint64_t rs_own_salt(uint64_t serial) { return ~(serial << 8); }
 

@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 29, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 30, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
     /* Confidence c is of log-odds from RS_LEAST_LOG_ODDS + c to one more; the first and the last range are open. */
@@ -46,8 +46,7 @@ typedef enum {
     RS_EINVAL = 1,   /* an argument is out of range */
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
-    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and nothing more may leave it */
-    RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
+    RS_EBUDGET = 4   /* the index would grow beyond max_bytes, and nothing more may leave it */
 } rs_status;
 
 typedef struct {
@@ -156,9 +155,5 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);
-
-/* Check every invariant, in time linear in the size of the index times the length of its suffix
- * chains. RS_ECORRUPT names the first broken one. */
-rs_status rs_index_validate(const rs_index *index, rs_error *error);
 
 #endif

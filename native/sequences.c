@@ -76,20 +76,6 @@ static void requeue(rs_index *index, rs_sequence *sequence) {
     }
 }
 
-bool rs_queue_check(const rs_index *index) {
-    uint32_t num = 0;
-    for (uint32_t i = 0; i < index->num_slots; i++) {
-        num += index->slots[i].sequence != NULL && can_be_indexed(index->slots[i].sequence);
-    }
-    bool holds = num == index->num_queued;
-    for (uint32_t at = 0; at < index->num_queued && holds; at++) {
-        const rs_entry *entry = index->queue + at, *above = index->queue + (at - (at > 0)) / 2;
-        holds = can_be_indexed(entry->sequence) && entry->sequence->queued == at + 1 &&
-                entry->key == entry_of(entry->sequence).key && !goes_first(entry, above);
-    }
-    return holds;
-}
-
 /* ---- their slots ---- */
 
 /* To have it indexed from its start. Up to `followed` it is in the automaton already. */

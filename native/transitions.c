@@ -193,18 +193,3 @@ rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32
 void rs_block_free(rs_pool *pool, uint32_t block) {
     push_free(pool, rs_block_offset(block), log2_of(rs_block_units(block)));
 }
-
-uint64_t rs_pool_num_free(const rs_pool *pool) {
-    uint64_t num_free = 0;
-    for (uint32_t k = 0; k < RS_NUM_BLOCK_SIZES; k++) {
-        for (uint32_t block = pool->free_blocks[k]; block != 0;) {
-            uint32_t offset = rs_block_offset(block);
-            num_free += rs_block_units(block);
-            if (rs_block_units(block) != 1U << k || offset + (1U << k) > pool->top || num_free > pool->top) {
-                return UINT64_MAX;
-            }
-            block = pool->units[offset].target;
-        }
-    }
-    return num_free;
-}

@@ -72,7 +72,4 @@ rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32
 
 void rs_block_free(rs_pool *pool, uint32_t block);
 
-/* The number of units in the free lists; UINT64_MAX when a list is broken. */
-uint64_t rs_pool_num_free(const rs_pool *pool);
-
 #endif

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checks.h"
 #include "draft.h"
 
 #define CHECK(condition)                                                                   \
@@ -36,9 +37,9 @@ static rs_index *new_index(rs_options options) {
 }
 
 static void check_valid(const rs_index *index) {
-    rs_error error = {.message = ""};
-    if (rs_index_validate(index, &error) != RS_OK) {
-        fprintf(stderr, "invalid: %s\n", error.message);
+    const char *broken = rs_index_check(index);
+    if (broken != NULL) {
+        fprintf(stderr, "invalid: %s\n", broken);
         exit(1);
     }
 }
@@ -503,8 +504,8 @@ static void test_least_level(void) {
     free(f);
 }
 
-/* The validator finds what is broken. */
-static void test_validator(void) {
+/* The checks find what is broken. */
+static void test_checks(void) {
     rs_index *index = new_index(default_options());
     const int32_t prompt[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
     int32_t group;
@@ -522,19 +523,19 @@ static void test_validator(void) {
             case 2: state->link = i; break;
             default: state->token = 99, state->target = 1;
             }
-            CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+            CHECK(rs_index_check(index) != NULL);
             *state = kept;
         }
     }
     index->memory.num_bytes++;
-    CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+    CHECK(rs_index_check(index) != NULL);
     index->memory.num_bytes--;
     check_valid(index);
     rs_index_free(index);
 }
 
-/* And so it does in what was learned. */
-static void test_validator_of_the_calibration(void) {
+/* And so they do in what was learned. */
+static void test_checks_of_the_calibration(void) {
     rs_index *index = new_index(default_options());
     rs_cell *cell = index->calibration.cells + 1;
     *cell = (rs_cell){.probability = 1.0F, .num = 2};
@@ -547,14 +548,14 @@ static void test_validator_of_the_calibration(void) {
         for (size_t j = 0; j < sizeof wrong / sizeof wrong[0]; j++) {
             const float kept = *fields[i];
             *fields[i] = wrong[j];
-            CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+            CHECK(rs_index_check(index) != NULL);
             *fields[i] = kept;
         }
     }
     const uint32_t nums[] = {0, 1, 251};
     for (size_t i = 0; i < sizeof nums / sizeof nums[0]; i++) {
         cell->num = nums[i];
-        CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+        CHECK(rs_index_check(index) != NULL);
     }
     cell->num = 250;
     check_valid(index);
@@ -607,8 +608,8 @@ int main(void) {
     test_max_branches();
     test_arguments();
     test_least_level();
-    test_validator();
-    test_validator_of_the_calibration();
+    test_checks();
+    test_checks_of_the_calibration();
     test_corpus(2);
     test_corpus(100);
     puts("native tests passed");

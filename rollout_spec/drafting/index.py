@@ -224,10 +224,6 @@ class SuffixIndex:
         lib.rs_index_stats(self._handle(), stats)
         return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
 
-    def validate(self) -> None:
-        """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
-        self._call(lib.rs_index_validate)
-
     def close(self) -> None:
         """Free the index; every later call but close raises InvalidArgument."""
         if self._index != ffi.NULL:

@@ -14,6 +14,7 @@ from rollout_spec.vllm import top_k_top_p, upstream
 from rollout_spec.vllm.logits import most_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
+from tests.native.checks import check_index
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 LENGTHS = (60, 30, 60)  # so that the batch gets smaller
@@ -84,7 +85,7 @@ def test_scheduling_does_not_matter(name, expected, make_engine):
         assert_same(one["logprobs"], whole["logprobs"][:most], f"{i}")
     assert bool(preempted) == ("preemption" in name)
     if spec is not None:
-        proposer_of(llm).drafter.index.validate()
+        check_index(proposer_of(llm).drafter.index)
         counters = proposer_of(llm).take_counters()
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         assert counters.num_failed_steps == 0
