@@ -210,7 +210,7 @@ static bool groups_hold(const rs_index *index) {
         }
         num_closed += !group->open;
         num_idle += group->open && num_running == 0;
-        if (num_running != group->num_running) {
+        if (num_running != group->num_running_sequences) {
             return false;
         }
     }
@@ -224,7 +224,7 @@ static bool groups_hold(const rs_index *index) {
     }
     int32_t older = -1;
     for (int32_t id = index->oldest_idle; id >= 0; older = id, id = index->groups[id].newer) {
-        if (index->groups[id].num_running > 0 || index->groups[id].older != older || num_idle-- == 0) {
+        if (index->groups[id].num_running_sequences > 0 || index->groups[id].older != older || num_idle-- == 0) {
             return false;
         }
     }
@@ -271,7 +271,7 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
                                                    : a->states[sequence->at.last].len != (uint32_t)indexed)) {
         return "sequence: at is not the position of its text";
     }
-    if (indexed < sequence->start || indexed > sequence->end || sequence->followed > sequence->end) {
+    if (indexed < sequence->start || indexed > sequence->end || sequence->counted_end > sequence->end) {
         return "sequence: its levels are not in order";
     }
     const rs_sequence *prompt = sequence->prompt;

@@ -58,10 +58,10 @@ typedef struct {
     rs_batch batch;
 } fixture;
 
-static fixture *new_fixture(int32_t num_rows) {
+static fixture *new_fixture(int32_t num_sequences) {
     fixture *f = calloc(1, sizeof *f);
     CHECK(f != NULL);
-    f->batch = (rs_batch){.num_rows = num_rows,
+    f->batch = (rs_batch){.num_sequences = num_sequences,
                           .sequences = f->sequences,
                           .token_ids = f->token_ids[0],
                           .row_stride = NUM_COLUMNS,
@@ -72,11 +72,11 @@ static fixture *new_fixture(int32_t num_rows) {
                           .max_draft_tokens = f->max_draft_tokens,
                           .model_tokens = f->model_tokens,
                           .model_confidences = f->model_confidences,
-                          .max_tokens = INT64_MAX,
+                          .max_tokens_to_index = INT64_MAX,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
                           .num_draft_tokens = f->num_draft_tokens};
-    for (int32_t i = 0; i < num_rows; i++) {
+    for (int32_t i = 0; i < num_sequences; i++) {
         f->sequences[i] = f->rows[i] = i;
         f->max_draft_tokens[i] = DRAFT_LEN;
     }
@@ -178,7 +178,7 @@ static void open_row(life *l, int32_t *group, int32_t row) {
 /* What a model drafts in this step, if there is one: small tokens, and now and then none. */
 static void ask_model(fixture *f) {
     f->batch.num_model_tokens = (int32_t)random_below(DRAFT_LEN + 1);
-    for (int32_t i = 0; i < f->batch.num_rows * f->batch.num_model_tokens; i++) {
+    for (int32_t i = 0; i < f->batch.num_sequences * f->batch.num_model_tokens; i++) {
         f->model_tokens[i] = (int32_t)random_below(8) - 1;
         f->model_confidences[i] = f->model_tokens[i] < 0 ? -7 : (int32_t)random_below(RS_MODEL_CONFIDENCES);
     }
@@ -206,7 +206,7 @@ static void step_rows(life *l, int32_t *group, int num_steps) {
                 TWICE(l, rs_sequence_resume(l->index, f->sequences[i], NULL));
             }
         }
-        f->batch.max_tokens = random_below(2) == 0 ? INT64_MAX : (int64_t)random_below(40);
+        f->batch.max_tokens_to_index = random_below(2) == 0 ? INT64_MAX : (int64_t)random_below(40);
         ask_model(f);
         CHECK(rs_step(l->index, &f->batch, NULL) == RS_OK);
         check_valid(l->index);
@@ -332,7 +332,7 @@ static void test_full_index(uint32_t seed) {
         default:
             f->sequences[0] = sequence;
             f->levels[0] = (int32_t)num + PROMPT_LEN;
-            f->batch.max_tokens = (int64_t)random_below(300);
+            f->batch.max_tokens_to_index = (int64_t)random_below(300);
             rs_step(index, &f->batch, NULL);
         }
         while (random_below(3) > 0 && rs_group_given_up(index) >= 0) {
@@ -371,7 +371,7 @@ static void test_budget(void) {
     CHECK(f->batch.num_dropped == 1);
     CHECK(rs_group_given_up(index) == idle);
     const int32_t left = f->num_draft_tokens[0] < 0 ? 0 : 1;
-    f->batch.num_rows = 1;
+    f->batch.num_sequences = 1;
     f->sequences[0] = f->sequences[1 - left];
     f->rows[0] = 1 - left;
     for (int step = 0; step < 30; step++) { /* in the room of the group that is idle now */
@@ -462,9 +462,9 @@ static void test_arguments(void) {
     f->batch.min_survival = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
     f->batch.min_survival = 0.0;
-    f->batch.num_rows = -1;
-    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=-1", 11) == 0);
-    f->batch.num_rows = 1;
+    f->batch.num_sequences = -1;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_sequences=-1", 16) == 0);
+    f->batch.num_sequences = 1;
     f->batch.row_stride = NUM_COLUMNS - 1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "token_ids", 9) == 0);
     f->batch.row_stride = NUM_COLUMNS;

@@ -144,9 +144,9 @@ def _patch_init_device() -> None:
         if config is not None:
             refuse_unsupported(vllm_config, config)
         if has_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
-            from rollout_spec.vllm.mrv2 import runner as runner_v2
+            from rollout_spec.vllm.mrv2 import runner as mrv2_runner
 
-            runner_v2.teach_speculator()
+            mrv2_runner.patch_init_speculator()
         init_device(self)
         if config is not None:
             _bind(self.worker, config)

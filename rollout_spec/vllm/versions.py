@@ -62,7 +62,7 @@ def frees_keys_early(model_config: Any) -> bool:
     return is_before(29) and bool(model_config.get_sliding_window() or chunk)
 
 
-def v2_architectures() -> frozenset[str] | None:
+def mrv2_architectures() -> frozenset[str] | None:
     """The models for which the installed vLLM takes its MRV2 by default; None: for all."""
     from vllm.config import vllm
 

@@ -23,12 +23,12 @@ from rollout_spec.patches import Patch, misfit, put_before, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
-from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 
 logger = init_logger(f"vllm.{__name__}")
 
 GRAPHS = Patch(
-    name="vllm-v2-graphs-for-drafts",
+    name="vllm-mrv2-graphs-for-drafts",
     reason="steps with drafts run piece by piece, because vLLM captures full graphs for rows of different "
     "lengths with its adaptive verification only; and 0.29 would replay one for a prompt's chunk "
     "of at most K + 1 tokens",
@@ -36,7 +36,7 @@ GRAPHS = Patch(
     "GPUModelRunner.execute_model",
     until="vLLM captures them for every drafter",
 )
-HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, V2_NAME)).parameters
+HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, MRV2_DISPATCH)).parameters
 
 
 def check_graphs() -> None:
@@ -134,13 +134,13 @@ def few_sizes(sizes: list[int]) -> list[int]:
     return chosen[1:]
 
 
-def teach_dispatcher() -> None:
+def patch_dispatch() -> None:
     """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
     if not HAS_QUERY_LENS:
-        graphs_24.teach_dispatcher(GRAPHS)
+        graphs_24.patch_dispatch(GRAPHS)
         return
 
-    @wrap(model_runner, V2_NAME, GRAPHS)
+    @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(cudagraph_manager, "has_prompt", False):  # set by `GraphsRunner`
             kwargs["max_query_len"] = None

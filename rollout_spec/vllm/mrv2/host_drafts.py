@@ -28,7 +28,7 @@ from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
-    name="vllm-v2-speculator",
+    name="vllm-mrv2-speculator",
     reason="MRV2 builds the speculators that it names itself, and hands them neither requests nor "
     "sampled tokens",
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator; "

@@ -22,7 +22,7 @@ from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
 
 SHARED_NOISE = Patch(
-    name="vllm-v2-shared-noise",
+    name="vllm-mrv2-shared-noise",
     reason=WHY_SHARED_NOISE,
     upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
     until="vLLM verifies with the tokens that a plain step would have drawn",
@@ -31,7 +31,7 @@ SHARED_NOISE = Patch(
 
 def check_speculator() -> None:
     """Raise a PatchError if the installed vLLM's speculators draft in another way."""
-    guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
+    guard_class(SHARED_NOISE, ModelBesideDrafter, DraftModelSpeculator)
     guard_all(SHARED_NOISE, versions.OF_SPECULATOR)
 
 
@@ -46,7 +46,7 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     return its_own
 
 
-def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
+def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Let a model draft with the target's noise, and hand its drafts to the host."""
     check_speculator()
     speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
@@ -54,7 +54,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
     )
     versions.draft_pass_by_pass(speculator)
-    put_before(BesideText, speculator, SHARED_NOISE)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -102,7 +102,7 @@ class SharedNoise(DraftModelSpeculator):
 
 
 # Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
-class BesideText(SharedNoise):
+class ModelBesideDrafter(SharedNoise):
     """A model that drafts beside `SuffixProposer`, which has the last word.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
@@ -149,7 +149,7 @@ class BesideText(SharedNoise):
 
 
 @contextlib.contextmanager
-def _as_if_drafting(speculator: BesideText, num: int) -> Iterator[None]:
+def _as_if_drafting(speculator: ModelBesideDrafter, num: int) -> Iterator[None]:
     """vLLM's own reads here that it drafts this number of tokens."""
     speculator.num_speculative_steps = num
     try:

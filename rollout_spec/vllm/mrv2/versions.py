@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.patches import Patch, record
 
 PASS_BY_PASS = Patch(
-    name="vllm-v2-pass-by-pass",
+    name="vllm-mrv2-pass-by-pass",
     reason="from 0.29 on vLLM takes all passes of a model after the first in one CUDA graph, which could "
     "leave none out",
     upstream="vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py",
