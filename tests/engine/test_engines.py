@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
-from rollout_spec.vllm import top_k_top_p, upstream
+from rollout_spec.vllm import fixes, top_k_top_p, upstream
 from rollout_spec.vllm.logits import most_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
@@ -41,8 +41,8 @@ def test_what_is_mended_was_read_in_this_vllm(monkeypatch):
     unread = list[str]()
     monkeypatch.setattr(patches.logger, "warning", lambda *args: unread.append(args[2]))
     kinds = (upstream.ALL, upstream.WITH_DRAFTS, upstream.RECURRENT_MRV1, upstream.RECURRENT_MRV2)
-    for fix, module in upstream.fixes(*kinds):
-        upstream.apply(fix, importlib.import_module(module))
+    for fix, module in fixes.needed_by(*kinds):
+        fixes.apply(fix, importlib.import_module(module))
     top_k_top_p.cut_rows_alike()
     assert unread == []
 
