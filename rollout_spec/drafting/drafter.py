@@ -235,11 +235,6 @@ class Drafter:
         num_passes = gate.num_passes if are_wanted else 0
         return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
 
-    def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside the text: how many passes it took, and how many it left out."""
-        self.counters.num_model_passes += num
-        self.counters.num_model_passes_left_out += num_left_out
-
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
         while self._has_unindexed and has_time():

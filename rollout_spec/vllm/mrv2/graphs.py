@@ -9,7 +9,6 @@ tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -19,7 +18,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, misfit, put_before, wrap
+from rollout_spec.patches import Patch, changed, misfit, put_before, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
@@ -46,16 +45,9 @@ def check_graphs() -> None:
         raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
 
 
-@contextlib.contextmanager
-def for_plain_steps(runner: Any) -> Iterator[None]:
+def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
     """In here a runner has the full graphs of plain steps; outside, `decode_query_len` has other uses."""
-    decode_query_len = runner.decode_query_len
-    if has_plain_graphs(runner):
-        runner.decode_query_len = 1
-    try:
-        yield
-    finally:
-        runner.decode_query_len = decode_query_len
+    return changed(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
 
 
 def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:

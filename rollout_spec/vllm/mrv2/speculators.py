@@ -5,16 +5,14 @@ their positions. So they are accepted as often as two distributions that share t
 near the most that is possible.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_all, guard_class, put_before
+from rollout_spec.patches import Patch, changed, guard_all, guard_class, put_before
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import versions
@@ -115,30 +113,18 @@ class ModelBesideDrafter(SharedNoise):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
-        with _as_if_drafting(self, 0):
+        with changed(self, "num_speculative_steps", 0):
             super().init_cudagraph_manager(cudagraph_mode)
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
             manager.decode_query_len = self.num_tokens + 1
 
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        *others: Any,
-        dummy_run: bool = False,
-        **more: Any,
-    ) -> torch.Tensor:
-        given = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *others
+    def propose(self, input_batch: Any, *given: Any, dummy_run: bool = False, **more: Any) -> torch.Tensor:
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
         num = max(1, self.host.num_passes)
-        with _as_if_drafting(self, num):
+        with changed(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
@@ -146,13 +132,3 @@ class ModelBesideDrafter(SharedNoise):
             # Both are overwritten by the next passes, which may come before they are on the host.
             self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.no_drafts(input_batch)
-
-
-@contextlib.contextmanager
-def _as_if_drafting(speculator: ModelBesideDrafter, num: int) -> Iterator[None]:
-    """vLLM's own reads here that it drafts this number of tokens."""
-    speculator.num_speculative_steps = num
-    try:
-        yield
-    finally:
-        speculator.num_speculative_steps = speculator.num_tokens
