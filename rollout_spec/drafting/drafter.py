@@ -103,9 +103,9 @@ class Drafter:
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare(self.counters)
-        self._row_ids: list[str] = []  # the rows of the last step
-        self._num_given = 0  # draft tokens that it gave the next one
-        self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
+        self._num_given = 0  # draft tokens of the step that runs
+        self._row_ids: list[str] = []  # the requests of the last step's rows
+        self._rows: _Rows | None = None  # those of these rows that are in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:

@@ -80,7 +80,7 @@ class ModelPasses:
 
 
 # Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
-class SharedNoise(SpecDecodeBaseProposer):
+class SharedNoiseModel(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
     passes: ModelPasses
@@ -93,7 +93,7 @@ class SharedNoise(SpecDecodeBaseProposer):
 
 
 # Before SpecDecodeBaseProposer, 1: propose
-class ModelBesideDrafter(SharedNoise):
+class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside a `SuffixProposer`.
 
     The first pass is that of every step, which keeps the model's KV cache complete. The others are left out

@@ -232,7 +232,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
     put_before(TwoDraftersRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
     put_before(
-        proposers.ModelBesideDrafter if proposer else proposers.SharedNoise, runner.drafter, SHARED_NOISE
+        proposers.ModelBesideDrafter if proposer else proposers.SharedNoiseModel, runner.drafter, SHARED_NOISE
     )
 
 

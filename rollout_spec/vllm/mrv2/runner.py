@@ -234,7 +234,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
             speculators.send_drafts_to_host(speculator, host)
     elif isinstance(speculator, DraftModelSpeculator):
         speculators.check_speculator()
-        put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
+        put_before(speculators.SharedNoiseModel, speculator, speculators.SHARED_NOISE)
     put_before(ForgettingWorker, worker, _WARM_UP)
 
 

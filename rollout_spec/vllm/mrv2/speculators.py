@@ -77,7 +77,7 @@ class SuffixSpeculator(BaseSpeculator):
 
 
 # Before DraftModelSpeculator, 1: sample_draft
-class SharedNoise(DraftModelSpeculator):
+class SharedNoiseModel(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise.
 
     Attributes:
@@ -100,7 +100,7 @@ class SharedNoise(DraftModelSpeculator):
 
 
 # Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
-class ModelBesideDrafter(SharedNoise):
+class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside `SuffixProposer`, which has the last word.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
