@@ -63,7 +63,7 @@ def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Pat
 
 
 @contextlib.contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
     """In here `owner.name` is this value."""
     before = getattr(owner, name)
     setattr(owner, name, value)

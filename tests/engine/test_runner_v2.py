@@ -132,7 +132,7 @@ def results(chat_model, tmp_path_factory):
 def test_all_engines_have_v2_and_full_graphs_are_for_plain_steps(results):
     images = results.get("images", {})
     for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
-        assert found["model_runner"].endswith(".cpu.model_runner"), "V1 is in cpu_model_runner"
+        assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
     assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
     assert results["drafted"]["graphs"] == GRAPHS
 

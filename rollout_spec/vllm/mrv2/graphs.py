@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, changed, misfit, put_before, wrap
+from rollout_spec.patches import Patch, misfit, put_before, temporarily, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
@@ -47,7 +47,7 @@ def check_graphs() -> None:
 
 def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
     """In here a runner has the full graphs of plain steps; outside, `decode_query_len` has other uses."""
-    return changed(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
+    return temporarily(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
 
 
 def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.worker_base import WorkerBase
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, PatchError, changed, guard_all, guard_class, put_before, wrap
+from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
 from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
@@ -171,7 +171,7 @@ class ForgettingWorker(WorkerBase):
             few = copy.copy(settings)
             most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            with proposer.without_drafter(), changed(runner, "scheduler_config", few):
+            with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()
         runner.keys.forget()
         return found

@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from rollout_spec.patches import Patch, changed, guard_all, guard_class, put_before
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before, temporarily
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import versions
@@ -113,7 +113,7 @@ class ModelBesideDrafter(SharedNoiseModel):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
-        with changed(self, "num_speculative_steps", 0):
+        with temporarily(self, "num_speculative_steps", 0):
             super().init_cudagraph_manager(cudagraph_mode)
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
@@ -124,7 +124,7 @@ class ModelBesideDrafter(SharedNoiseModel):
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
         num = max(1, self.host.num_passes)
-        with changed(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
+        with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
