@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -30,13 +31,12 @@ def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:
     return dataclasses.replace(sampling, logitsprocs=counting)
 
 
-def _after_drafts(plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> MinTokensLogitsProcessor:
-    """The processor for the tokens that come after whole drafts."""
+def _after_drafts(plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> Any:
+    """vLLM's processor for the tokens after whole drafts: its `apply` of logits, [batch_size, vocab_size]."""
     counting = copy.copy(plain)
     counting.min_toks = {
         row: (min_tokens - num_draft_tokens[row], *rest)
         for row, (min_tokens, *rest) in plain.min_toks.items()
     }
-    # Of logits, [batch_size, vocab_size]: by `min_toks`, where its own reads what the batch has prepared.
-    counting.apply = lambda logits: counting.apply_with_spec_decode(logits, [1] * len(logits))
-    return counting
+    # By `min_toks`, where vLLM's own `apply` reads what the batch has prepared.
+    return SimpleNamespace(apply=lambda logits: counting.apply_with_spec_decode(logits, [1] * len(logits)))
