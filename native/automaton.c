@@ -13,7 +13,7 @@
  *
  * [ b ] is a clone: until the second b the strings b and ab ended at the same positions and were one state.
  *
- * Invariants, which rs_automaton_check checks:
+ * Invariants, which rs_automaton_check of tests/checks.c checks:
  * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
  * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
  * - What rs_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
@@ -164,95 +164,4 @@ rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
     count_suffixes(a, after);
     *last = after;
     return RS_OK;
-}
-
-/* ---- checking ---- */
-
-bool rs_match_holds(const rs_automaton *a, rs_match match, int32_t level) {
-    if (match.state >= a->num_states || match.len > a->states[match.state].len || (int64_t)match.len > level) {
-        return false;
-    }
-    return match.state == RS_ROOT ? match.len == 0 : match.len > a->states[a->states[match.state].link].len;
-}
-
-/* Transition `token` of state `from` to `target`. NULL, or what is broken. */
-static const char *check_transition(const rs_automaton *a, uint32_t from, int32_t token, uint32_t target,
-                                    uint64_t *num_solid) {
-    const rs_state *state = a->states + from;
-    if (token < 0 || target == RS_ROOT || target >= a->num_states) {
-        return "transition: token or target out of range";
-    }
-    const uint32_t *found = rs_find(a, from, token);
-    if (found == NULL || *found != target) {
-        return "transition: is not the one found under its token";
-    }
-    const rs_state *to = a->states + target;
-    if (to->len < state->len + 1 || to->link == RS_NO_STATE) {
-        return "transition: target is too short";
-    }
-    *num_solid += to->len == state->len + 1;
-    if (from != RS_ROOT) {
-        if (a->states[to->link].len > a->states[state->link].len + 1) {
-            return "transition: target does not hold all strings it is reached with";
-        }
-        const uint32_t *above = rs_find(a, state->link, token);
-        if (above == NULL || (*above != target && *above != to->link)) {
-            return "transition: the suffix link's transition leads elsewhere";
-        }
-    }
-    return NULL;
-}
-
-static const char *check_state(const rs_automaton *a, uint32_t at, uint64_t *num_solid) {
-    const rs_state *state = a->states + at;
-    if ((at == RS_ROOT) != (state->link == RS_NO_STATE) || (at == RS_ROOT) != (state->len == 0)) {
-        return "state: only the root has len 0 and no suffix link";
-    }
-    if (at != RS_ROOT && (state->link >= a->num_states || a->states[state->link].len >= state->len)) {
-        return "state: the suffix link does not lead to a shorter state";
-    }
-    if (at != RS_ROOT && (state->count == 0 || state->count > UINT32_MAX / 2)) {
-        return "state: occurrence count out of range";
-    }
-    if (state->token < 0) {
-        return state->block == 0 ? NULL : "state: a block without a first transition";
-    }
-    const char *broken = check_transition(a, at, state->token, state->target, num_solid);
-    uint32_t num = 0;
-    const rs_transition *others = NULL;
-    if (state->block != 0) {
-        if (rs_block_offset(state->block) + rs_block_units(state->block) > a->pool.top) {
-            return "state: block out of range";
-        }
-        others = rs_block_entries(&a->pool, state->block, &num);
-        if (num == 0) {
-            return "state: empty block";
-        }
-    }
-    for (uint32_t i = 0; i < num && broken == NULL; i++) {
-        broken = check_transition(a, at, others[i].token, others[i].target, num_solid);
-    }
-    return broken;
-}
-
-const char *rs_automaton_check(const rs_automaton *a) {
-    if (a->num_states < 1 || a->num_states > a->capacity || a->pool.top > a->pool.capacity) {
-        return "automaton: more states or blocks than there is room for";
-    }
-    uint64_t num_solid = 0;
-    uint64_t num_units = rs_pool_num_free(&a->pool);
-    if (num_units == UINT64_MAX) {
-        return "pool: broken free list";
-    }
-    for (uint32_t at = 0; at < a->num_states; at++) {
-        const char *broken = check_state(a, at, &num_solid);
-        if (broken != NULL) {
-            return broken;
-        }
-        num_units += a->states[at].block == 0 ? 0 : rs_block_units(a->states[at].block);
-    }
-    if (num_solid != a->num_states - 1) {
-        return "automaton: a state without exactly one transition from its longest string's prefix";
-    }
-    return num_units == a->pool.top ? NULL : "pool: blocks are lost or used twice";
 }

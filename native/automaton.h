@@ -85,10 +85,4 @@ static inline void rs_match_continue(const rs_automaton *automaton, rs_match *ma
     }
 }
 
-/* Whether the match can be that of a text of `level` tokens. */
-bool rs_match_holds(const rs_automaton *automaton, rs_match match, int32_t level);
-
-/* Check every invariant of the automaton: NULL, or what is broken. */
-const char *rs_automaton_check(const rs_automaton *automaton);
-
 #endif

@@ -8,7 +8,7 @@
  *                  |                          ^                      in the bucket `half` below)
  *                  +---- split_bucket --------+
  *
- * Invariants, which rs_contexts_check checks: of a bucket the free slots come last; a used slot has confidence >= 1
+ * Invariants, which tests/checks.c checks: of a bucket the free slots come last; a used slot has confidence >= 1
  * and is where rs_context_bucket_of and rs_context_find look for it. */
 #include "contexts.h"
 
@@ -147,22 +147,4 @@ void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t 
         contexts->num_used += tags[i] != 0 && learn_in(rs_context_bucket_of(contexts, tags[i]), tags[i], token);
     }
     grow(contexts, memory);
-}
-
-const char *rs_contexts_check(const rs_contexts *contexts) {
-    uint32_t num_used = 0;
-    for (uint32_t i = 0; i < contexts->num_buckets * RS_CONTEXT_WAYS; i++) {
-        const rs_context_bucket *bucket = contexts->buckets + i / RS_CONTEXT_WAYS;
-        uint32_t way = i % RS_CONTEXT_WAYS;
-        uint32_t tag = bucket->tags[way];
-        if (tag == 0) {
-            continue;
-        }
-        num_used++;
-        if ((tag & RS_MAX_CONFIDENCE) == 0 || bucket->tokens[way] < 0 ||
-            rs_context_bucket_of(contexts, tag) != bucket || rs_context_find(bucket, tag) != way) {
-            return "contexts: a slot that is neither free nor in its place";
-        }
-    }
-    return num_used == contexts->num_used ? NULL : "contexts: num_used is wrong";
 }

@@ -91,6 +91,4 @@ static inline rs_successor rs_context_successor(const rs_context_bucket *bucket,
     return (rs_successor){bucket->tokens[way], bucket->tags[way] & RS_MAX_CONFIDENCE};
 }
 
-const char *rs_contexts_check(const rs_contexts *contexts);
-
 #endif

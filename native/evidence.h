@@ -84,7 +84,4 @@ double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);
 /* The target has sampled `token` at the position. */
 void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token);
 
-/* Check that all that was learned is within its bounds: NULL, or what is not. */
-const char *rs_calibration_check(const rs_calibration *calibration);
-
 #endif

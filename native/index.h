@@ -33,7 +33,7 @@ struct rs_sequence {
     int32_t num_after;     /* of a prompt: sequences that begin after it */
     int32_t start;         /* the level at which its text begins: the prompt's length */
     int32_t end;           /* the level at which its text ends */
-    int32_t followed;      /* up to this level the text is in the automaton already, and is not counted again */
+    int32_t counted_end;   /* up to this level the automaton has the text already: it is followed, not counted again */
     rs_position at;
     int32_t *text;
     uint32_t text_capacity;
@@ -48,7 +48,7 @@ typedef struct {
     bool open;
     bool lacks_text;     /* has lost one, or had no memory for one: to be given up once it is idle */
     int32_t next_free;   /* while it is closed: in the list of free slots, or of those given up; -1: none */
-    int32_t num_running; /* sequences; during a call also what has entered the group, so that it stays */
+    int32_t num_running_sequences; /* and, during a call, what has entered the group so that it stays */
     int32_t older;       /* while it is idle, in the list of these: idle for longer; -1: none */
     int32_t newer;       /* likewise */
     rs_sequence *prompt; /* the latest; until a prompt is indexed as a whole, nothing that begins after it is */
@@ -147,15 +147,12 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level);
 /* Its text goes on with these tokens, which are unindexed. Idle groups make room, and then idle text. */
 rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int64_t num_tokens);
 
-/* Index up to max_tokens of a text, unless its prompt is unindexed, as far as there is room. For what runs and for prompts
- * idle text makes room: then it may be unindexed again. */
-rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens);
+/* Index up to so many tokens of a text, unless its prompt is unindexed, as far as there is room. For what runs and for
+ * prompts idle text makes room: then it may be unindexed again. */
+rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index);
 
 /* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
-
-/* Whether everything that can be indexed is in the queue exactly once, in its order. */
-bool rs_queue_check(const rs_index *index);
 
 /* What keeps the own contexts of a text apart from those of others. */
 static inline uint64_t rs_own_salt(uint64_t serial) { return ~(serial << 8); }

@@ -6,23 +6,6 @@
 
 #include <stdlib.h>
 
-#ifdef RS_TEST
-static int64_t allocations_until_failure;
-
-void rs_test_fail_allocation(int64_t nth) { allocations_until_failure = nth; }
-
-bool rs_test_has_failed(void) { return allocations_until_failure == 0; }
-#endif
-
-static void *resize_bytes(void *pointer, uint64_t num_bytes) {
-#ifdef RS_TEST
-    if (allocations_until_failure > 0 && --allocations_until_failure == 0) {
-        return NULL;
-    }
-#endif
-    return realloc(pointer, num_bytes);
-}
-
 /* Free something that nobody needs; false where there is nothing. */
 static bool make_room(const rs_memory *memory) { return memory->make_room != NULL && memory->make_room(memory->owner); }
 
@@ -47,7 +30,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         }
     }
     void *moved;
-    while ((moved = resize_bytes(*pointer, new_bytes)) == NULL) {
+    while ((moved = realloc(*pointer, new_bytes)) == NULL) {
         if (new_bytes <= old_bytes) {
             return RS_OK;
         }

@@ -16,12 +16,6 @@ typedef struct {
     void *owner;
 } rs_memory;
 
-#ifdef RS_TEST
-/* Let the n-th allocation from now on fail (1: the next); 0: none. C tests only. */
-void rs_test_fail_allocation(int64_t nth);
-bool rs_test_has_failed(void);
-#endif
-
 /* Resize the array *pointer from *capacity to new_size elements; 0 frees it. *capacity is new_size then. On failure
  * nothing changes. Only growth fails: where the allocator refuses to shrink the array, it keeps its size. */
 rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,

@@ -33,7 +33,7 @@
 #include <stdint.h>
 
 enum {
-    RS_ABI_VERSION = 29, /* raised when what this file declares changes */
+    RS_ABI_VERSION = 30, /* raised when what this file declares changes */
     RS_MAX_SPECULATIVE_TOKENS = 64,
     RS_MAX_TEXT_TOKENS = (1 << 24) - 1, /* of a prompt, a sequence with its prompt, a text of the corpus */
     /* Confidence c is of log-odds from RS_LEAST_LOG_ODDS + c to one more; the first and the last range are open. */
@@ -46,8 +46,7 @@ typedef enum {
     RS_EINVAL = 1,   /* an argument is out of range */
     RS_EUNKNOWN = 2, /* no open group or sequence has this id */
     RS_ENOMEM = 3,
-    RS_EBUDGET = 4,  /* the index would grow beyond max_bytes, and nothing more may leave it */
-    RS_ECORRUPT = 5  /* rs_index_validate found a broken invariant */
+    RS_EBUDGET = 4   /* the index would grow beyond max_bytes, and nothing more may leave it */
 } rs_status;
 
 typedef struct {
@@ -62,24 +61,24 @@ typedef struct {
 /* One engine step. Entry i is sequence sequences[i], whose tokens are the first levels[i] of row
  * rows[i] of the token matrix: token_ids[rows[i] * row_stride]. A sequence appears once at most. */
 typedef struct {
-    int32_t num_rows;                /* >= 0: entries */
-    const int32_t *sequences;        /* [num_rows] */
+    int32_t num_sequences;           /* >= 0, in this step */
+    const int32_t *sequences;        /* [num_sequences] */
     const int32_t *token_ids;        /* [num_matrix_rows][row_stride], num_columns of them readable */
     int64_t row_stride;              /* >= num_columns, tokens */
     int64_t num_columns;
     int64_t num_matrix_rows;
-    const int32_t *rows;             /* [num_rows], 0 .. num_matrix_rows - 1 */
-    const int32_t *levels;           /* [num_rows], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
-    const int32_t *max_draft_tokens; /* [num_rows], >= 0; 0: index only; above K means K */
-    int64_t max_tokens;              /* to index of unindexed text, before the drafts */
+    const int32_t *rows;             /* [num_sequences], 0 .. num_matrix_rows - 1 */
+    const int32_t *levels;           /* [num_sequences], prompt included, at most num_columns and RS_MAX_TEXT_TOKENS */
+    const int32_t *max_draft_tokens; /* [num_sequences], >= 0; 0: index only; above K means K */
+    int64_t max_tokens_to_index;     /* of unindexed text, before the drafts */
     double min_survival;             /* 0 .. 1: the least survival that is drafted */
-    int32_t num_model_tokens;          /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
-    const int32_t *model_tokens;       /* [num_rows][m]; negative: it proposes nothing from there on */
-    const int32_t *model_confidences;  /* [num_rows][m], 0 .. RS_MODEL_CONFIDENCES - 1, where there is a token */
-    int32_t *draft_tokens;           /* out [num_rows][K]; beyond num_draft_tokens unspecified */
-    float *survivals;                /* out [num_rows][K]: the estimated probability that the draft up to and with
+    int32_t num_model_tokens;        /* m, 0 .. K: of a model's drafts; 0: no model, and the next two are not read */
+    const int32_t *model_tokens;     /* [num_sequences][m]; negative: it proposes nothing from there on */
+    const int32_t *model_confidences; /* [num_sequences][m], 0 .. RS_MODEL_CONFIDENCES - 1, where there is a token */
+    int32_t *draft_tokens;           /* out [num_sequences][K]; beyond num_draft_tokens unspecified */
+    float *survivals;                /* out [num_sequences][K]: the estimated probability that the draft up to and with
                                         this token is accepted */
-    int32_t *num_draft_tokens;       /* out [num_rows]; -1: the row is dropped, its sequence is closed */
+    int32_t *num_draft_tokens;       /* out [num_sequences]; -1: the row is dropped, its sequence is closed */
     int32_t num_dropped;             /* out: rows */
     int32_t num_unindexed;           /* out: rows that draft nothing, as something of them is unindexed */
 } rs_batch;
@@ -117,10 +116,10 @@ rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *pro
 /* Add a text that follows the group's prompt. */
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error);
 
-/* Index up to max_tokens; returns whether there is more to index. Rows and prompts go first, those of which least is left
+/* Index up to so many tokens; returns whether there is more to index. Rows and prompts go first, those of which least is left
  * before others; then parked sequences and texts in the order in which they came. Where there is no memory for a text, the
  * next step drops its row, or the rows whose prompt it is. */
-bool rs_catch_up(rs_index *index, int64_t max_tokens);
+bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index);
 
 /* A group that was given up and not named yet, -1: none. Only then its id may be used again. */
 int32_t rs_group_given_up(rs_index *index);
@@ -156,9 +155,5 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error);
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error);
 
 void rs_index_stats(const rs_index *index, rs_stats *stats);
-
-/* Check every invariant, in time linear in the size of the index times the length of its suffix
- * chains. RS_ECORRUPT names the first broken one. */
-rs_status rs_index_validate(const rs_index *index, rs_error *error);
 
 #endif

@@ -76,30 +76,16 @@ static void requeue(rs_index *index, rs_sequence *sequence) {
     }
 }
 
-bool rs_queue_check(const rs_index *index) {
-    uint32_t num = 0;
-    for (uint32_t i = 0; i < index->num_slots; i++) {
-        num += index->slots[i].sequence != NULL && can_be_indexed(index->slots[i].sequence);
-    }
-    bool holds = num == index->num_queued;
-    for (uint32_t at = 0; at < index->num_queued && holds; at++) {
-        const rs_entry *entry = index->queue + at, *above = index->queue + (at - (at > 0)) / 2;
-        holds = can_be_indexed(entry->sequence) && entry->sequence->queued == at + 1 &&
-                entry->key == entry_of(entry->sequence).key && !goes_first(entry, above);
-    }
-    return holds;
-}
-
 /* ---- their slots ---- */
 
-/* To have it indexed from its start. Up to `followed` it is in the automaton already. */
-static void restart(rs_index *index, rs_sequence *sequence, int32_t followed) {
+/* To have it indexed from its start. Up to counted_end it is in the automaton already. */
+static void restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
     sequence->at = (rs_position){.indexed = 0};
     if (sequence->prompt != NULL) {
         sequence->at = sequence->prompt->at;
         sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
     }
-    sequence->followed = followed;
+    sequence->counted_end = counted_end;
     requeue(index, sequence);
 }
 
@@ -225,7 +211,7 @@ static bool forget_most_idle_text(rs_index *index) {
         uint64_t num_idle = group->num_tokens;
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             if (is_urgent(each)) {
-                const int32_t end = each->at.indexed > each->followed ? each->at.indexed : each->followed;
+                const int32_t end = each->at.indexed > each->counted_end ? each->at.indexed : each->counted_end;
                 num_idle -= (uint64_t)(end - each->start);
             }
         }
@@ -268,8 +254,8 @@ void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
         restart(index, sequence, level);
         return;
     }
-    if (level < sequence->followed) {
-        sequence->followed = level;
+    if (level < sequence->counted_end) {
+        sequence->counted_end = level;
     }
     requeue(index, sequence);
 }
@@ -314,7 +300,7 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
     const int32_t *tokens = sequence->text + (at->indexed - sequence->start);
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
-        if (at->indexed < sequence->followed) {
+        if (at->indexed < sequence->counted_end) {
             at->last = *rs_find(&group->automaton, at->last, token);
         } else {
             RS_TRY(rs_extend(&group->automaton, &at->last, token));
@@ -334,7 +320,7 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
     return RS_OK;
 }
 
-rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens) {
+rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index) {
     rs_group *group = index->groups + sequence->group;
     rs_status status;
     keep_free(index, sequence);
@@ -342,7 +328,7 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
         const int64_t num_left = sequence->end - sequence->at.indexed;
         status = RS_OK;
         if (!rs_waits_for_prompt(sequence)) {
-            status = append(index, group, sequence, num_left < max_tokens ? num_left : max_tokens);
+            status = append(index, group, sequence, num_left < max_tokens_to_index ? num_left : max_tokens_to_index);
         }
     } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
     keep_free(index, NULL);

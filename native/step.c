@@ -18,8 +18,8 @@ enum { TOKENS_OF_A_STEP = RS_MAX_SPECULATIVE_TOKENS + 1 /* at most, of a row tha
 /* ---- check ---- */
 
 static rs_status check_batch(const rs_index *index, const rs_batch *batch, rs_error *error) {
-    if (batch->num_rows < 0) {
-        return rs_fail(error, RS_EINVAL, "num_rows=%" PRId32 ": must not be negative", batch->num_rows);
+    if (batch->num_sequences < 0) {
+        return rs_fail(error, RS_EINVAL, "num_sequences=%" PRId32 ": must not be negative", batch->num_sequences);
     }
     if (!(batch->min_survival >= 0.0 && batch->min_survival <= 1.0)) {
         return rs_fail(error, RS_EINVAL, "min_survival=%g: must be between 0 and 1", batch->min_survival);
@@ -77,7 +77,7 @@ static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, 
 static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) {
     index->num_steps++;
     rs_status status = check_batch(index, batch, error);
-    for (int32_t i = 0; status == RS_OK && i < batch->num_rows; i++) {
+    for (int32_t i = 0; status == RS_OK && i < batch->num_sequences; i++) {
         status = check_entry(index, batch, i, error);
     }
     return status;
@@ -127,7 +127,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
 /* Returns how many rows were dropped. */
 static int32_t take_rows(rs_index *index, const rs_batch *batch) {
     int32_t num_dropped = 0;
-    for (int32_t i = 0; i < batch->num_rows; i++) {
+    for (int32_t i = 0; i < batch->num_sequences; i++) {
         batch->num_draft_tokens[i] = 0;
         if (!take_row(index, batch, i)) {
             batch->num_draft_tokens[i] = -1;
@@ -143,15 +143,15 @@ static int32_t take_rows(rs_index *index, const rs_batch *batch) {
 
 /* ---- unindexed text ---- */
 
-bool rs_catch_up(rs_index *index, int64_t max_tokens) {
-    while (index->num_queued > 0 && max_tokens > 0) {
+bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index) {
+    while (index->num_queued > 0 && max_tokens_to_index > 0) {
         rs_sequence *first = index->queue[0].sequence;
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
-        if (rs_sequence_index(index, first, max_tokens) != RS_OK) {
+        if (rs_sequence_index(index, first, max_tokens_to_index) != RS_OK) {
             rs_sequence_out_of_memory(index, first);
         }
-        max_tokens -= first->at.indexed > before ? first->at.indexed - before : 0;
+        max_tokens_to_index -= first->at.indexed > before ? first->at.indexed - before : 0;
         if (first->kind == RS_TEXT && first->queued == 0) {
             rs_sequence_free(index, first);
         }
@@ -173,7 +173,7 @@ static rs_model_draft model_draft(const rs_batch *batch, int32_t i) {
 /* Returns how many rows are unindexed. */
 static int32_t draft_rows(rs_index *index, rs_batch *batch) {
     int32_t num_unindexed = 0;
-    for (int32_t i = 0; i < batch->num_rows; i++) {
+    for (int32_t i = 0; i < batch->num_sequences; i++) {
         if (batch->num_draft_tokens[i] < 0) {
             continue;
         }
@@ -193,7 +193,7 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
     RS_TRY(check(index, batch, error));
     batch->num_dropped = take_rows(index, batch);
-    rs_catch_up(index, batch->max_tokens);
+    rs_catch_up(index, batch->max_tokens_to_index);
     batch->num_unindexed = draft_rows(index, batch);
     return RS_OK;
 }

@@ -17,6 +17,10 @@ static void push_free(rs_pool *pool, uint32_t offset, uint32_t k) {
     pool->free_blocks[k] = offset * 2 + (1U << k);
 }
 
+static void free_block(rs_pool *pool, uint32_t block) {
+    push_free(pool, rs_block_offset(block), log2_of(rs_block_units(block)));
+}
+
 static uint32_t pop_free(rs_pool *pool, uint32_t k) {
     uint32_t block = pool->free_blocks[k];
     uint32_t offset = rs_block_offset(block);
@@ -153,7 +157,7 @@ rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_
         uint32_t larger;
         RS_TRY(rehouse(pool, memory, *block, num + 1, &larger));
         if (*block != 0) {
-            rs_block_free(pool, *block);
+            free_block(pool, *block);
         }
         *block = larger;
     }
@@ -172,7 +176,7 @@ void rs_block_remove_last(rs_pool *pool, uint32_t *block) {
     rs_transition *entries = rs_block_entries(pool, *block, &num);
     uint32_t num_units = rs_block_units(*block);
     if (num == 1) {
-        rs_block_free(pool, *block);
+        free_block(pool, *block);
         *block = 0;
     } else if (num_units > RS_LINEAR_UNITS) {
         /* The latest entry is at the end of every probe sequence it is in: its slot just empties. */
@@ -188,23 +192,4 @@ rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32
     uint32_t num;
     rs_block_entries(pool, block, &num);
     return rehouse(pool, memory, block, num, copy);
-}
-
-void rs_block_free(rs_pool *pool, uint32_t block) {
-    push_free(pool, rs_block_offset(block), log2_of(rs_block_units(block)));
-}
-
-uint64_t rs_pool_num_free(const rs_pool *pool) {
-    uint64_t num_free = 0;
-    for (uint32_t k = 0; k < RS_NUM_BLOCK_SIZES; k++) {
-        for (uint32_t block = pool->free_blocks[k]; block != 0;) {
-            uint32_t offset = rs_block_offset(block);
-            num_free += rs_block_units(block);
-            if (rs_block_units(block) != 1U << k || offset + (1U << k) > pool->top || num_free > pool->top) {
-                return UINT64_MAX;
-            }
-            block = pool->units[offset].target;
-        }
-    }
-    return num_free;
 }

@@ -70,9 +70,4 @@ void rs_block_remove_last(rs_pool *pool, uint32_t *block);
 /* A copy with the same entries, in the smallest block they fit in. */
 rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t *copy);
 
-void rs_block_free(rs_pool *pool, uint32_t block);
-
-/* The number of units in the free lists; UINT64_MAX when a list is broken. */
-uint64_t rs_pool_num_free(const rs_pool *pool);
-
 #endif

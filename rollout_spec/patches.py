@@ -1,5 +1,6 @@
 """The register of changes made to other packages: each one named, reasoned and guarded."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -7,7 +8,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import wrapt
@@ -59,6 +60,17 @@ def replace_function(owner: Any, name: str, replacement: Callable, *, patch: Pat
     setattr(owner, name, replacement)
     record(patch)
     return current
+
+
+@contextlib.contextmanager
+def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In here `owner.name` is this value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def wrap(owner: Any, name: str, patch: Patch, *bodies: str) -> Callable[[Callable], Callable]:

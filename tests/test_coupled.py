@@ -113,13 +113,15 @@ STRUCTURED = {
 }
 
 
-def behind_by_hand(logits, drawn, token_ids):
+def behind_by_hand(logits, noise_values, token_ids):
     """By how many nats each token, or its block, lost its race: 0 for the winner, inf for what has no mass.
 
-    The two races over all blocks and all tokens, in float64; the noise `drawn`: [n, 128 + number of blocks].
+    The two races over all blocks and all tokens, in float64.
+
+    noise_values: [n, 128 + number of blocks].
     """
     after = []
-    for row, noise_, token in zip(logits.double().numpy(), drawn, token_ids.tolist(), strict=True):
+    for row, noise_, token in zip(logits.double().numpy(), noise_values, token_ids.tolist(), strict=True):
         masses = np.exp(row - row.max())
         blocks_ = [masses[start : start + 128] for start in range(0, len(masses), 128)]
         of_blocks = np.array([block.sum() for block in blocks_]) / noise_[128:]
@@ -141,11 +143,11 @@ def test_the_noise_is_that_of_its_definition():
     keys, positions = torch.arange(500) * 2**54, torch.arange(500)
     seeds = noise.row_seeds(keys, positions)
     assert np.array_equal(noise.random_words(seeds, 99, CPU), words_by_hand(keys, positions, 99))
-    drawn = noise.exponential(seeds, 99, CPU)
+    noise_values = noise.exponential(seeds, 99, CPU)
     # Single precision leaves the largest values, which hardly ever win, their first digits.
-    np.testing.assert_allclose(drawn, noise_by_hand(keys, positions, 99), rtol=1e-3)
-    small = drawn < 8
-    np.testing.assert_allclose(drawn[small], noise_by_hand(keys, positions, 99)[small], rtol=2e-5)
+    np.testing.assert_allclose(noise_values, noise_by_hand(keys, positions, 99), rtol=1e-3)
+    small = noise_values < 8
+    np.testing.assert_allclose(noise_values[small], noise_by_hand(keys, positions, 99)[small], rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", STRUCTURED)
@@ -155,18 +157,18 @@ def test_the_token_is_the_one_that_wins_both_races(name, torch_device, monkeypat
     logits = STRUCTURED[name].expand(1500, -1)
     keys, positions = torch.arange(1500) * 2**51 + 11, torch.arange(1500) % 7
     tokens = keyed_sample(logits.to(torch_device), keys, positions).cpu()
-    drawn = noise_by_hand(keys, positions, 128 - -logits.shape[1] // 128)
-    assert behind_by_hand(logits, drawn, tokens).max() < 1e-4
+    noise_values = noise_by_hand(keys, positions, 128 - -logits.shape[1] // 128)
+    assert behind_by_hand(logits, noise_values, tokens).max() < 1e-4
 
 
 def test_a_flat_block_may_win_by_little():
     """Its sum is 128 times its largest probability: the bound on what can win has nothing to give."""
     logits = only(640, 130).repeat(2, 1)
     logits[:, 384:512] = -3.0 - math.log(128)
-    drawn = torch.ones(2, 128 + 5)
-    drawn[:, 128 + 3] = torch.tensor([0.999, 1.001])
-    drawn[:, 77] = 0.5
-    assert coupled.race(logits, drawn).tolist() == [384 + 77, 130]
+    noise_values = torch.ones(2, 128 + 5)
+    noise_values[:, 128 + 3] = torch.tensor([0.999, 1.001])
+    noise_values[:, 77] = 0.5
+    assert coupled.race(logits, noise_values).tolist() == [384 + 77, 130]
 
 
 def ragged():
@@ -226,14 +228,16 @@ def test_a_rows_scores_are_the_same_bits_among_others(torch_device, vocab_size, 
     keys = torch.arange(33, device=torch_device)
 
     def scores(rows):
-        drawn = coupled._draw(noise.row_seeds(keys[rows].cpu(), keys[rows].cpu()), logits[rows])
+        noise_values = coupled._noise_values(
+            noise.row_seeds(keys[rows].cpu(), keys[rows].cpu()), logits[rows]
+        )
         peaks = blocks.block_peaks(logits[rows])
         top = peaks.amax(dim=-1, keepdim=True)
         masses = coupled._block_masses(logits[rows], torch.ones_like(peaks, dtype=torch.bool), top)
         wanted = torch.rand(peaks.shape, generator=generator).to(torch_device) < 0.5
         wanted[:, vocab_size // blocks.BLOCK_SIZE :] = True  # of a last block that is not whole
         assert torch.equal(coupled._block_masses(logits[rows], wanted, top), masses * wanted)
-        inside = coupled._token_scores(logits[rows], masses.argmin(dim=-1, keepdim=True), top, drawn)
+        inside = coupled._token_scores(logits[rows], masses.argmin(dim=-1, keepdim=True), top, noise_values)
         return torch.cat([masses, inside], dim=-1)
 
     together = scores(slice(None))
@@ -281,8 +285,8 @@ def test_shortfall_is_the_larger_distance_to_a_winner(name):
     keys, positions = torch.arange(n), torch.arange(n) % 5 + 1
     chosen = torch.arange(n) * 37 % len(logits)
     found = coupled.shortfall(logits.expand(n, -1), keys, positions, chosen)
-    drawn = noise_by_hand(keys, positions, 128 - -len(logits) // 128)
-    expected = behind_by_hand(logits.expand(n, -1), drawn, chosen)
+    noise_values = noise_by_hand(keys, positions, 128 - -len(logits) // 128)
+    expected = behind_by_hand(logits.expand(n, -1), noise_values, chosen)
     is_near = expected < 80  # beyond, single precision says no more than that
     np.testing.assert_allclose(found[is_near], expected[is_near], rtol=1e-3, atol=1e-3)
     assert bool((found[~is_near] > 80).all())

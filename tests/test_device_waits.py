@@ -341,7 +341,7 @@ def test_every_operation_has_a_kernel_for_cuda_and_for_npus(vllm):
         coupled.shortfall(accelerator.put(torch.randn(5, VOCAB_SIZE)), rows, rows, accelerator.put(rows))
     used = set().union(*(accelerator.operations for accelerator in accelerators))
     assert len(used) > 100
-    # vllm-ascend has samplers of its own, so that only our operations count, and not those for vLLM's V2.
+    # vllm-ascend has samplers of its own, so that only our operations count, and not those for MRV2.
     ours = {
         re.sub(r"^_+|_+$|^new_|_like$", "", operation.overloadpacket.__name__).strip("_")
         for operation, place in used

@@ -13,6 +13,7 @@ from rollout_spec.drafting.gate.gains import DraftGains
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument
+from tests.native.checks import check_index
 from tests.text import speak
 
 PROMPT = np.array([1, 2, 3, 4], np.int32)
@@ -276,7 +277,7 @@ def long_run(seconds):
         now += seconds
         drafts = batch.step([text[level : level + 1] for level in batch.levels[: len(batch.request_ids)]])
         num_tokens.append(drafter.index.stats().num_tokens)
-    drafter.index.validate()
+    check_index(drafter.index)
     return drafts, np.diff(num_tokens).tolist()
 
 
@@ -318,7 +319,7 @@ def test_a_long_prompt_that_does_not_fit_costs_its_own_drafts():
     for step in range(150):
         drafts = batch.step([[1], [10 + step % 4]])
     assert drafts[0] == [] and drafts[1]
-    drafter.index.validate()
+    check_index(drafter.index)
     batch.end()
 
 
@@ -381,7 +382,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
         batch.step(random.integers(0, 50_000, (64, 33)).tolist())
         nums_dropped.append(batch.drafter.take_counters().num_untracked_rows)
         assert len(calls) == step + 1
-        batch.drafter.index.validate()
+        check_index(batch.drafter.index)
     assert nums_dropped == sorted(nums_dropped) and nums_dropped[0] == 0 and 32 < nums_dropped[-1] < 63
     assert batch.drafter.index.stats().num_bytes <= 1 << 20
     batch.end()

@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec.drafting.gate.gate import PATIENCE, PROBE_EVERY, AutoGate, FixedGate
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.gate.step_seconds import ENOUGH
+from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS
 
 NUM_ROWS, K = 4, 8
 
@@ -66,8 +66,8 @@ def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     for _ in range(5 * PROBE_EVERY):
         is_plain.append(machine.step() is None)
         was_said.append(machine.gate.probe_in_two)
-    assert is_plain[ENOUGH + 2 :] == was_said[ENOUGH:-2]
-    assert sum(is_plain) >= ENOUGH + 4
+    assert is_plain[FIRST_STEPS + 2 :] == was_said[FIRST_STEPS:-2]
+    assert sum(is_plain) >= FIRST_STEPS + 4
 
 
 def budgets(chosen):
@@ -204,7 +204,7 @@ def test_drafts_that_pay_go_on_on_a_machine_of_varying_speed():
 
 def test_plain_steps_that_were_slow_at_first_hide_no_loss():
     """A cold start: by the first plain steps drafts would gain, by all later ones they lose a quarter."""
-    plain = itertools.chain([0.3] * (ENOUGH + 1), itertools.repeat(0.1))
+    plain = itertools.chain([0.3] * (FIRST_STEPS + 1), itertools.repeat(0.1))
     machine = Machine([0.9], lambda drafted: 0.1 * 2 * 1.25 if drafted else next(plain))
     machine.steps(200)
     assert sum(budgets(machine.steps(100))) < 10 * NUM_ROWS
@@ -236,7 +236,7 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
         for number in range(first, 600):
             if gate.begin(plain(num_rows, number=number)) is None:
                 asked.add(number)
-        return {number for number in asked if number > first + ENOUGH}
+        return {number for number in asked if number > first + FIRST_STEPS}
 
     probes = {256, 512}
     assert asked_in(2, 0) == asked_in(12, 0) == {16, 32, 64, 128} | probes

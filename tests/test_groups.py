@@ -17,6 +17,7 @@ from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, UnknownId
 from rollout_spec.metrics import EngineCounters
+from tests.native.checks import check_index
 from tests.oracle import group_of, num_alike
 from tests.text import int32, speak
 
@@ -155,7 +156,7 @@ def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
     if how == "without thoughts":
         row[0, 100:300] = text[200:400]
     turn("second", 300, 350)
-    drafter.index.validate()
+    check_index(drafter.index)
     assert drafter.index.stats().num_tokens == before + 350 - num_kept
     assert drafter.counters.num_resumed == (how != "without thoughts")
     drafter.end_samples(["s"])
@@ -386,7 +387,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.rows.index_all()
             num_states = sum(group_of(at.rows).num_states for at in self.indexed.values())
             assert self.index.stats().num_states == num_states
-        self.index.validate()
+        check_index(self.index)
         history = self.rows.history
         assert (len(history), history.num_bytes) == (len(self.packed.prompts), self.packed.num_bytes)
         for prompt in self.packed.prompts:

@@ -285,7 +285,7 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(monkeypatch):
     speculator = bare(EagleSpeculator, model=model, use_fp64_gumbel=False)
     speculator.log_odds = log_odds = put(torch.zeros(4, 2))
     with accelerator:
-        patches.put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
+        patches.put_before(speculators.SharedNoiseModel, speculator, speculators.SHARED_NOISE)
         accelerator.start()
         rows = put(torch.arange(3))
         step, ones = put(torch.tensor(1)), put(torch.ones(3))

@@ -14,6 +14,7 @@ from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
+from tests.native.checks import check_index
 from tests.text import int32, speak
 
 
@@ -88,7 +89,7 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
     result = index.index_and_draft(**arguments | {"levels": int32(level, 5)})
     assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_dropped == 1
     assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
-    index.validate()
+    check_index(index)
     assert index.stats()[1:2] + index.stats()[3:4] == (1, 3 + 2)
     with pytest.raises(UnknownId, match=r"^sequences\[0\]=1: unknown"):
         index.index_and_draft(**arguments)
@@ -134,7 +135,7 @@ def test_step_errors_name_the_argument_and_change_nothing(index, arguments, name
     with pytest.raises(error, match=rf"^{name}\b"):
         index.index_and_draft(**{**arguments, re.match(r"\w+", name)[0]: value})
     assert index.stats() == before
-    index.validate()
+    check_index(index)
     no_model = ModelDrafts(ints((3, 0)), singles((3, 0)))
     assert index.index_and_draft(**arguments, model_drafts=no_model).draft_tokens.tolist() == DRAFTS
 
@@ -212,7 +213,7 @@ def test_a_closed_index_refuses_every_call(index):
     group = index.open_group(int32(1))
     index.close()
     index.close()
-    for call in (index.stats, index.validate, lambda: index.open_sequence(group)):
+    for call in (index.stats, lambda: index.open_sequence(group)):
         with pytest.raises(InvalidArgument, match=r"^index: is closed"):
             call()
 
@@ -236,7 +237,7 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
         for level in range(100, 11_000, 100):
             step = index.index_and_draft(int32(second), rows, int32(1), int32(level), nothing)
         assert step.num_dropped == 0 and index.stats().num_tokens == level
-        index.validate()
+        check_index(index)
         assert not index.has_unindexed
         index.resume_sequence(first)
         assert index.has_unindexed and index.text(first).tolist() == rows[0, 2:4_000].tolist()
@@ -288,8 +289,8 @@ def test_an_adversary_wastes_little_and_honesty_is_believed_again(bait):
         for i, step in enumerate(decode(index, sequence, sample, 2 * lies + honest)):
             steps.append(step)
             if i % 100 == 0:
-                index.validate()
-        index.validate()
+                check_index(index)
+        check_index(index)
     assert any(accepted == 8 for level, _, accepted in steps if lies <= level < lies + 200)
     for first in (0, lies + honest):
         wasted = np.array([len(draft) for level, draft, _ in steps if first <= level < first + lies])

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import ALL_TOKENS, SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
+from tests.native.checks import check_index
 from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle, group_of, num_alike
 from tests.text import int32, speak
 
@@ -337,7 +338,7 @@ class IndexMachine(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "index"):
             return
-        self.index.validate()
+        check_index(self.index)
         if self.is_over:
             return
         stats = self.index.stats()
@@ -412,6 +413,6 @@ def test_thousands_of_row_steps_equal_the_oracle():
         )  # fmt: skip
         for i, row in enumerate(rows):
             assert_drafts(result, i, oracles[row], K, price, models[row] if models else ())
-    index.validate()
+    check_index(index)
     # Long enough for the table of contexts to grow, and for the weights to move.
     assert len(experience.contexts.buckets) >= 512

@@ -18,6 +18,7 @@ from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposer import SuffixProposer, last_level
+from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
 PROMPT = [1, 2, 3]
@@ -188,7 +189,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
     assert counters.num_failed_steps == counters.num_untracked_rows == 0
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_sequences == len(engine.requests)
-    engine.index.validate()
+    check_index(engine.index)
 
 
 def test_a_prompt_of_embeddings_has_drafts():

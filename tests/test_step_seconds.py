@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.gate.step_seconds import ENOUGH, MEMORY, StepSeconds
+from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS, MEMORY, ODD_STEPS, STEPS_PER_FIT, StepSeconds
 
 
 def step(num_verified, num_prompt=0, *, context=0, rows=4, passes=0, drafted=None):
@@ -71,7 +71,7 @@ def test_where_drafts_are_padded_plain_steps_may_take_longer():
 def test_nothing_is_believed_before_plain_steps_were_seen_or_many_others():
     """A step that is far off what was expected is no plain step that says something."""
     found = StepSeconds()
-    for each in (step(20), step(4, 500), *[step(4)] * (ENOUGH - 1)):
+    for each in (step(20), step(4, 500), *[step(4)] * (FIRST_STEPS - 1)):
         found.learn(each, 0.1)
         assert not found.is_known
     found.learn(step(4), 1.0)
@@ -90,14 +90,14 @@ def test_an_engine_that_becomes_slower_or_faster_is_followed(times):
     """Far slower or faster, it is another engine, and what was learned is soon forgotten."""
     found = learned([step(4 + i % 9) for i in range(5000)], lambda s: 0.01, 0.05)
     rng = np.random.default_rng(4)
-    for i in range(2 * MEMORY if 0.3 < times < 3 else 2 * ENOUGH):
+    for i in range(2 * MEMORY if 0.3 < times < 3 else 2 * ODD_STEPS):
         found.learn(step(4 + i % 9), 0.01 * times * rng.lognormal(0.0, 0.05))
     assert found.expected(step(4), 4) == pytest.approx(0.01 * times, rel=0.15)
 
 
 def test_a_step_that_was_disturbed_hardly_counts():
     found = learned([step(4 + i % 9) for i in range(1000)], lambda s: 0.01)
-    for i in range(ENOUGH):  # after which it is fitted again
+    for i in range(STEPS_PER_FIT):  # after which it is fitted again
         found.learn(step(12), 0.01 if i else 60.0)
     assert found.expected(step(12), 12) == pytest.approx(0.01, rel=0.02)
 

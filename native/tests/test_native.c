@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checks.h"
 #include "draft.h"
 
 #define CHECK(condition)                                                                   \
@@ -23,6 +24,23 @@ static uint32_t random_below(uint32_t n) {
     return (random_state >> 8) % n;
 }
 
+/* ---- an allocator that fails: the Makefile links the core's realloc to __wrap_realloc ---- */
+
+static int64_t allocations_until_failure;
+
+/* Let the n-th allocation from now on fail (1: the next); 0: none. */
+static void fail_allocation(int64_t nth) { allocations_until_failure = nth; }
+
+void *__real_realloc(void *pointer, size_t num_bytes);
+void *__wrap_realloc(void *pointer, size_t num_bytes);
+
+void *__wrap_realloc(void *pointer, size_t num_bytes) {
+    if (allocations_until_failure > 0 && --allocations_until_failure == 0) {
+        return NULL;
+    }
+    return __real_realloc(pointer, num_bytes);
+}
+
 /* ---- helpers ---- */
 
 static rs_options default_options(void) {
@@ -36,9 +54,9 @@ static rs_index *new_index(rs_options options) {
 }
 
 static void check_valid(const rs_index *index) {
-    rs_error error = {.message = ""};
-    if (rs_index_validate(index, &error) != RS_OK) {
-        fprintf(stderr, "invalid: %s\n", error.message);
+    const char *broken = rs_index_check(index);
+    if (broken != NULL) {
+        fprintf(stderr, "invalid: %s\n", broken);
         exit(1);
     }
 }
@@ -57,10 +75,10 @@ typedef struct {
     rs_batch batch;
 } fixture;
 
-static fixture *new_fixture(int32_t num_rows) {
+static fixture *new_fixture(int32_t num_sequences) {
     fixture *f = calloc(1, sizeof *f);
     CHECK(f != NULL);
-    f->batch = (rs_batch){.num_rows = num_rows,
+    f->batch = (rs_batch){.num_sequences = num_sequences,
                           .sequences = f->sequences,
                           .token_ids = f->token_ids[0],
                           .row_stride = NUM_COLUMNS,
@@ -71,11 +89,11 @@ static fixture *new_fixture(int32_t num_rows) {
                           .max_draft_tokens = f->max_draft_tokens,
                           .model_tokens = f->model_tokens,
                           .model_confidences = f->model_confidences,
-                          .max_tokens = INT64_MAX,
+                          .max_tokens_to_index = INT64_MAX,
                           .draft_tokens = f->draft_tokens[0],
                           .survivals = f->survivals[0],
                           .num_draft_tokens = f->num_draft_tokens};
-    for (int32_t i = 0; i < num_rows; i++) {
+    for (int32_t i = 0; i < num_sequences; i++) {
         f->sequences[i] = f->rows[i] = i;
         f->max_draft_tokens[i] = DRAFT_LEN;
     }
@@ -116,9 +134,9 @@ static int64_t extend_with_failures(rs_automaton *a, uint32_t *last, int32_t tok
     const uint64_t before = fingerprint(a);
     const uint32_t last_before = *last;
     for (int64_t nth = 1;; nth++) {
-        rs_test_fail_allocation(nth);
+        fail_allocation(nth);
         rs_status status = rs_extend(a, last, token);
-        rs_test_fail_allocation(0);
+        fail_allocation(0);
         CHECK(rs_automaton_check(a) == NULL);
         if (status == RS_OK) {
             return nth - 1;
@@ -177,7 +195,7 @@ static void open_row(life *l, int32_t *group, int32_t row) {
 /* What a model drafts in this step, if there is one: small tokens, and now and then none. */
 static void ask_model(fixture *f) {
     f->batch.num_model_tokens = (int32_t)random_below(DRAFT_LEN + 1);
-    for (int32_t i = 0; i < f->batch.num_rows * f->batch.num_model_tokens; i++) {
+    for (int32_t i = 0; i < f->batch.num_sequences * f->batch.num_model_tokens; i++) {
         f->model_tokens[i] = (int32_t)random_below(8) - 1;
         f->model_confidences[i] = f->model_tokens[i] < 0 ? -7 : (int32_t)random_below(RS_MODEL_CONFIDENCES);
     }
@@ -205,7 +223,7 @@ static void step_rows(life *l, int32_t *group, int num_steps) {
                 TWICE(l, rs_sequence_resume(l->index, f->sequences[i], NULL));
             }
         }
-        f->batch.max_tokens = random_below(2) == 0 ? INT64_MAX : (int64_t)random_below(40);
+        f->batch.max_tokens_to_index = random_below(2) == 0 ? INT64_MAX : (int64_t)random_below(40);
         ask_model(f);
         CHECK(rs_step(l->index, &f->batch, NULL) == RS_OK);
         check_valid(l->index);
@@ -258,9 +276,9 @@ static void live(life *l) {
 static rs_index *new_index_with_failures(const rs_options *options) {
     rs_index *index = NULL;
     for (int64_t nth = 1; index == NULL; nth++) {
-        rs_test_fail_allocation(nth);
+        fail_allocation(nth);
         rs_status status = rs_index_new(options, &index, NULL);
-        rs_test_fail_allocation(0);
+        fail_allocation(0);
         CHECK(status == (index == NULL ? RS_ENOMEM : RS_OK));
         CHECK(index == NULL || nth == 3);
     }
@@ -282,10 +300,10 @@ static void test_allocation_failures(uint32_t alphabet) {
         random_state = 1;
         life l = {.index = new_index_with_failures(&options), .f = f};
         CHECK(rs_corpus_add(l.index, f->token_ids[1], NUM_COLUMNS, NULL) == RS_OK);
-        rs_test_fail_allocation(++nth);
+        fail_allocation(++nth);
         live(&l);
-        has_failed = rs_test_has_failed();
-        rs_test_fail_allocation(0);
+        has_failed = allocations_until_failure == 0;
+        fail_allocation(0);
         live(&l);
         /* Only the tables and what was learned stay. */
         const rs_index *i = l.index;
@@ -331,7 +349,7 @@ static void test_full_index(uint32_t seed) {
         default:
             f->sequences[0] = sequence;
             f->levels[0] = (int32_t)num + PROMPT_LEN;
-            f->batch.max_tokens = (int64_t)random_below(300);
+            f->batch.max_tokens_to_index = (int64_t)random_below(300);
             rs_step(index, &f->batch, NULL);
         }
         while (random_below(3) > 0 && rs_group_given_up(index) >= 0) {
@@ -370,7 +388,7 @@ static void test_budget(void) {
     CHECK(f->batch.num_dropped == 1);
     CHECK(rs_group_given_up(index) == idle);
     const int32_t left = f->num_draft_tokens[0] < 0 ? 0 : 1;
-    f->batch.num_rows = 1;
+    f->batch.num_sequences = 1;
     f->sequences[0] = f->sequences[1 - left];
     f->rows[0] = 1 - left;
     for (int step = 0; step < 30; step++) { /* in the room of the group that is idle now */
@@ -461,9 +479,9 @@ static void test_arguments(void) {
     f->batch.min_survival = 1.5;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "min_survival=1.5", 16) == 0);
     f->batch.min_survival = 0.0;
-    f->batch.num_rows = -1;
-    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_rows=-1", 11) == 0);
-    f->batch.num_rows = 1;
+    f->batch.num_sequences = -1;
+    CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "num_sequences=-1", 16) == 0);
+    f->batch.num_sequences = 1;
     f->batch.row_stride = NUM_COLUMNS - 1;
     CHECK(rs_step(index, &f->batch, &error) == RS_EINVAL && strncmp(error.message, "token_ids", 9) == 0);
     f->batch.row_stride = NUM_COLUMNS;
@@ -503,8 +521,8 @@ static void test_least_level(void) {
     free(f);
 }
 
-/* The validator finds what is broken. */
-static void test_validator(void) {
+/* The checks find what is broken. */
+static void test_checks(void) {
     rs_index *index = new_index(default_options());
     const int32_t prompt[] = {1, 2, 1, 3, 1, 2, 4, 1, 5};
     int32_t group;
@@ -522,19 +540,19 @@ static void test_validator(void) {
             case 2: state->link = i; break;
             default: state->token = 99, state->target = 1;
             }
-            CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+            CHECK(rs_index_check(index) != NULL);
             *state = kept;
         }
     }
     index->memory.num_bytes++;
-    CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+    CHECK(rs_index_check(index) != NULL);
     index->memory.num_bytes--;
     check_valid(index);
     rs_index_free(index);
 }
 
-/* And so it does in what was learned. */
-static void test_validator_of_the_calibration(void) {
+/* And so they do in what was learned. */
+static void test_checks_of_the_calibration(void) {
     rs_index *index = new_index(default_options());
     rs_cell *cell = index->calibration.cells + 1;
     *cell = (rs_cell){.probability = 1.0F, .num = 2};
@@ -547,14 +565,14 @@ static void test_validator_of_the_calibration(void) {
         for (size_t j = 0; j < sizeof wrong / sizeof wrong[0]; j++) {
             const float kept = *fields[i];
             *fields[i] = wrong[j];
-            CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+            CHECK(rs_index_check(index) != NULL);
             *fields[i] = kept;
         }
     }
     const uint32_t nums[] = {0, 1, 251};
     for (size_t i = 0; i < sizeof nums / sizeof nums[0]; i++) {
         cell->num = nums[i];
-        CHECK(rs_index_validate(index, NULL) == RS_ECORRUPT);
+        CHECK(rs_index_check(index) != NULL);
     }
     cell->num = 250;
     check_valid(index);
@@ -572,9 +590,9 @@ static void test_corpus(uint32_t alphabet) {
     int64_t nth = 0;
     while (status == RS_ENOMEM) {
         rs_index *index = new_index(default_options());
-        rs_test_fail_allocation(++nth);
+        fail_allocation(++nth);
         status = rs_corpus_add(index, text, NUM, NULL);
-        rs_test_fail_allocation(0);
+        fail_allocation(0);
         check_valid(index);
         if (status == RS_OK) {
             CHECK(rs_corpus_add(index, text, -1, NULL) == RS_EINVAL && rs_corpus_add(index, NULL, 0, NULL) == RS_OK);
@@ -607,8 +625,8 @@ int main(void) {
     test_max_branches();
     test_arguments();
     test_least_level();
-    test_validator();
-    test_validator_of_the_calibration();
+    test_checks();
+    test_checks_of_the_calibration();
     test_corpus(2);
     test_corpus(100);
     puts("native tests passed");

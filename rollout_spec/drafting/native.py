@@ -12,7 +12,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 # Raised together with RS_ABI_VERSION in native/rollout_spec_native.h.
-ABI_VERSION = 29
+ABI_VERSION = 30
 
 _INT32 = np.dtype(np.int32)
 

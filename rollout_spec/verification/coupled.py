@@ -48,7 +48,7 @@ class CoupledStep:
         offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
         rows, ahead = np.concatenate([self.draft_requests, requests]), np.concatenate([offsets, counts])
         self._seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
-        self._drawn: torch.Tensor | None = None
+        self._noise_values: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """What is drawn at the draft positions, int64 [num_tokens], of logits [num_tokens, vocab_size]."""
@@ -59,10 +59,10 @@ class CoupledStep:
         return race(logits, self._noise(logits)[len(self.draft_requests) :], self.before_wait)
 
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
-        """All rows' noise; drawn together, when the first logits come."""
-        if self._drawn is None:
-            self._drawn = _draw(self._seeds, logits)
-        return self._drawn
+        """All rows' noise; computed together, when the first logits come."""
+        if self._noise_values is None:
+            self._noise_values = _noise_values(self._seeds, logits)
+        return self._noise_values
 
 
 def coupled_sample(
@@ -111,17 +111,17 @@ def shortfall(
         keys, positions: as for `noise.row_seeds`.
         token_ids: int64 [n].
     """
-    drawn = _draw(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
+    noise_values = _noise_values(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
     peaks = blocks.block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _block_masses(logits, torch.ones_like(peaks, dtype=torch.bool), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     # Far below the row's largest logit all values underflow to 0: such a block has its own peak for a unit.
     peak = peaks.gather(-1, block)
-    scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), drawn)
+    scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), noise_values)
     missed = torch.cat(
         [
-            _missed(masses / drawn[:, BLOCK_SIZE:], block),
+            _missed(masses / noise_values[:, BLOCK_SIZE:], block),
             _missed(scores, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
         ],
         dim=-1,
@@ -135,18 +135,18 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return logarithms.amax(dim=-1, keepdim=True) - logarithms.gather(-1, chosen)
 
 
-def num_drawn(vocab_size: int) -> int:
+def num_noise_values(vocab_size: int) -> int:
     """How many values of noise a token takes: one for each token of a block, one for each block."""
     return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
 
 
-def _draw(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _noise_values(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """The noise of `race`, where the logits are."""
-    return noise.exponential(seeds, num_drawn(logits.shape[-1]), logits.device)
+    return noise.exponential(seeds, num_noise_values(logits.shape[-1]), logits.device)
 
 
 def race(
-    logits: torch.Tensor, drawn: torch.Tensor, before_wait: Callable[[], None] = just_wait
+    logits: torch.Tensor, noise_values: torch.Tensor, before_wait: Callable[[], None] = just_wait
 ) -> torch.Tensor:
     """Draw one token a row.
 
@@ -161,7 +161,8 @@ def race(
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
-        drawn: Exp(1) noise, float32 [n, num_drawn(vocab_size)]: of a block's tokens, then of the blocks.
+        noise_values: Exp(1) noise, float32 [n, num_noise_values(vocab_size)]: of a block's tokens,
+            then of the blocks.
         before_wait: see `CoupledStep`.
 
     Returns int64 [n]. A row's token does not depend on the other rows.
@@ -169,7 +170,7 @@ def race(
     Memory: one temporary of 16 MiB or of the logits' size, whichever is less, and at most
     32 x (128 + vocab_size / 128) bytes a row: less than 0.1 of its logits from a vocabulary of 32,000 on.
     """
-    of_blocks = drawn[:, BLOCK_SIZE:]
+    of_blocks = noise_values[:, BLOCK_SIZE:]
     peaks = blocks.block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     least = (peaks - top).exp_().div_(of_blocks)
@@ -177,7 +178,7 @@ def race(
     can_win = least >= least.amax(dim=-1, keepdim=True) / (BLOCK_SIZE + 1)
     masses = _block_masses(logits, can_win, top, before_wait)
     block = masses.div_(of_blocks).argmax(dim=-1, keepdim=True)
-    return blocks.best_token(block, _token_scores(logits, block, top, drawn))
+    return blocks.best_token(block, _token_scores(logits, block, top, noise_values))
 
 
 def log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -221,7 +222,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _token_scores(
-    logits: torch.Tensor, block: torch.Tensor, top: torch.Tensor, drawn: torch.Tensor
+    logits: torch.Tensor, block: torch.Tensor, top: torch.Tensor, noise_values: torch.Tensor
 ) -> torch.Tensor:
     """The scores of the tokens of one block a row, [n, BLOCK_SIZE].
 
@@ -231,4 +232,4 @@ def _token_scores(
     block: int64 [n, 1].
     top: the logit that counts as probability 1: the row's largest or the block's, [n, 1].
     """
-    return blocks.block_values(logits, block).sub_(top).exp_().div_(drawn[:, :BLOCK_SIZE])
+    return blocks.block_values(logits, block).sub_(top).exp_().div_(noise_values[:, :BLOCK_SIZE])

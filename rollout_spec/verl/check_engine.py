@@ -27,7 +27,7 @@ from rollout_spec.verl.settings import (
     value,
 )
 from rollout_spec.vllm.refusals import WITHOUT_GRAPHS, of_our_drafter, refuse
-from rollout_spec.vllm.versions import drafts_by_modules, mrv2_has_draft_models, v2_architectures, version
+from rollout_spec.vllm.versions import drafts_by_modules, mrv2_architectures, mrv2_has_draft_models, version
 
 # By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.
 _WHOLE_HEADS = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
@@ -156,7 +156,7 @@ def _has_mrv1(config: DictConfig, policy: _Fields, is_small: bool) -> bool:
         return True
     if version() is None:  # a driver without vLLM
         return False
-    with_mrv2, names = v2_architectures(), policy.get("architectures")
+    with_mrv2, names = mrv2_architectures(), policy.get("architectures")
     is_listed = with_mrv2 is None or not names or not with_mrv2.isdisjoint(names)
     return not is_listed or (is_small and not mrv2_has_draft_models())
 

@@ -50,9 +50,9 @@ def mrv2_misfit() -> str | None:
     try:
         if current_platform.is_cpu():
             import vllm.v1.worker.cpu.shm  # noqa: F401 (before MRV2's modules, which take what it replaces)
-        from rollout_spec.vllm.mrv2 import runner as runner_v2
+        from rollout_spec.vllm.mrv2 import runner as mrv2_runner
 
-        runner_v2.check_runner()
+        mrv2_runner.check_runner()
     except (ImportError, PatchError) as error:
         return str(error).rstrip(".")
     return None

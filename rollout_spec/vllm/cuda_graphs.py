@@ -1,10 +1,10 @@
 """Which steps of an engine with our drafter have full CUDA graphs.
 
-With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Those of a
-drafter that chooses are seldom so, and a plain step would go piece by piece. So `mrv1.runner` and
-`mrv2.graphs` capture full graphs for plain steps, which an engine without a drafter has. Steps with drafts
-have piecewise ones; on MRV2 they have full ones too. On NPUs it stays as it is, and for policies with layers
-of Mamba 2, whose metadata is captured for K draft tokens in every row only.
+With speculation vLLM captures its full graphs for steps in which every row has K draft tokens. Our drafter
+chooses how many a row has, so its steps are seldom such, and a plain step would go piece by piece. So
+`mrv1.runner` and `mrv2.graphs` capture full graphs for plain steps, as an engine without a drafter has them.
+Steps with drafts have piecewise ones; on MRV2 they have full ones too. On NPUs it stays as it is, and for
+policies with layers of Mamba 2, whose metadata is captured for K draft tokens in every row only.
 """
 
 from typing import Any

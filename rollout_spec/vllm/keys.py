@@ -20,7 +20,7 @@ GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's token
 # A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.
 SAMPLE_KEY = "rollout_spec_sample"
 TURN_KEY = "rollout_spec_turn"  # which call of the sample it is, from 0
-# How many are this turn's prompt; what follows was said before an abort.
+# How many of the prompt's tokens are this turn's prompt; what follows was said before an abort.
 TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
 
 # Why either model runner is patched for it.

@@ -54,7 +54,7 @@ def names_our_proposer(vllm_config: VllmConfig) -> bool:
 
 
 def has_model_drafter(vllm_config: VllmConfig) -> bool:
-    """Whether it is that of a model, with our drafter beside it or not."""
+    """Whether `speculative_config` is that of a model, with our drafter beside it or not."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in MODEL_METHODS
 

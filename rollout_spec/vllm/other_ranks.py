@@ -19,7 +19,7 @@ _WATCH = Patch(
     "vllm/v1/worker/gpu/model_runner.py, dispatch_cg_and_sync_dp",
     until="the model runner keeps the number of tokens of every rank",
 )
-V2_NAME = "dispatch_cg_and_sync_dp"
+MRV2_DISPATCH = "dispatch_cg_and_sync_dp"
 
 
 class OtherRanks:
@@ -28,17 +28,17 @@ class OtherRanks:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._num_steps = 0
         self._most_tokens: int | None = None  # None: not known, as with a platform's own model runner
-        self._is_v2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
+        self._is_mrv2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
         self._runner: Any = None
 
     def watch(self, runner: Any) -> None:
         """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way."""
         self._runner = runner
         _watching.add(self)
-        if self._is_v2:
+        if self._is_mrv2:
             from vllm.v1.worker.gpu import model_runner
 
-            @wrap(model_runner, V2_NAME, _WATCH)
+            @wrap(model_runner, MRV2_DISPATCH, _WATCH)
             def look_on_mrv2(
                 coordinate: Any,
                 cudagraph_manager: Any,

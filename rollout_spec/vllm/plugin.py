@@ -69,7 +69,7 @@ def connect() -> None:
         ConfigError: the installed vLLM is too old.
         PatchError: it is not one that these patches were written for.
     """
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes, upstream
     from rollout_spec.vllm.ascend import RUNNER, give_runner_drafter, refuse_unknown_pair
     from rollout_spec.vllm.mrv2 import enable
     from rollout_spec.vllm.versions import refuse_old_version
@@ -82,19 +82,19 @@ def connect() -> None:
     _patch_get_child_info()
     for module, apply in ((_CORE, _give_aborted_counts), (RUNNER, give_runner_drafter)):
         when_imported(module, functools.partial(_apply, apply))
-    for fix, module in upstream.fixes(upstream.WITH_DRAFTS):
-        when_imported(module, functools.partial(_apply, functools.partial(upstream.apply, fix)))
-    for fix, module in upstream.fixes(upstream.ALL):
+    for fix, module in fixes.needed_by(upstream.WITH_DRAFTS):
+        when_imported(module, functools.partial(_apply, functools.partial(fixes.apply, fix)))
+    for fix, module in fixes.needed_by(upstream.ALL):
         when_imported(module, functools.partial(_apply_if_it_fits, fix))
 
 
 def import_patched() -> None:
     """Import what an engine's processes would: then `failure`, `not_fixed` and the register have it all."""
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes, upstream
     from rollout_spec.vllm.ascend import import_worker
 
     import_worker()
-    for module in (_CORE, *(name for _, name in upstream.fixes(upstream.WITH_DRAFTS, upstream.ALL))):
+    for module in (_CORE, *(name for _, name in fixes.needed_by(upstream.WITH_DRAFTS, upstream.ALL))):
         with contextlib.suppress(ImportError):  # of another version, or for another platform
             importlib.import_module(module)
 
@@ -112,11 +112,11 @@ def _apply_if_it_fits(fix: Any, module: Any) -> None:
     """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes
 
     name = fix.__name__.rpartition(".")[2]
     try:
-        upstream.apply(fix, module)
+        fixes.apply(fix, module)
     except Exception as error:
         if name not in not_fixed:
             logger = init_logger(f"vllm.{__name__}")
@@ -144,9 +144,9 @@ def _patch_init_device() -> None:
         if config is not None:
             refuse_unsupported(vllm_config, config)
         if has_our_drafter(vllm_config) and vllm_config.use_v2_model_runner:
-            from rollout_spec.vllm.mrv2 import runner as runner_v2
+            from rollout_spec.vllm.mrv2 import runner as mrv2_runner
 
-            runner_v2.teach_speculator()
+            mrv2_runner.patch_init_speculator()
         init_device(self)
         if config is not None:
             _bind(self.worker, config)
@@ -155,7 +155,7 @@ def _patch_init_device() -> None:
 def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
-    from rollout_spec.vllm import upstream
+    from rollout_spec.vllm import fixes
     from rollout_spec.vllm.logits import most_rows
     from rollout_spec.vllm.top_k_top_p import cut_rows_alike
 
@@ -163,7 +163,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
         return
     if failure:
         raise ConfigError(failure)
-    upstream.fix_recurrent_states(worker.vllm_config)
+    fixes.fix_recurrent_states(worker.vllm_config)
     if not config.coupled:
         return
     if not current_platform.is_out_of_tree():

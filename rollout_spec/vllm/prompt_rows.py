@@ -1,4 +1,4 @@
-"""How far the rows of an MRV1 are, which recurrent layers are told."""
+"""How far MRV1 has computed its rows: recurrent layers need to know."""
 
 from typing import Any
 

@@ -193,9 +193,10 @@ class SuffixProposer:
         self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int, num_left_out: int) -> None:
-        """`Drafter.note_passes`."""
+        """A model has drafted beside our drafter: how many passes it took, and how many it left out."""
         if self.drafter is not None:
-            self.drafter.note_passes(num, num_left_out)
+            self.drafter.counters.num_model_passes += num
+            self.drafter.counters.num_model_passes_left_out += num_left_out
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, while the device works and there is time."""

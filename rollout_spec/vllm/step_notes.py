@@ -6,7 +6,7 @@ _KEY = "rollout_spec"  # an attribute of a `SchedulerOutput` and of a `ModelRunn
 
 
 class Plan(NamedTuple):
-    """What a `SpecScheduler` tells with a step; `BesideTextRunner` on MRV1 and `HostDrafts` on MRV2 read it.
+    """What a `SpecScheduler` tells with a step; `TwoDraftersRunner` on MRV1 and `HostDrafts` on MRV2 read it.
 
     A scheduler of vLLM's own tells nothing, which is read as this.
     """

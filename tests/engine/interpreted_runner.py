@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec.vllm.versions import is_before, v2_architectures, version
+from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
 from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_graphs import GRAPHS, STEPS
@@ -84,7 +84,7 @@ def main(model):
         "plain window": run(model, None, names=WINDOWED, **WINDOW),
         "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
     }
-    if v2_architectures() is None:  # else MRV1 is taken for it
+    if mrv2_architectures() is None:  # else MRV1 is taken for it
         result["images"] = images()
     return result
 
@@ -290,7 +290,7 @@ def noted_steps(scheduler, runner):
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def fill_and_note():
-        output = host.step
+        output = host.undrafted
         fill()
         if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)

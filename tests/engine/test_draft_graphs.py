@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import graphs, graphs_24
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
-from rollout_spec.vllm.mrv2.runner import DraftingRunner, GraphsRunner, give_graphs_or_say_why_not
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, GraphsRunner, patch_graphs_for_drafts
 
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
@@ -119,7 +119,7 @@ def runner_with(
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
-    runner.why_no_graphs = give_graphs_or_say_why_not(runner)
+    runner.why_no_graphs = patch_graphs_for_drafts(runner)
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
 

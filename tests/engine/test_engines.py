@@ -10,10 +10,11 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
-from rollout_spec.vllm import top_k_top_p, upstream
+from rollout_spec.vllm import fixes, top_k_top_p, upstream
 from rollout_spec.vllm.logits import most_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
+from tests.native.checks import check_index
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 LENGTHS = (60, 30, 60)  # so that the batch gets smaller
@@ -40,8 +41,8 @@ def test_what_is_mended_was_read_in_this_vllm(monkeypatch):
     unread = list[str]()
     monkeypatch.setattr(patches.logger, "warning", lambda *args: unread.append(args[2]))
     kinds = (upstream.ALL, upstream.WITH_DRAFTS, upstream.RECURRENT_MRV1, upstream.RECURRENT_MRV2)
-    for fix, module in upstream.fixes(*kinds):
-        upstream.apply(fix, importlib.import_module(module))
+    for fix, module in fixes.needed_by(*kinds):
+        fixes.apply(fix, importlib.import_module(module))
     top_k_top_p.cut_rows_alike()
     assert unread == []
 
@@ -84,7 +85,7 @@ def test_scheduling_does_not_matter(name, expected, make_engine):
         assert_same(one["logprobs"], whole["logprobs"][:most], f"{i}")
     assert bool(preempted) == ("preemption" in name)
     if spec is not None:
-        proposer_of(llm).drafter.index.validate()
+        check_index(proposer_of(llm).drafter.index)
         counters = proposer_of(llm).take_counters()
         assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
         assert counters.num_failed_steps == 0

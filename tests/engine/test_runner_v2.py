@@ -20,7 +20,7 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import RequestKeys
-from rollout_spec.vllm.versions import is_before, v2_architectures, version
+from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
 from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
@@ -74,7 +74,7 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tm
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
     plain, drafted = (configured(str(tmp_path), spec, **arguments) for spec in (None, {}))
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # for which vLLM asks first
-    with_v2 = v2_architectures()
+    with_v2 = mrv2_architectures()
     assert plain.use_v2_model_runner == (with_v2 is None or architecture in with_v2)
     assert drafted.use_v2_model_runner == (plain.use_v2_model_runner and refusal is None)
     reasons = drafted._get_v2_model_runner_unsupported_features()
@@ -132,7 +132,7 @@ def results(chat_model, tmp_path_factory):
 def test_all_engines_have_v2_and_full_graphs_are_for_plain_steps(results):
     images = results.get("images", {})
     for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
-        assert found["model_runner"].endswith(".cpu.model_runner"), "V1 is in cpu_model_runner"
+        assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
     assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
     assert results["drafted"]["graphs"] == GRAPHS
 
@@ -150,7 +150,7 @@ def test_drafts_change_nothing(results, engine):
     assert_each_same(results[engine]["requests"], results["plain"]["requests"])
 
 
-@pytest.mark.skipif(v2_architectures() is not None, reason="vLLM 0.24 takes MRV1 for images")
+@pytest.mark.skipif(mrv2_architectures() is not None, reason="vLLM 0.24 takes MRV1 for images")
 def test_neither_where_prompts_have_images(results):
     plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
     assert drafted["counters"]["num_accepted_tokens"] > 10

@@ -192,11 +192,11 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
     largest_shortfall: of the tokens that differ, the error of a logit that makes one win.
     """
     noise.check(device)
-    cpu, number = torch.device("cpu"), coupled.num_drawn(vocab_size)
+    cpu, number = torch.device("cpu"), coupled.num_noise_values(vocab_size)
     seeds = noise.row_seeds(np.arange(1024) * 7919, np.arange(1024))
     words = [noise.random_words(seeds, number, where).cpu() for where in (cpu, device)]
-    drawn = [noise.exponential(seeds, number, where).cpu() for where in (cpu, device)]
-    ulps = (drawn[0].view(torch.int32) - drawn[1].view(torch.int32)).abs()
+    noise_values = [noise.exponential(seeds, number, where).cpu() for where in (cpu, device)]
+    ulps = (noise_values[0].view(torch.int32) - noise_values[1].view(torch.int32)).abs()
     logits = Step(32, 7, vocab_size, device).logits.float()
     keys, positions = torch.arange(len(logits)) * 104729, torch.arange(len(logits))
     found: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rollout_spec.drafting.gate.step import Floats
-from rollout_spec.drafting.gate.step_seconds import ENOUGH, MEMORY
+from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS, MEMORY
 
 PRIOR_TOKENS = 8.0  # the weight of the belief that what survivals promise comes true
 WORTH = 2.0  # a model's token must give so many times what its time gives otherwise: the text gives some too
@@ -18,7 +18,7 @@ class DraftGains:
     def __init__(self, most_model_tokens: int) -> None:
         self._promised = self._accepted = 0.0
         self._of_passes = np.ones(most_model_tokens)  # tokens a row
-        self._weights = np.full(most_model_tokens, float(ENOUGH))
+        self._weights = np.full(most_model_tokens, float(FIRST_STEPS))
 
     @property
     def calibration(self) -> float:

@@ -102,7 +102,7 @@ class AutoGate(Gate):
         self._promised = 0.0  # tokens, of the drafts of the step now running
         self._price = 0.0  # the least survival that the last step with drafts took
         self._num_refused = self._steps_until_look = 0
-        self._rows_per_row = 1.0  # the busiest rank's of each of ours, where ranks step together
+        self._rows_per_row = 1.0  # that the busiest rank has for each row of ours, where ranks step together
 
     def begin(self, step: Step) -> float | None:
         self._learn(self._seen(step))

@@ -8,9 +8,9 @@ from rollout_spec.drafting.gate.step import Floats, Step
 
 MEMORY = 512  # steps after which what was measured has mostly faded
 ODD = 1.5  # times as slow or as fast as expected: a step that was disturbed, or that of another engine
-# Plain steps, mostly decoding, before anything is believed; odd steps in a row that mean another engine;
-# steps between fits.
-ENOUGH = 8
+FIRST_STEPS = 8  # plain ones, mostly decoding, before anything is believed
+ODD_STEPS = 8  # in a row: this is another engine
+STEPS_PER_FIT = 8
 DOUBT = 0.01  # the weight, in steps, of the belief that each of the columns below takes no time
 
 # The columns: a constant; of a curve its slope, by how much it becomes steeper at each bend, and by how much
@@ -47,7 +47,7 @@ class StepSeconds:
     @property
     def is_known(self) -> bool:
         """Whether enough steps were seen. Where prompts come all the time there may be no plain ones."""
-        return self._num_plain >= ENOUGH or self._num_steps >= MEMORY
+        return self._num_plain >= FIRST_STEPS or self._num_steps >= MEMORY
 
     def expected(self, step: Step, nums_verified: npt.ArrayLike) -> Floats:
         """Seconds of steps like this one, float64, if they verify so many tokens besides their prompts."""
@@ -66,18 +66,18 @@ class StepSeconds:
         expected = float(self.expected(step, num_verified))
         odd = int(seconds > ODD * expected) - int(seconds < expected / ODD) if expected else 0
         self._num_odd = odd * (1 + max(0, odd * self._num_odd))  # in a row; negative: fast ones
-        if abs(self._num_odd) == ENOUGH:
+        if abs(self._num_odd) == ODD_STEPS:
             self._forget()
         steeper, jumps = np.maximum(0.0, step.num_tokens - _BENDS) * _TENS, step.num_tokens > _BENDS
         curve = [1.0, step.num_tokens * _TENS, *steeper, *jumps]
         columns = np.array([*curve, num_verified * _TENS, *self._extras(step)]) / seconds
         # At first it forgets sooner: engines start slowly.
-        keep = 1.0 - 1.0 / min(max(self._num_steps / 2, ENOUGH), MEMORY)
+        keep = 1.0 - 1.0 / min(max(self._num_steps / 2, FIRST_STEPS), MEMORY)
         self._squares = keep * self._squares + columns[:, None] * columns
         self._products = keep * self._products + columns
         self._num_steps += 1
         self._num_plain += not (step.has_drafts or odd) and step.num_prompt_tokens <= num_verified
-        if self._num_steps < 2 * ENOUGH or self._num_steps % ENOUGH == 0:
+        if self._num_steps < 2 * FIRST_STEPS or self._num_steps % STEPS_PER_FIT == 0:
             self._fit()
         return expected
 

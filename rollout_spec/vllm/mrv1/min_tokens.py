@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
 from rollout_spec.patches import Patch
@@ -18,23 +18,6 @@ MIN_TOKENS = Patch(
 )
 
 
-class MinTokensAfterDrafts:
-    """vLLM's processor of min_tokens for the tokens that come after whole drafts."""
-
-    def __init__(self, plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> None:
-        self._plain = plain
-        self._num_draft_tokens = num_draft_tokens
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask the stop tokens of each row that needs more tokens; logits is [batch_size, vocab_size]."""
-        counting = copy.copy(self._plain)
-        counting.min_toks = {
-            row: (min_tokens - self._num_draft_tokens[row], *rest)
-            for row, (min_tokens, *rest) in self._plain.min_toks.items()
-        }
-        return counting.apply_with_spec_decode(logits, [1] * len(logits))
-
-
 def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:
     """The sampling metadata of a step's bonus tokens, with the draft tokens counted for min_tokens."""
     processors = sampling.logitsprocs.non_argmax_invariant
@@ -42,7 +25,18 @@ def counting_drafts(sampling: Any, num_draft_tokens: list[int]) -> Any:
         return sampling
     counting = copy.copy(sampling.logitsprocs)
     counting.non_argmax_invariant = [
-        MinTokensAfterDrafts(p, num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
+        _after_drafts(p, num_draft_tokens) if isinstance(p, MinTokensLogitsProcessor) else p
         for p in processors
     ]
     return dataclasses.replace(sampling, logitsprocs=counting)
+
+
+def _after_drafts(plain: MinTokensLogitsProcessor, num_draft_tokens: list[int]) -> Any:
+    """vLLM's processor for the tokens after whole drafts: its `apply` of logits, [batch_size, vocab_size]."""
+    counting = copy.copy(plain)
+    counting.min_toks = {
+        row: (min_tokens - num_draft_tokens[row], *rest)
+        for row, (min_tokens, *rest) in plain.min_toks.items()
+    }
+    # By `min_toks`, where vLLM's own `apply` reads what the batch has prepared.
+    return SimpleNamespace(apply=lambda logits: counting.apply_with_spec_decode(logits, [1] * len(logits)))

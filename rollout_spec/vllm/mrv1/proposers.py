@@ -36,11 +36,11 @@ class ModelPasses:
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
         self._sampling, self.proposer = sampling, proposer
         self._most = self.num_now = 0 if proposer is None else proposer.most_model_tokens
-        self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
         """A step begins, and nothing is drafted yet."""
-        self._drawn = []
+        self._drafted = []
 
     def plan(self, num_passes: int | None) -> None:
         """Take so many in this step; None: as many as it can."""
@@ -49,7 +49,7 @@ class ModelPasses:
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
         self._keys, self._ends = self._sampling.keys_and_ends((sampled_token_ids >= 0).sum(1))
-        self._drawn = []
+        self._drafted = []
 
     def draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
         """The tokens of one pass, int64 [num_rows], of logits float32 [num_rows, vocab_size]."""
@@ -57,10 +57,11 @@ class ModelPasses:
         if not metadata.all_greedy:
             is_sampled = metadata.temperature > 0
             scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
-            seeds = noise.seeds_at(self._keys, self._ends + len(self._drawn))
-            drawn = noise.exponential(seeds, coupled.num_drawn(logits.shape[1]), logits.device)
-            tokens = torch.where(is_sampled, coupled.race(scaled, drawn), tokens)
-        self._drawn.append((tokens, coupled.log_odds(logits, tokens)))
+            seeds = noise.seeds_at(self._keys, self._ends + len(self._drafted))
+            num = coupled.num_noise_values(logits.shape[1])
+            noise_values = noise.exponential(seeds, num, logits.device)
+            tokens = torch.where(is_sampled, coupled.race(scaled, noise_values), tokens)
+        self._drafted.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
 
     def note_passes(self) -> None:
@@ -70,16 +71,16 @@ class ModelPasses:
         self.proposer.note_passes(num, self._most - num)
 
     def on_host(self) -> ModelDrafts | None:
-        """All that was drawn, for the proposer; waits for the device. None: nothing was."""
+        """All that the model has drafted, for the proposer; waits for the device. None: nothing was."""
         assert self.proposer is not None
-        if not self._drawn or not self.proposer.is_used:
+        if not self._drafted or not self.proposer.is_used:
             return None
-        tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drawn, strict=True))
+        tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drafted, strict=True))
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
 # Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
-class SharedNoise(SpecDecodeBaseProposer):
+class SharedNoiseModel(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
     passes: ModelPasses
@@ -92,7 +93,7 @@ class SharedNoise(SpecDecodeBaseProposer):
 
 
 # Before SpecDecodeBaseProposer, 1: propose
-class BesideText(SharedNoise):
+class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside a `SuffixProposer`.
 
     The first pass is that of every step, which keeps the model's KV cache complete. The others are left out

@@ -147,7 +147,7 @@ class SharedNoiseRunner(GPUModelRunner):
 
 
 # Before GPUModelRunner, 4: propose_draft_token_ids, sample_tokens, take_draft_token_ids
-class BesideTextRunner(SharedNoiseRunner):
+class TwoDraftersRunner(SharedNoiseRunner):
     """Its model drafts beside a `SuffixProposer`, which has the last word."""
 
     rollout_spec_proposer: SuffixProposer
@@ -188,8 +188,8 @@ def check_runner() -> None:
 
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
-    guard_class(SHARED_NOISE, BesideTextRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, proposers.BesideText, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, TwoDraftersRunner, GPUModelRunner)
+    guard_class(SHARED_NOISE, proposers.ModelBesideDrafter, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -230,8 +230,10 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
     runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
-    put_before(BesideTextRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(proposers.BesideText if proposer else proposers.SharedNoise, runner.drafter, SHARED_NOISE)
+    put_before(TwoDraftersRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
+    put_before(
+        proposers.ModelBesideDrafter if proposer else proposers.SharedNoiseModel, runner.drafter, SHARED_NOISE
+    )
 
 
 def _capture_plain_steps(runner: Any) -> None:

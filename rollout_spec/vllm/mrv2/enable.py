@@ -5,8 +5,8 @@ from typing import Any
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import has_our_drafter, names_our_proposer, scheduler_of
 
-_V2 = Patch(
-    name="vllm-v2-custom-class",
+_OFFER = Patch(
+    name="vllm-mrv2-custom-class",
     reason="MRV2 refuses every custom_class, so engines with our drafter would have MRV1, which "
     "schedules synchronously",
     upstream="vllm/config/vllm.py, VllmConfig._get_v2_model_runner_unsupported_features",
@@ -29,7 +29,7 @@ def offer_mrv2() -> None:
     if not hasattr(VllmConfig, name):
         return  # a vLLM without a list has no MRV2 to offer
 
-    @wrap(VllmConfig, name, _V2)
+    @wrap(VllmConfig, name, _OFFER)
     def with_our_drafter(unsupported_features: Any, self: Any) -> list[str]:
         from rollout_spec.vllm.checks import unsupported_on_mrv2
 

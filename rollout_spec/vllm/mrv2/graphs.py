@@ -9,7 +9,6 @@ tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -19,16 +18,16 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, misfit, put_before, wrap
+from rollout_spec.patches import Patch, misfit, put_before, temporarily, wrap
 from rollout_spec.vllm import refusals
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
-from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 
 logger = init_logger(f"vllm.{__name__}")
 
 GRAPHS = Patch(
-    name="vllm-v2-graphs-for-drafts",
+    name="vllm-mrv2-graphs-for-drafts",
     reason="steps with drafts run piece by piece, because vLLM captures full graphs for rows of different "
     "lengths with its adaptive verification only; and 0.29 would replay one for a prompt's chunk "
     "of at most K + 1 tokens",
@@ -36,7 +35,7 @@ GRAPHS = Patch(
     "GPUModelRunner.execute_model",
     until="vLLM captures them for every drafter",
 )
-HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, V2_NAME)).parameters
+HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, MRV2_DISPATCH)).parameters
 
 
 def check_graphs() -> None:
@@ -46,16 +45,9 @@ def check_graphs() -> None:
         raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
 
 
-@contextlib.contextmanager
-def for_plain_steps(runner: Any) -> Iterator[None]:
+def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
     """In here a runner has the full graphs of plain steps; outside, `decode_query_len` has other uses."""
-    decode_query_len = runner.decode_query_len
-    if has_plain_graphs(runner):
-        runner.decode_query_len = 1
-    try:
-        yield
-    finally:
-        runner.decode_query_len = decode_query_len
+    return temporarily(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
 
 
 def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
@@ -134,13 +126,13 @@ def few_sizes(sizes: list[int]) -> list[int]:
     return chosen[1:]
 
 
-def teach_dispatcher() -> None:
+def patch_dispatch() -> None:
     """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
     if not HAS_QUERY_LENS:
-        graphs_24.teach_dispatcher(GRAPHS)
+        graphs_24.patch_dispatch(GRAPHS)
         return
 
-    @wrap(model_runner, V2_NAME, GRAPHS)
+    @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(cudagraph_manager, "has_prompt", False):  # set by `GraphsRunner`
             kwargs["max_query_len"] = None

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 
 VARYING = -1
 
@@ -58,10 +58,10 @@ class PlanningState(ModelState):
         return super().prepare_attn(input_batch, *others, **more)
 
 
-def teach_dispatcher(patch: Patch) -> None:
+def patch_dispatch(patch: Patch) -> None:
     """Let the manager of a runner capture and find graphs of ours."""
 
-    @wrap(model_runner, V2_NAME, patch)
+    @wrap(model_runner, MRV2_DISPATCH, patch)
     def dispatch_varying(
         dispatch: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any,
         *args: Any, **kwargs: Any,

@@ -28,7 +28,7 @@ from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
-    name="vllm-v2-speculator",
+    name="vllm-mrv2-speculator",
     reason="MRV2 builds the speculators that it names itself, and hands them neither requests nor "
     "sampled tokens",
     upstream="vllm/v1/worker/gpu/spec_decode/__init__.py, init_speculator; "
@@ -45,7 +45,8 @@ class HostDrafts:
     `draft_tokens_handler` it gives the drafts to a scheduler that waits.
 
     Attributes:
-        step: the runner's own output of the scheduler, which is to get drafts; None: it has them.
+        undrafted: the runner's own SchedulerOutput of the step that begins; None once `give_drafts` has put
+            drafts into it.
         launching: held while a step begins that waits for drafts.
         model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
             log-odds; empty: nothing.
@@ -68,7 +69,7 @@ class HostDrafts:
         self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._latest = Drafts.none(0)  # what the drafter has answered last
-        self.step: Any = None
+        self.undrafted: Any = None
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
         runner.drafter = self.proposer  # where MRV1 has it
@@ -90,7 +91,7 @@ class HostDrafts:
 
     def give_drafts(self) -> None:
         """Put a step's drafts where the runner reads them, before it reads how long the rows are; once."""
-        step, self.step = self.step, None
+        step, self.undrafted = self.undrafted, None
         if step is None:
             return
         given, self._nums_drafts = step.scheduled_spec_decode_tokens, {}

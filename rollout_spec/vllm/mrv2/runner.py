@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.worker_base import WorkerBase
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, wrap
+from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
 from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
@@ -31,11 +31,11 @@ from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
-from rollout_spec.vllm.other_ranks import V2_NAME
+from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(
-    name="vllm-v2-warm-up",
+    name="vllm-mrv2-warm-up",
     reason="MRV2 warms up with requests that look like a user's: the drafter would learn texts "
     "and step times from them, and unnamed requests would have other keys with drafts than without",
     upstream="vllm/v1/worker/gpu/warmup.py, warmup_kernels",
@@ -49,7 +49,7 @@ ENGINE_PATCHES = (
 # What we call, wrap or stand in for, beside the methods that our classes override.
 _CALLED = (
     (model_runner, "init_speculator", ("vllm_config", "device")),
-    (model_runner, V2_NAME, ("cudagraph_manager", "num_reqs", "num_tokens")),
+    (model_runner, MRV2_DISPATCH, ("cudagraph_manager", "num_reqs", "num_tokens")),
     (DraftTokensHandler, "set_draft_tokens", ("self", "input_batch", "draft_tokens")),
     (DraftTokensHandler, "get_draft_tokens", ("self",)),
 )
@@ -111,7 +111,7 @@ class DraftingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.host_drafts.step = scheduler_output
+        self.host_drafts.undrafted = scheduler_output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))
@@ -168,12 +168,11 @@ class ForgettingWorker(WorkerBase):
         else:
             proposer, settings = runner.host_drafts.proposer, runner.scheduler_config
             # vLLM's requests have K drafts each: more rows of logits than any step of ours, or the profile.
-            runner.scheduler_config = few = copy.copy(settings)
+            few = copy.copy(settings)
             most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            with proposer.without_drafter():
+            with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()
-            runner.scheduler_config = settings
         runner.keys.forget()
         return found
 
@@ -205,7 +204,7 @@ def check_runner() -> None:
     sampler.check_sampler()
 
 
-def teach_speculator() -> None:
+def patch_init_speculator() -> None:
     """Let vLLM build our speculator, and its own as a drafter that is not alone."""
     check_runner()
 
@@ -228,23 +227,23 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if config.enabled:
         runner.host_drafts = host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR)
-        runner.why_no_graphs = give_graphs_or_say_why_not(runner)
+        runner.why_no_graphs = patch_graphs_for_drafts(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host
         else:
-            speculators.draft_beside(speculator, host)
+            speculators.send_drafts_to_host(speculator, host)
     elif isinstance(speculator, DraftModelSpeculator):
         speculators.check_speculator()
-        put_before(speculators.SharedNoise, speculator, speculators.SHARED_NOISE)
+        put_before(speculators.SharedNoiseModel, speculator, speculators.SHARED_NOISE)
     put_before(ForgettingWorker, worker, _WARM_UP)
 
 
-def give_graphs_or_say_why_not(runner: Any) -> str | None:
+def patch_graphs_for_drafts(runner: Any) -> str | None:
     """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
     try:
         graphs.check_graphs()
         put_before(GraphsRunner if graphs.HAS_QUERY_LENS else VaryingRunner, runner, graphs.GRAPHS)
-        graphs.teach_dispatcher()
+        graphs.patch_dispatch()
     except PatchError as error:
         return str(error)
     return None

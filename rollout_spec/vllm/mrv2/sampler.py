@@ -21,7 +21,7 @@ from rollout_spec.vllm.mrv2 import versions
 logger = init_logger(f"vllm.{__name__}")
 
 COUPLED = Patch(
-    name="vllm-v2-coupled-verification",
+    name="vllm-mrv2-coupled-verification",
     reason=WHY_COUPLED,
     upstream="vllm/v1/worker/gpu/spec_decode/rejection_sampler.py, RejectionSampler",
     until="vLLM verifies with the tokens that a plain step would have drawn",

@@ -5,16 +5,14 @@ their positions. So they are accepted as often as two distributions that share t
 near the most that is possible.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_all, guard_class, put_before
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before, temporarily
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import versions
@@ -22,7 +20,7 @@ from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
 
 SHARED_NOISE = Patch(
-    name="vllm-v2-shared-noise",
+    name="vllm-mrv2-shared-noise",
     reason=WHY_SHARED_NOISE,
     upstream="vllm/v1/worker/gpu/spec_decode/speculator.py, DraftModelSpeculator.sample_draft",
     until="vLLM verifies with the tokens that a plain step would have drawn",
@@ -31,7 +29,7 @@ SHARED_NOISE = Patch(
 
 def check_speculator() -> None:
     """Raise a PatchError if the installed vLLM's speculators draft in another way."""
-    guard_class(SHARED_NOISE, BesideText, DraftModelSpeculator)
+    guard_class(SHARED_NOISE, ModelBesideDrafter, DraftModelSpeculator)
     guard_all(SHARED_NOISE, versions.OF_SPECULATOR)
 
 
@@ -46,7 +44,7 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
     return its_own
 
 
-def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
+def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Let a model draft with the target's noise, and hand its drafts to the host."""
     check_speculator()
     speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
@@ -54,7 +52,7 @@ def draft_beside(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
         speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
     )
     versions.draft_pass_by_pass(speculator)
-    put_before(BesideText, speculator, SHARED_NOISE)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -79,7 +77,7 @@ class SuffixSpeculator(BaseSpeculator):
 
 
 # Before DraftModelSpeculator, 1: sample_draft
-class SharedNoise(DraftModelSpeculator):
+class SharedNoiseModel(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise.
 
     Attributes:
@@ -102,7 +100,7 @@ class SharedNoise(DraftModelSpeculator):
 
 
 # Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
-class BesideText(SharedNoise):
+class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside `SuffixProposer`, which has the last word.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
@@ -115,30 +113,18 @@ class BesideText(SharedNoise):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
-        with _as_if_drafting(self, 0):
+        with temporarily(self, "num_speculative_steps", 0):
             super().init_cudagraph_manager(cudagraph_mode)
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
             manager.decode_query_len = self.num_tokens + 1
 
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        *others: Any,
-        dummy_run: bool = False,
-        **more: Any,
-    ) -> torch.Tensor:
-        given = attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *others
+    def propose(self, input_batch: Any, *given: Any, dummy_run: bool = False, **more: Any) -> torch.Tensor:
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
         num = max(1, self.host.num_passes)
-        with _as_if_drafting(self, num):
+        with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
@@ -146,13 +132,3 @@ class BesideText(SharedNoise):
             # Both are overwritten by the next passes, which may come before they are on the host.
             self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.no_drafts(input_batch)
-
-
-@contextlib.contextmanager
-def _as_if_drafting(speculator: BesideText, num: int) -> Iterator[None]:
-    """vLLM's own reads here that it drafts this number of tokens."""
-    speculator.num_speculative_steps = num
-    try:
-        yield
-    finally:
-        speculator.num_speculative_steps = speculator.num_tokens

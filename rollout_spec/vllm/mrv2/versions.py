@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.patches import Patch, record
 
 PASS_BY_PASS = Patch(
-    name="vllm-v2-pass-by-pass",
+    name="vllm-mrv2-pass-by-pass",
     reason="from 0.29 on vLLM takes all passes of a model after the first in one CUDA graph, which could "
     "leave none out",
     upstream="vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py",
@@ -170,7 +170,7 @@ def joined(outputs: list[SamplerOutput], input_batch: Any) -> SamplerOutput:
 
 
 def inputs_of(input_batch: Any) -> dict[str, Any]:
-    """The same of vLLM 0.24, whose `RejectionSampler.__call__` does all by itself; but for the logits."""
+    """What `verify_arguments` gives, but for the logits, of a batch of vLLM 0.24, which has no `_verify`."""
     inputs = input_batch.input_ids[input_batch.logits_indices]
     names = ("cu_num_logits", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos")
     return {

@@ -1,7 +1,7 @@
-"""Rows of MRV1 that sit a step out: vLLM forgets how many of their last tokens were accepted.
+"""Rows of MRV1 that a step leaves out: vLLM forgets how many of their last tokens were accepted.
 
-The next step of such a row then reads the state of its first slot, an old one. A row with states sits out
-where the drafts of the rows before it use up the step's tokens.
+The next step of such a row then reads the state of its first slot, an old one. A step leaves a row out where
+the drafts of the rows before it use up the step's tokens.
 """
 
 from typing import Any

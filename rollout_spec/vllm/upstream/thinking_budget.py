@@ -6,7 +6,7 @@ In an engine with drafts it also forces the end of a reasoning in the first row 
 import dataclasses
 from typing import Any
 
-from rollout_spec.patches import Patch, wrap
+from rollout_spec.patches import Patch, temporarily, wrap
 from rollout_spec.vllm.upstream import ALL
 
 WHERE = {ALL: "vllm.v1.sample.thinking_budget_state"}
@@ -41,9 +41,5 @@ def fix(module: Any) -> None:
     def apply_in_own_rows(
         apply: Any, self: Any, logits: Any, predict_bonus_token: bool, spec_token_ids: Any
     ) -> Any:
-        in_spec_mode = self.in_spec_mode
-        self.in_spec_mode = in_spec_mode and any(spec_token_ids or ())
-        try:
+        with temporarily(self, "in_spec_mode", self.in_spec_mode and any(spec_token_ids or ())):
             return apply(self, logits, predict_bonus_token, spec_token_ids)
-        finally:
-            self.in_spec_mode = in_spec_mode
