@@ -89,8 +89,8 @@ class SpecConfig:
     )
     history: int = _option(
         8,
-        "how many responses of earlier steps to keep per prompt; 0: none",
-        "no prompt returns in a later step (0 saves memory), or prompts return often (more)",
+        "how many responses of earlier training steps to keep per prompt; 0: none",
+        "no prompt returns in a later training step (0 saves memory), or prompts return often (more)",
         (0, 1 << 16),
     )
     corpus: str = _option(

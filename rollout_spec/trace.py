@@ -34,7 +34,7 @@ class TraceError(UserError):
     """A trace cannot be read; the message names file, line and field."""
 
 
-class Proposals(NamedTuple):
+class ResponseDrafts(NamedTuple):
     """A model's drafts in a response of n tokens. Row i follows the prompt and i tokens of the response."""
 
     tokens: npt.NDArray[np.int32]  # [n, m]; negative: nothing from there on
@@ -50,7 +50,7 @@ class Rollout:
     prompt_token_ids: npt.NDArray[np.int32]
     responses: list[npt.NDArray[np.int32]]
     names: Sequence[Any] = ()  # the sample's for each response, or None; empty if the trace has no names
-    proposals: Sequence[Proposals] = ()  # one for each response, simulated; empty if no model drafts
+    model_drafts: Sequence[ResponseDrafts] = ()  # one for each response, simulated; empty if no model drafts
     # Of an agent's samples: in each response, which then has what its tools said too, where the policy's
     # turns begin and end, [num_turns, 2]. Empty: each response is one turn.
     turns: Sequence[npt.NDArray[np.int32]] = ()

@@ -182,16 +182,6 @@ def test_the_step_in_which_the_machine_changed_is_named(tmp_path):
     assert "Look at step 1 of sam, which took 3.0× as long as its others." in sentences(comparison)[0]
 
 
-def test_a_demos_turns_are_named_beside_its_trainings(tmp_path, capsys):
-    compared(tmp_path, [10.0, 20.0], [5.0, 10.0])
-    command = ["compare", str(tmp_path / "off"), str(tmp_path / "sam"), "--output", str(tmp_path / "out")]
-    turns = {"speedup": 1.27, "speedup_ci95": [1.15, 1.4], "turns": {"seconds": [[2, 1]]}}
-    for summary, is_named in (({}, False), (turns, True), ({**turns, "turns": None}, False)):
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
-        assert main(command) == 0
-        assert ("the demo's turns, with 1.27×" in capsys.readouterr().out) == is_named
-
-
 @pytest.mark.parametrize(("waited", "is_beside"), [(0.01, True), (4.7, True), (4.9, False)])
 def test_rollouts_that_the_trainer_does_not_wait_for_run_beside_it(tmp_path, waited, is_beside):
     """As in verl's separate_async, where no request need be interrupted."""

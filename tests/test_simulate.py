@@ -12,7 +12,7 @@ from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_to
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.simulate import rollout, simulate
 from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import ResponseDrafts, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -98,15 +98,17 @@ class ContextTimes(StepTimes):
 def right_model(response, num_tokens):
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
-    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
+    return ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))
 
 
 def modelled(num_tokens=2, length=6):
     """One request of 5 + 6 tokens that nothing but its model knows."""
     [rollout] = noise(1, 1, length)
-    proposals = [right_model(response, num_tokens) for response in rollout.responses]
+    model_drafts = [right_model(response, num_tokens) for response in rollout.responses]
     prompt = rollout.prompt_token_ids[:5]
-    return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
+    return requests_of(
+        [dataclasses.replace(rollout, prompt_token_ids=prompt, model_drafts=model_drafts)], None
+    )
 
 
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))

@@ -5,7 +5,7 @@ May import: `config`, `environment`, `files`, `trace`, `drafting`, `predict`, `r
 `vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
 
 A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
-`run`, so that `--help` answers at once.
+`run`, so that `--help` answers at once, and nothing of this one.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
+from rollout_spec.cli.arguments import add_example, sentence
 from rollout_spec.config import SpecConfig, UserError
 
 OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
 OF_ENGINES = ("torch", "transformers", "vllm")
 COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
-DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -33,8 +33,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         help_, default = action.help or "", action.default
         if default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS):
-            return help_
-        if "%(default)s" in help_:
             return help_
         return f"{help_} ({' '.join(map(str, default)) if isinstance(default, list) else default})"
 
@@ -56,13 +54,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
 
-def add_example(parser: argparse.ArgumentParser, command: str) -> None:
-    """End the parser's `--help` with a command that works as it stands."""
-    parser.epilog = f"example:\n  {command}"
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="rollout-spec", description=DESCRIPTION)
+    about = "Model-free speculative decoding for RL rollouts with verl and vLLM."
+    parser = Parser(prog="rollout-spec", description=about)
     add_commands(parser, "rollout_spec.cli", COMMANDS)
     add_example(parser, "rollout-spec doctor")
     return parser
@@ -77,10 +71,6 @@ def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[
         sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-
-
-def sentence(phrase: str) -> str:
-    return f"{phrase[0].upper()}{phrase[1:]}."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Types of arguments, and options of `rollout.spec`."""
+"""What the subcommands build their parsers of: types of arguments, tables of options, `--spec`."""
 
 import argparse
 import dataclasses
@@ -55,6 +55,15 @@ def folder_for(*names: str) -> Callable[[str], Path]:
         return found
 
     return parse
+
+
+def add_example(parser: argparse.ArgumentParser, command: str) -> None:
+    """End the parser's `--help` with a command that works as it stands."""
+    parser.epilog = f"example:\n  {command}"
+
+
+def sentence(phrase: str) -> str:
+    return f"{phrase[0].upper()}{phrase[1:]}."
 
 
 def add_options(group: argparse._ActionsContainer, *options: tuple[str, Any, str, Any, str]) -> None:

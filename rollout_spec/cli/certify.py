@@ -7,8 +7,8 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, models
-from rollout_spec.cli.arguments import add_options, folder_for, number, path
+from rollout_spec.cli import models
+from rollout_spec.cli.arguments import add_example, add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:

@@ -1,11 +1,8 @@
 """`rollout-spec compare`: two training runs, one without drafts and one with."""
 
 import argparse
-import json
-from pathlib import Path
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, folder_for, path
+from rollout_spec.cli.arguments import add_example, add_options, folder_for, path
 
 FOLDER = folder_for("summary.json", "report.png", "report.html")  # an argparse type
 HELP = "compare two training runs, one without drafts and one with"
@@ -27,17 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
 
-def _turns(summary: Path) -> list[str]:
-    """What the demo measured beside its two trainings; empty where there is no demo."""
-    try:
-        found = json.loads(summary.read_text())
-        has_turns, (low, high) = bool(found["turns"]), found["speedup_ci95"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    speedup = f"{found['speedup']:.2f}× (rough interval {low:.2f} to {high:.2f})"
-    return [f"Better than these trainings: the demo's turns, with {speedup}, in {summary}."] * has_turns
-
-
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import Headline, show
     from rollout_spec.report.comparison import headline, sentences, table_columns, table_rows, write_report
@@ -52,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     columns = [*table_columns(comparison)[:-1], "change [interval]"]
     table = (headline(comparison), columns, table_rows(comparison, intervals=False))
     warnings = comparison.warnings
-    text = [*sentences(comparison)[len(warnings) :], *_turns(args.on.parent / "summary.json")]
+    text = sentences(comparison)[len(warnings) :]
     try:
         paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     finally:  # a reader of the output may go away

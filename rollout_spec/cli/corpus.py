@@ -2,8 +2,7 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import path
+from rollout_spec.cli.arguments import add_example, path
 from rollout_spec.cli.rollouts import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
+from rollout_spec.cli.arguments import add_example
 
 HELP = "say whether drafting can work here, and what to do if not"
 

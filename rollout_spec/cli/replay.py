@@ -4,9 +4,10 @@ import argparse
 from typing import Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example, rollouts
+from rollout_spec.cli import rollouts
 from rollout_spec.cli.arguments import (
     MAX_ENGINES,
+    add_example,
     add_options,
     add_spec_argument,
     folder_for,

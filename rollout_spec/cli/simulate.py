@@ -8,8 +8,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, rollouts
-from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli import rollouts
+from rollout_spec.cli.arguments import (
+    MAX_ENGINES,
+    add_example,
+    add_options,
+    add_spec_argument,
+    number,
+    spec_options,
+)
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
@@ -93,7 +100,7 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     add_spec_argument(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
-        "`group` in earlier steps of the recording, whichever engine served them",
+        "`group` in earlier training steps of the recording, whichever engine served them",
         REFUSED,
     )
 
@@ -171,7 +178,7 @@ def _check_use(args: argparse.Namespace, spec: Mapping[str, Any], lines: Sequenc
     most = max(len(line.responses) for line in lines)
     has_turns = any(len(turns) > 1 for line in lines for turns in line.turns)
     if spec.get("history") and not comes_back(lines):
-        raise UserError(f"--spec history: no group of {trace} comes back in a later step")
+        raise UserError(f"--spec history: no group of {trace} comes back in a later training step")
     if size > most:
         raise UserError(f"--group-size {size}: no line of {trace} has more than {most} responses")
     if args.tool_seconds is not None and not has_turns:

@@ -205,7 +205,7 @@ class Engine:
             int(level) - len(request.prompt_token_ids)
             for level, request in zip(self._levels, self._running, strict=False)
         ]
-        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
+        return drafts_at([request.model_drafts for request in self._running], nums_done, self._num_passes)
 
     @property
     def _num_context(self) -> int:

@@ -12,7 +12,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.replay import token_matrix
 from rollout_spec.predict.replay_drafters import IndexDrafter
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import ResponseDrafts, Rollout
 
 # What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as
 # often as on average; elsewhere it is wrong more often, so that the average is the rate that was asked for.
@@ -36,7 +36,9 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
             agrees = np.concatenate(guesses) == np.concatenate(line.responses)
             share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
             each = zip(line.responses, guesses, strict=True)
-            yield dataclasses.replace(line, proposals=[_proposals(*one, acceptance, share) for one in each])
+            yield dataclasses.replace(
+                line, model_drafts=[_drafts_in(*one, acceptance, share) for one in each]
+            )
 
 
 def _guesses(index: IndexDrafter, line: Rollout) -> list[Int32Array]:
@@ -75,9 +77,9 @@ def _nums_right(
     return found
 
 
-def _proposals(
+def _drafts_in(
     response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float
-) -> Proposals:
+) -> ResponseDrafts:
     """The model's drafts in a response. It believes of each token what is so on average.
 
     Where a draft becomes wrong, it has the index's own wrong guess in a share of the places.
@@ -98,4 +100,4 @@ def _proposals(
         right = nums_right[: num - depth]
         wrong = np.where((right == depth) & says_guess[here], guesses[here], others[here, depth])
         tokens[: num - depth, depth] = np.where(right > depth, response[here], wrong)
-    return Proposals(tokens, np.broadcast_to(log_odds, tokens.shape))
+    return ResponseDrafts(tokens, np.broadcast_to(log_odds, tokens.shape))

@@ -9,7 +9,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import make_index
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import ResponseDrafts, Rollout
 
 
 class ReplayDrafter(Protocol):
@@ -43,18 +43,18 @@ class ReplayDrafter(Protocol):
 
 
 def drafts_at(
-    proposals: Sequence[Proposals | None], nums_done: Iterable[int], num_tokens: int
+    model_drafts: Sequence[ResponseDrafts | None], nums_done: Iterable[int], num_tokens: int
 ) -> ModelDrafts:
     """What a model drafts in n rows.
 
     Args:
-        proposals: [n], of each row's response.
+        model_drafts: [n], of each row's response.
         nums_done: [n], how many tokens of the response exist; negative: the row gets no draft.
         num_tokens: of a draft, at most.
     """
-    shape = (len(proposals), num_tokens)
+    shape = (len(model_drafts), num_tokens)
     tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    for row, (each, num_done) in enumerate(zip(proposals, nums_done, strict=True)):
+    for row, (each, num_done) in enumerate(zip(model_drafts, nums_done, strict=True)):
         if each is not None and 0 <= num_done < len(each.tokens):
             drafted = each.tokens[num_done, :num_tokens]
             tokens[row, : len(drafted)] = drafted
@@ -67,8 +67,8 @@ def drafts_of_line(line: Rollout, rows: Int32Array, levels: Int32Array, most_tok
     named ones; most_tokens: of a draft."""
     nums_done = np.full(len(line.responses), -1)
     nums_done[rows] = levels - len(line.prompt_token_ids)
-    num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.proposals))
-    return drafts_at(line.proposals, nums_done.tolist(), num_tokens)
+    num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.model_drafts))
+    return drafts_at(line.model_drafts, nums_done.tolist(), num_tokens)
 
 
 class IndexDrafter:
@@ -91,7 +91,7 @@ class IndexDrafter:
             raise BudgetExceeded("earlier responses do not fit")
         sequences = [self.index.open_sequence(self._group) for _ in line.responses]
         self._sequences = np.array(sequences, np.int32)
-        self._line = line if self._mixes and line.proposals else None
+        self._line = line if self._mixes and line.model_drafts else None
 
     def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array

@@ -43,7 +43,7 @@ class Measure:
 
 
 MEASURES = (
-    Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
+    Measure("rollout_seconds", "Rollout time per training step", "s", "rollout_seconds"),
     Measure("step_seconds", "Training step time", "s", "step_seconds"),
     Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
     Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),

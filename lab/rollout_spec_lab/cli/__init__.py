@@ -9,7 +9,8 @@ import argparse
 import signal
 from collections.abc import Sequence
 
-from rollout_spec.cli import Parser, add_commands, add_example, run_command
+from rollout_spec.cli import Parser, add_commands, run_command
+from rollout_spec.cli.arguments import add_example
 
 COMMANDS = ("demo", "bench", "gpu-check")
 

@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from rollout_spec.cli import add_example, sentence
+from rollout_spec.cli.arguments import add_example, sentence
 
 HELP = "measure here: drafters side by side, rollouts in engines, the host's work, the core"
 KINDS = {

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import add_example, rollouts
-from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli import rollouts
+from rollout_spec.cli.arguments import add_example, add_options, add_spec_argument, number, spec_options
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import add_output, installed, report
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.arguments import add_example, add_options, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs

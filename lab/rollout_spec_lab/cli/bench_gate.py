@@ -2,8 +2,7 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.arguments import add_example, add_options, number, path
 from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "judge the gate: scenarios that hurt, beside plain steps and an oracle"

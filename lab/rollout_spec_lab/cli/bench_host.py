@@ -6,8 +6,7 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.cli.arguments import add_example, add_options, number
 from rollout_spec_lab.cli import devices, inputs
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number
+from rollout_spec.cli.arguments import add_example, add_options, number
 from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"

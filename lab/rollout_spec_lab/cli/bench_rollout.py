@@ -6,8 +6,7 @@ import argparse
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.arguments import add_example, add_options, number, path
 from rollout_spec.cli.models import device_arguments
 from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS, WRITTEN, serve

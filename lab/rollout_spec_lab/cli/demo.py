@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import add_options, number, path
+from rollout_spec.cli.arguments import add_example, add_options, number, path
 from rollout_spec.cli.compare import FOLDER
 from rollout_spec.config import UserError
 from rollout_spec_lab.cli.inputs import MODEL
