@@ -28,11 +28,10 @@ from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import drafters as verl_drafters
-from rollout_spec.verl import samples, server_windows, trainer_hooks
+from rollout_spec.verl import sample_calls, samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
-from rollout_spec.verl.client import Samples
+from rollout_spec.verl.sample_calls import SampleCalls
 from rollout_spec.verl.samples import ROW
 from rollout_spec.verl.server_windows import BusyClock, Windows
 from rollout_spec.vllm import SCHEDULER
@@ -321,7 +320,7 @@ class LookingLoop:
 
     async def run(self, sampling_params, session_id, **kwargs):
         sample = sampling_params["extra_args"].get("rollout_spec_key")
-        assert sample is None or sample in verl_client.here
+        assert sample is None or sample in sample_calls.here
         self.seen.append((sampling_params, kwargs))
         if session_id > 1:
             raise asyncio.CancelledError if session_id == 2 else ValueError("it failed")
@@ -348,11 +347,11 @@ def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_fr
 
     async def put(**_): ...
 
-    here, scored = Samples(), list[Any]()
-    monkeypatch.setattr(verl_client, "here", here)
+    here, scored = SampleCalls(), list[Any]()
+    monkeypatch.setattr(sample_calls, "here", here)
     monkeypatch.setattr(transfer_queue, "async_kv_batch_put", put)
     monkeypatch.setitem(agent_loop._agent_loop_registry, "looking", {"_target_": f"{__name__}.LookingLoop"})
-    samples.change(agent_loop)
+    samples.patch_agent_loops(agent_loop)
     row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
     step = {"step": 3, "validate": False, "sample_index": 4, "rollout_n": 0}
     columns = {"agent_name": "looking", "trace": False, "uid": "u", "global_steps": 3}

@@ -1,8 +1,8 @@
 """Entry point of group `verl.plugins`: verl imports this module in every one of its processes."""
 
 import functools
-import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from typing import Any
@@ -35,8 +35,9 @@ def _load() -> None:
     when_imported("verl.utils.device", hydra_plugin.check_before_ray)
     when_imported("verl.workers.rollout.replica", _register_replica)
     when_imported("verl.workers.rollout.router", _register_router)
-    when_imported("verl.workers.rollout.llm_server", functools.partial(_change, "client"))
-    when_imported("verl.experimental.agent_loop.agent_loop", functools.partial(_change, "samples"))
+    when_imported("verl.workers.rollout.llm_server", functools.partial(_patch, "client:patch_clients"))
+    loops = "verl.experimental.agent_loop.agent_loop"
+    when_imported(loops, functools.partial(_patch, "samples:patch_agent_loops"))
 
 
 def _register_replica(module: Any) -> None:
@@ -51,10 +52,10 @@ def _register_router(module: Any) -> None:
         module.LoadBalancerRegistry.register(ROUTER_NAME)(GroupRouter)
 
 
-def _change(by: str, module: Any) -> None:
-    """Let a module of ours change one of verl's. Where that does not fit, requests have no names of ours."""
+def _patch(by: str, module: Any) -> None:
+    """Let a function of ours patch a module of verl's. Where that does not fit, requests have no names of ours."""
     try:
-        importlib.import_module(f"rollout_spec.verl.{by}").change(module)
+        pkgutil.resolve_name(f"rollout_spec.verl.{by}")(module)
     except (PatchError, AttributeError) as error:
         print(f"rollout_spec: {error}", file=sys.stderr)
 

@@ -15,7 +15,7 @@ from uni_agent.framework.framework import OpenAICompatibleAgentFramework
 from uni_agent.gateway import gateway
 
 from rollout_spec.patches import PatchError, guard_class, put_before, record
-from rollout_spec.verl import client
+from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SESSIONS
 from rollout_spec.verl.samples import ROW, named
 
@@ -64,13 +64,13 @@ class NamingGateway(gateway.GatewayActor.__ray_actor_class__):
         try:
             return await super().finalize_session(session_id, **tracing)
         finally:
-            client.here.end_request(session_id)
+            sample_calls.here.end_request(session_id)
 
     async def abort_session(self, session_id: str, **tracing: Any) -> None:
         try:
             await super().abort_session(session_id, **tracing)
         finally:
-            client.here.end_request(session_id)
+            sample_calls.here.end_request(session_id)
 
 
 def install() -> None:
