@@ -23,13 +23,6 @@ class ConfigError(UserError, ValueError):
     """An option that is unknown, of the wrong type or out of range. The message names the field."""
 
 
-def refuse_first(*refusals: tuple[Any, str]) -> None:
-    """Raise a ConfigError with the message of the first whose condition holds."""
-    for is_so, message in refusals:
-        if is_so:
-            raise ConfigError(message)
-
-
 def _option(
     default: Any,
     help_: str,

@@ -177,11 +177,11 @@ def _hydra_group() -> Iterator[Check]:
     from omegaconf import OmegaConf
 
     from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import plugin_state
+    from rollout_spec.verl import settings
     from rollout_spec.verl.model_drafter import spec_options
 
-    if plugin_state.failure is not None:
-        yield Check("rollout.spec", FAIL, plugin_state.failure, REINSTALL)
+    if settings.plugin_failure is not None:
+        yield Check("rollout.spec", FAIL, settings.plugin_failure, REINSTALL)
         return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])

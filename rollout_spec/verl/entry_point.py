@@ -8,8 +8,7 @@ import traceback
 from typing import Any
 
 from rollout_spec.patches import PatchError, when_imported
-from rollout_spec.verl import plugin_state
-from rollout_spec.verl.settings import ROUTER_NAME
+from rollout_spec.verl import settings
 
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 
@@ -21,7 +20,7 @@ def activate() -> None:
     except Exception as error:
         # verl logs an exception of a plugin at DEBUG level and carries on without it.
         traceback.print_exc()
-        failure = plugin_state.failure = f"the verl plugin failed: {error}"
+        failure = settings.plugin_failure = f"the verl plugin failed: {error}"
         # This process, or the driver that started it, was given `rollout.spec`.
         if ASKED_VARIABLE in os.environ or any("rollout.spec" in each for each in sys.argv):
             raise SystemExit(f"rollout_spec: {failure}") from error
@@ -49,11 +48,11 @@ def _register_router(module: Any) -> None:
     if hasattr(module, "LoadBalancerRegistry"):
         from rollout_spec.verl.router import GroupRouter
 
-        module.LoadBalancerRegistry.register(ROUTER_NAME)(GroupRouter)
+        module.LoadBalancerRegistry.register(settings.ROUTER_NAME)(GroupRouter)
 
 
 def _patch(by: str, module: Any) -> None:
-    """Let a function of ours patch a module of verl's. Where that does not fit, requests have no names of ours."""
+    """Let a function of ours patch a module of verl's. Where that fails, requests have no names of ours."""
     try:
         pkgutil.resolve_name(f"rollout_spec.verl.{by}")(module)
     except (PatchError, AttributeError) as error:
