@@ -33,7 +33,7 @@ from rollout_spec.verl import sample_calls, samples, server_windows, trainer_hoo
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.sample_calls import SampleCalls
 from rollout_spec.verl.samples import ROW
-from rollout_spec.verl.server_windows import BusyClock, Windows
+from rollout_spec.verl.server_windows import Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
 from tests.test_trace import tokens_of
@@ -193,14 +193,20 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     """However many it has; not while one waits for a weight sync, or is turned away."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = BusyClock()
-    begin, end = clock.begin, clock.end
-    for seconds, act in ((0, begin), (0, begin), (1, end), (2, end), (4, begin)):
-        now[0] += seconds
-        act()
-    now[0] += 8
-    assert clock.take_seconds() == 1 + 2 + 8
-    assert clock.take_seconds() == 0
+    windows = Windows()
+    with windows.request(is_training=True):
+        windows.admit()
+        with windows.request(is_training=True):
+            windows.admit()
+            now[0] += 1
+        now[0] += 2
+    now[0] += 4
+    with windows.request(is_training=True):
+        windows.admit()
+        now[0] += 8
+        windows.end(None, RequestCounters())
+        assert windows.take().rollout_seconds == 1 + 2 + 8
+        assert windows.take().rollout_seconds == 0
     windows = Windows()
     monkeypatch.setattr(server_windows, "MAX_WAIT_S", 0.01)
     with windows.request(is_training=True):

@@ -69,10 +69,8 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         say(f"{ENGINE}.{WITHOUT_GRAPHS}. {but}")
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
-        say(
-            f"{drafter.option}: this drafter is not trained, so it will be right less often when the policy "
-            f"has changed{watch}"
-        )
+        doubt = "this drafter is not trained, so it will be right less often when the policy has changed"
+        say(f"{drafter.option}: {doubt}{watch}")
 
 
 def _facts(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> dict[str, Any]:

@@ -12,7 +12,7 @@ process in the middle, as to a task of Ray, takes along where it comes from, and
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -53,13 +53,7 @@ def patch_clients(module: Any) -> None:
 
 
 async def _generate(
-    generate: Any,
-    self: Any,
-    request_id: Any,
-    *,
-    prompt_ids: Any,
-    sampling_params: Mapping[str, Any],
-    **kwargs: Any,
+    generate: Any, self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **kwargs: Any
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}

@@ -32,15 +32,12 @@ def _load() -> None:
 
     hydra_plugin.install()
     when_imported("verl.utils.device", hydra_plugin.check_before_ray)
-    when_imported("verl.workers.rollout.replica", _register_replica)
+    replicas = "verl.workers.rollout.replica"
+    when_imported(replicas, lambda module: module.RolloutReplicaRegistry.register("vllm", _load_replica))
     when_imported("verl.workers.rollout.router", _register_router)
     when_imported("verl.workers.rollout.llm_server", functools.partial(_patch, "client:patch_clients"))
     loops = "verl.experimental.agent_loop.agent_loop"
     when_imported(loops, functools.partial(_patch, "samples:patch_agent_loops"))
-
-
-def _register_replica(module: Any) -> None:
-    module.RolloutReplicaRegistry.register("vllm", _load_replica)
 
 
 def _register_router(module: Any) -> None:

@@ -19,9 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.verl import settings
-from rollout_spec.verl.check_config import check_config, num_places, refuse_plain_options
+from rollout_spec.verl.check_config import check_config, check_overrides, num_places, refuse_plain_options
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
-from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_file, say
 

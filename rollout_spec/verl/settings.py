@@ -52,9 +52,8 @@ def number(config: DictConfig, key: str) -> int:
     if found is None:
         return 1
     if type(found) is not int:
-        raise ConfigError(
-            f"{key}={found!r}: must be a whole number, not text (`${{oc.decode:...}}` makes one)"
-        )
+        wanted = "must be a whole number, not text (`${oc.decode:...}` makes one)"
+        raise ConfigError(f"{key}={found!r}: {wanted}")
     return found
 
 

@@ -20,6 +20,7 @@ from rollout_spec.verl.changes import NAMED_SESSIONS
 from rollout_spec.verl.samples import ROW, named
 
 WHERE = entry.__file__
+_Fields = Mapping[str, Any]
 logger = logging.getLogger(f"verl.{__name__}")
 
 
@@ -27,12 +28,7 @@ class NamedSessions(OpenAICompatibleAgentFramework):
     """Stands before a class of uni-agent's frameworks."""
 
     async def _run_session(
-        self,
-        *,
-        sample_fields: Mapping[str, Any],
-        session_index: int,
-        sampling_params: Mapping[str, Any],
-        **session: Any,
+        self, *, sample_fields: _Fields, session_index: int, sampling_params: _Fields, **session: Any
     ) -> Any:
         if (row := sample_fields.get(ROW)) is not None:
             sampling_params = named(row, session_index, sampling_params)[1]
