@@ -71,16 +71,16 @@ def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
     vocabulary = 1 + max((int(array.max()) for array in texts if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
-    return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
-
-
-def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
-    return dataclasses.replace(
-        line,
-        group=f"{line.group}.{number}" if number else line.group,
-        prompt_token_ids=line.prompt_token_ids + shift,
-        responses=[response + shift for response in line.responses],
-    )
+    return [
+        dataclasses.replace(
+            line,
+            group=f"{line.group}.{i}" if i else line.group,
+            prompt_token_ids=line.prompt_token_ids + shift,
+            responses=[response + shift for response in line.responses],
+        )
+        for i, shift in enumerate(np.arange(num_copies, dtype=np.int32) * vocabulary)
+        for line in lines
+    ]
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
