@@ -4,8 +4,8 @@ In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user'
 May import: `config`, `environment`, `files`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`,
 `vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
 
-A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
-`run`, so that `--help` answers at once, and nothing of this one.
+A module in COMMANDS has HELP, EXAMPLE, add_arguments(parser) and run(args) -> exit code. It imports nothing
+of this one, and what is slow in `run`, so that `--help` answers at once.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
-from rollout_spec.cli.arguments import add_example, sentence
+from rollout_spec.cli.arguments import add_command
 from rollout_spec.config import SpecConfig, UserError
 
 OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
@@ -40,11 +40,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage; its subparsers do likewise.
 
-    Takes no abbreviations: `--mode` is not `--model`.
+    Takes no abbreviations: `--mode` is not `--model`. `example`: a command that works as it stands.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **settings)
+    def __init__(self, example: str, **settings: Any) -> None:
+        end = f"example:\n  {example}"
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, epilog=end, **settings)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid \w+ value: '(.*)'$", message)
@@ -56,9 +57,8 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     about = "Model-free speculative decoding for RL rollouts with verl and vLLM."
-    parser = Parser(prog="rollout-spec", description=about)
+    parser = Parser("rollout-spec doctor", prog="rollout-spec", description=about)
     add_commands(parser, "rollout_spec.cli", COMMANDS)
-    add_example(parser, "rollout-spec doctor")
     return parser
 
 
@@ -68,9 +68,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in names:
         module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
-        sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        add_command(commands, name, module).set_defaults(run=module.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,26 +2,25 @@
 
 import argparse
 
-from rollout_spec.cli.arguments import add_example, add_options, folder_for, path
+from rollout_spec.cli.arguments import add_options, folder_for, path
 
 FOLDER = folder_for("summary.json", "report.png", "report.html")  # an argparse type
 HELP = "compare two training runs, one without drafts and one with"
+EXAMPLE = "rollout-spec compare outputs/demo/off outputs/demo/sam"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_argument_group("the two runs")
     compared.add_argument("off", type=path, metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
-    compared.add_argument(
-        "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
-    )
+    help_ = "run with +rollout.spec=sam, of any of the same kinds"
+    compared.add_argument("on", type=path, metavar="RUN_ON", help=help_)
     output = parser.add_argument_group("output")
     there = "outputs/comparison"
     add_options(output, ("--output", FOLDER, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
 
 
 def run(args: argparse.Namespace) -> int:
