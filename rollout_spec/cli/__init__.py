@@ -118,8 +118,7 @@ def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str
     if option.startswith("--") and refused is not None and name in SpecConfig.__dataclass_fields__:
         if name in refused:
             return f"{option}: {refused[name]}"
-        given = value if sign else next(iter(arguments[1:]), "VALUE")
-        return f"{option}: use --spec {name}={given}"
+        return f"{option}: use --spec {name}={value if sign else next(iter(arguments[1:]), 'VALUE')}"
     return f"unrecognized arguments: {' '.join(arguments)}"
 
 

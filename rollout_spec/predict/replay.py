@@ -78,6 +78,7 @@ class ReplayDrafter(Protocol):
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
+        return
 
     def draft(
         self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
@@ -94,9 +95,11 @@ class ReplayDrafter(Protocol):
             Draft tokens [n, >= longest draft], and their numbers [n].
         """
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 def drafts_at(
