@@ -23,13 +23,6 @@ class ConfigError(UserError, ValueError):
     """An option that is unknown, of the wrong type or out of range. The message names the field."""
 
 
-def refuse_first(*refusals: tuple[Any, str]) -> None:
-    """Raise a ConfigError with the message of the first whose condition holds."""
-    for is_so, message in refusals:
-        if is_so:
-            raise ConfigError(message)
-
-
 def _option(
     default: Any,
     help_: str,
@@ -89,8 +82,8 @@ class SpecConfig:
     )
     history: int = _option(
         8,
-        "how many responses of earlier steps to keep per prompt; 0: none",
-        "no prompt returns in a later step (0 saves memory), or prompts return often (more)",
+        "how many responses of earlier training steps to keep per prompt; 0: none",
+        "no prompt returns in a later training step (0 saves memory), or prompts return often (more)",
         (0, 1 << 16),
     )
     corpus: str = _option(
@@ -158,13 +151,13 @@ class SpecConfig:
         return min(self.model_tokens, self.num_speculative_tokens)
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any], verls: str = "") -> SpecConfig:
+    def from_mapping(cls, options: Mapping[str, Any], model_option: str = "") -> SpecConfig:
         """Build from a plain mapping (YAML, JSON); an unknown key is an error, a missing one its default.
-        `verls`: the option that stands in the place of `model_tokens` with verl."""
+        `model_option`: the option that stands in the place of `model_tokens` with verl."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in options:
             if key not in known:
-                names = [verls if name == "model_tokens" and verls else name for name in known]
+                names = [model_option or name if name == "model_tokens" else name for name in known]
                 raise ConfigError(f"rollout.spec.{key}: unknown field (known fields: {', '.join(names)})")
         # null, as of an environment variable that is not set
         given: dict[str, Any] = {**options, "corpus": options.get("corpus") or ""}
@@ -187,15 +180,13 @@ def _check(field: dataclasses.Field, value: Any) -> None:
         if value == AUTO:
             return
         if value.isdecimal():
-            raise ConfigError(
-                f"rollout.spec.{field.name} is the text {value!r}: write {value} without quotes, or {AUTO}"
-            )
+            fix = f"write {value} without quotes, or {AUTO}"
+            raise ConfigError(f"rollout.spec.{field.name} is the text {value!r}: {fix}")
         raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be a number or {AUTO}")
     expected = field.metadata["or_auto"] or type(field.default)
     # bool is an int to Python, but `num_speculative_tokens=true` is a mistake.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = is_number if expected is float else type(value) is expected
-    if not fits:
+    if not (is_number if expected is float else type(value) is expected):
         raise ConfigError(f"rollout.spec.{field.name}={value!r}: must be of type {expected.__name__}")
     low, high = field.metadata["low"], field.metadata["high"]
     if low is not None and not (low <= value <= high and math.isfinite(value)):

@@ -17,19 +17,18 @@ ROOT = Path(__file__).parents[1]
 
 def environment() -> dict[str, Any]:
     """Date, processor and versions; the commit where the package is run from its repository."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpus = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_name(), "num_cores": len(os.sched_getaffinity(0)),
+        "cpu": next(iter(cpus), platform.processor()), "num_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(), "numpy": np.__version__,
     }  # fmt: skip
     if (ROOT / ".git").exists() and shutil.which("git"):
         describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         if commit := subprocess.run(describe, capture_output=True, text=True).stdout.strip():
             found["commit"] = commit
-    for package in PACKAGES:
-        if version := package_version(package):
-            found[package] = version
-    return found
+    return found | {name: version for name in PACKAGES if (version := package_version(name))}
 
 
 def package_version(name: str) -> str | None:
@@ -38,10 +37,3 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

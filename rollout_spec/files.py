@@ -68,5 +68,4 @@ def refuse_others(folder: Path, names: Iterable[str]) -> None:
 
 def as_json(record: Mapping[str, Any]) -> str:
     """A record as commands write and print it."""
-    made = {"made_by": f"rollout_spec {__version__}", **record}
-    return json.dumps(made, indent=2, allow_nan=False) + "\n"
+    return json.dumps({"made_by": f"rollout_spec {__version__}", **record}, indent=2, allow_nan=False) + "\n"

@@ -14,8 +14,13 @@ class Counters:
     """Numbers that add up, field by field."""
 
     def add(self, other: Self) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name, more in vars(other).items():
+            if more is not None:  # None: nobody counts it
+                mine = getattr(self, name)
+                setattr(self, name, more if mine is None else mine + more)
+
+    def __add__(self, other: Self) -> Self:
+        return self.sum((self, other))
 
     def take(self) -> Self:
         """The counts so far; this object counts on from nothing."""
@@ -90,7 +95,7 @@ class RequestCounters(Counters):
 
 
 @dataclasses.dataclass
-class RolloutReport:
+class RolloutReport(Counters):
     """What one rollout server has served for the training, under weights that have been replaced since."""
 
     engine: EngineCounters | None = None  # None: the engine has no drafter of ours (rollout.spec off)
@@ -100,17 +105,6 @@ class RolloutReport:
     # Sums over what vLLM aborted, which includes every request that a stop string ended.
     aborted: RequestCounters = dataclasses.field(default_factory=RequestCounters)
     num_interrupted: int = 0  # requests that were aborted for a weight sync
-
-    def add(self, other: RolloutReport) -> None:
-        """Take in what the same server has served in another time."""
-        if other.engine is not None:
-            self.engine = self.engine or EngineCounters()
-            self.engine.add(other.engine)
-        self.requests += other.requests
-        self.num_generated_tokens += other.num_generated_tokens
-        self.rollout_seconds += other.rollout_seconds
-        self.aborted.add(other.aborted)
-        self.num_interrupted += other.num_interrupted
 
 
 class Metric(NamedTuple):
@@ -125,6 +119,11 @@ class Metric(NamedTuple):
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
+
+
+def _per(numerator: str, denominator: str, scale: float = 1.0) -> Callable[[Any], float | None]:
+    """The ratio of two counts."""
+    return lambda counts: _ratio(scale * getattr(counts, numerator), getattr(counts, denominator))
 
 
 def _load_imbalance(servers: Sequence[RolloutReport]) -> float | None:
@@ -151,21 +150,19 @@ METRICS = (
     Metric("num_interrupted", "servers", lambda servers: sum(server.num_interrupted for server in servers),
         "Requests that a weight sync interrupted; 0 in the synchronous trainer.",
         "Nothing to do: verl sends them again after the sync."),
-    Metric("tokens_per_step", "requests",
-        lambda counts: _ratio(counts.num_decoded_tokens, counts.num_decode_steps),
+    Metric("tokens_per_step", "requests", _per("num_decoded_tokens", "num_decode_steps"),
         "Generated tokens per decode step of a request. Steps without a draft count too.",
         "Near 1: drafts are rare or wrong. `rollout-spec replay` says how many tokens your text allows."),
     Metric("num_drafts", "requests", lambda counts: counts.num_drafts,
-        "Drafts verified in the step.",
+        "Drafts verified in the training step.",
         "If 0, check `share_off_*`."),
     Metric("num_draft_tokens", "requests", lambda counts: counts.num_draft_tokens,
-        "Draft tokens verified in the step.",
+        "Draft tokens verified in the training step.",
         "`acceptance_rate` divides by it."),
     Metric("num_accepted_tokens", "requests", lambda counts: counts.num_accepted_tokens,
-        "Draft tokens accepted in the step.",
+        "Draft tokens accepted in the training step.",
         "`acceptance_rate` counts them."),
-    Metric("acceptance_rate", "requests",
-        lambda counts: _ratio(counts.num_accepted_tokens, counts.num_draft_tokens),
+    Metric("acceptance_rate", "requests", _per("num_accepted_tokens", "num_draft_tokens"),
         "Accepted tokens per draft token.",
         "Low: fine while `achieved_gain` is above 1; with a fixed threshold, raise `min_survival`."),
     Metric("num_failed_steps", "engine", lambda counts: counts.num_failed_steps,
@@ -175,10 +172,9 @@ METRICS = (
         "Turns, and requests after an interruption, that went on where their sample's text ended.",
         "0 with an agent of several turns: its chat template changes what was said before."),
     Metric("num_untracked_rows", "engine", lambda counts: counts.num_untracked_rows,
-        "Decoding requests that had no place in the index, summed over steps.",
+        "Decoding requests that had no place in the index, summed over engine steps.",
         "Above 0: the index is full (raise `max_index_mb`), or a request held no text."),
-    Metric("share_unindexed", "engine",
-        lambda counts: _ratio(counts.num_unindexed_rows, counts.num_row_steps),
+    Metric("share_unindexed", "engine", _per("num_unindexed_rows", "num_row_steps"),
         "Share of the decoding requests' steps without drafts because their text was not indexed yet.",
         "High: prompts are long and answers short, or name samples, so that turns go on where they were."),
     Metric("num_texts_left_out", "engine", lambda counts: counts.num_texts_left_out,
@@ -187,10 +183,10 @@ METRICS = (
     Metric("num_samples_dropped", "engine", lambda counts: counts.num_samples_dropped,
         "Samples that the history gave up for newer ones, for want of memory.",
         "Above 0: not every prompt keeps `history` samples. Raise `max_index_mb`, or lower `history`."),
-    Metric("share_on", "engine", lambda counts: _ratio(counts.num_steps_on, counts.num_steps),
+    Metric("share_on", "engine", _per("num_steps_on", "num_steps"),
         "Share of the engine's steps in which drafting was on.",
         "If low at the end of a rollout, check `share_off_*`."),
-    Metric("draft_ms", "engine", lambda counts: _ratio(counts.draft_seconds * 1e3, counts.num_steps),
+    Metric("draft_ms", "engine", _per("draft_seconds", "num_steps", 1e3),
         "Milliseconds in the drafter per engine step, indexing included.",
         "Above 1: other work runs on the host's cores, or very many requests decode."),
     Metric("achieved_gain", "engine", _achieved_gain,
@@ -198,26 +194,23 @@ METRICS = (
         "have taken is the gate's belief, corrected by those that it measured. A whole rollout gains less.",
         "Below 1 for long: step times vary too much to predict. Look for other work on the machine, or set "
         "`batch_threshold` to a number."),
-    Metric("plain_step_ms", "engine",
-        lambda counts: _ratio(counts.believed_plain_seconds * 1e3, counts.num_timed_steps),
+    Metric("plain_step_ms", "engine", _per("believed_plain_seconds", "num_timed_steps", 1e3),
         "Milliseconds that the gate believes a step takes without drafts and prompts, in the mean.",
         "Compare with `drafted_step_ms`: drafts pay while tokens per step grow by more than the time does."),
-    Metric("drafted_step_ms", "engine",
-        lambda counts: _ratio(counts.drafted_seconds * 1e3, counts.num_drafted_steps),
+    Metric("drafted_step_ms", "engine", _per("drafted_seconds", "num_drafted_steps", 1e3),
         "Milliseconds that steps with drafts took, without prompts.",
         "Far above `plain_step_ms`: drafts are dear here, so the gate takes few."),
-    Metric("gate_error", "engine", lambda counts: _ratio(counts.error_seconds, counts.timed_seconds),
+    Metric("gate_error", "engine", _per("error_seconds", "timed_seconds"),
         "How far the gate was off: what steps took less what it believed, over what they took.",
         "Above 0.3 for long: step times vary; look for other work on the machine."),
-    Metric("share_off_threshold", "engine",
-        lambda counts: _ratio(counts.num_steps_off_threshold, counts.num_steps),
-        "Share of steps without drafts because more requests decode than `batch_threshold`.",
+    Metric("share_off_threshold", "engine", _per("num_steps_off_threshold", "num_steps"),
+        "Share of engine steps without drafts because more requests decode than `batch_threshold`.",
         "High throughout: raise `batch_threshold`, or take `auto`."),
-    Metric("share_off_cost", "engine", lambda counts: _ratio(counts.num_steps_off_cost, counts.num_steps),
-        "Share of steps without drafts because drafts would gain less than 1 % over a plain step.",
+    Metric("share_off_cost", "engine", _per("num_steps_off_cost", "num_steps"),
+        "Share of engine steps without drafts because they would gain less than 1 % over a plain step.",
         "Fine in full batches. High at the end of a rollout too: the text rarely repeats; run `replay`."),
-    Metric("share_off_probe", "engine", lambda counts: _ratio(counts.num_steps_off_probe, counts.num_steps),
-        "Share of steps without drafts because the gate measured what plain steps take.",
+    Metric("share_off_probe", "engine", _per("num_steps_off_probe", "num_steps"),
+        "Share of engine steps without drafts because the gate measured what plain steps take.",
         "Nothing to do: with `batch_threshold=auto` they are few."),
     Metric("num_model_passes", "model", lambda counts: counts.num_model_passes,
         "Passes of a model that drafts beside the text.",
@@ -225,12 +218,10 @@ METRICS = (
     Metric("num_model_passes_left_out", "model", lambda counts: counts.num_model_passes_left_out,
         "Passes of the model that the gate left out: drafting was off, or they would not have paid.",
         "High at the end of a rollout: the model is rarely right."),
-    Metric("model_share", "model",
-        lambda counts: _ratio(counts.num_model_draft_tokens, counts.num_draft_tokens),
+    Metric("model_share", "model", _per("num_model_draft_tokens", "num_draft_tokens"),
         "Share of the draft tokens that the model proposed too.",
         "Low: most drafts come from the text; the model may not be worth its passes."),
-    Metric("model_acceptance_rate", "model",
-        lambda counts: _ratio(counts.num_model_accepted_tokens, counts.num_model_draft_tokens),
+    Metric("model_acceptance_rate", "model", _per("num_model_accepted_tokens", "num_model_draft_tokens"),
         "Accepted tokens per draft token of the model.",
         "Falling: the head is stale. Train it too, or go without it."),
     Metric("load_imbalance", "servers", _load_imbalance,
@@ -255,11 +246,10 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     Rollout time is that of the busiest server. Ratios appear only where their denominator is not 0.
     """
     servers = list(reports)
-    engines = [server.engine for server in servers if server.engine is not None]
-    engine = EngineCounters.sum(engines) if engines else None
-    requests = RequestCounters.sum(each for server in servers for each in (*server.requests, server.aborted))
-    has_drafts = engine is not None or requests.num_decode_steps
-    values = _values(servers, requests if has_drafts else None, engine)
+    total = RolloutReport.sum(servers)
+    requests = RequestCounters.sum((*total.requests, total.aborted))
+    has_drafts = total.engine is not None or requests.num_decode_steps
+    values = _values(servers, requests if has_drafts else None, total.engine)
     return {PREFIX + name: value for name, value in values.items()}
 
 

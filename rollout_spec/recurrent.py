@@ -52,10 +52,8 @@ def refusal(architecture: str, minor: int | None) -> str | None:
         reason = next(known, "has recurrent layers that have not been tested with drafts")
         return f"{architecture} {reason}; run it with off"
     if minor is not None and minor < oldest:
-        return (
-            f"{architecture} has recurrent layers whose drafts need vLLM 0.{oldest} or later, this is "
-            f"0.{minor}; run it with off"
-        )
+        needed = f"vLLM 0.{oldest} or later, this is 0.{minor}"
+        return f"{architecture} has recurrent layers whose drafts need {needed}; run it with off"
     return None
 
 
@@ -74,10 +72,8 @@ def check_settings(config: SpecConfig, cache_mode: str | None, states: States | 
             "is a good start"
         )
     if cache_mode is not None and cache_mode not in CACHE_MODES:
-        raise ConfigError(
-            f"mamba_cache_mode={cache_mode}: must be {' or '.join(CACHE_MODES)} with drafts of ours: "
-            "align with prefix caching, none without"
-        )
+        wanted = f"{' or '.join(CACHE_MODES)} with drafts of ours: align with prefix caching, none without"
+        raise ConfigError(f"mamba_cache_mode={cache_mode}: must be {wanted}")
 
 
 def mib(num_bytes: float) -> int:

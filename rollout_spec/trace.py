@@ -4,11 +4,11 @@ import dataclasses
 import gzip
 import json
 import logging
-import os
+import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from rollout_spec.config import UserError
 DIR_VARIABLE = "ROLLOUT_SPEC_TRACE_DIR"  # names the folder where a run records its rollouts
 FOLDER = "rollouts"  # the folder's name inside a run's own
 _GZIP_MAGIC = b"\x1f\x8b"
-_CHUNK = 1 << 16
 MAX_LINE_BYTES = 1 << 28  # a longer one may be a whole file, which takes several times its size in memory
 
 _ARRAY = ". This is an array: `jq -c '.[]' FILE` writes each of its objects into a line"
@@ -34,7 +33,7 @@ class TraceError(UserError):
     """A trace cannot be read; the message names file, line and field."""
 
 
-class Proposals(NamedTuple):
+class ResponseDrafts(NamedTuple):
     """A model's drafts in a response of n tokens. Row i follows the prompt and i tokens of the response."""
 
     tokens: npt.NDArray[np.int32]  # [n, m]; negative: nothing from there on
@@ -50,7 +49,7 @@ class Rollout:
     prompt_token_ids: npt.NDArray[np.int32]
     responses: list[npt.NDArray[np.int32]]
     names: Sequence[Any] = ()  # the sample's for each response, or None; empty if the trace has no names
-    proposals: Sequence[Proposals] = ()  # one for each response, simulated; empty if no model drafts
+    model_drafts: Sequence[ResponseDrafts] = ()  # one for each response, simulated; empty if no model drafts
     # Of an agent's samples: in each response, which then has what its tools said too, where the policy's
     # turns begin and end, [num_turns, 2]. Empty: each response is one turn.
     turns: Sequence[npt.NDArray[np.int32]] = ()
@@ -62,9 +61,8 @@ class Rollout:
     @property
     def num_generated(self) -> list[int]:
         """Tokens of each response that the policy wrote."""
-        return [
-            sum(end - begin for begin, end in self.turns_of(number)) for number in range(len(self.responses))
-        ]
+        turns = map(self.turns_of, range(len(self.responses)))
+        return [sum(end - begin for begin, end in of_one) for of_one in turns]
 
 
 def trace_file(folder: Path, number: int) -> Path:
@@ -97,21 +95,11 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
     Raises OSError: the file cannot be written, or the disk is full.
     """
     with file.open("ab+") as out:
-        _drop_cut_line(out)
+        if out.tell():  # there is nothing to map of an empty file
+            with mmap.mmap(out.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            out.truncate(end)
         out.writelines(line.encode() for line in lines)
-
-
-def _drop_cut_line(file: IO[bytes]) -> None:
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        begin = max(0, end - _CHUNK)
-        file.seek(begin)
-        place = file.read(end - begin).rfind(b"\n")
-        if place >= 0:
-            file.truncate(begin + place + 1)
-            return
-        end = begin
-    file.truncate(0)
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:

@@ -6,8 +6,9 @@ import torch
 
 from rollout_spec.certify import counts
 from rollout_spec.certify.certify import Plan
-from rollout_spec.certify.counts import CertifyError, Configuration, Pair, Response, Sample, untested, verdict
+from rollout_spec.certify.counts import Configuration, Pair, Response, Sample, untested, verdict
 from rollout_spec.certify.numerics import explain, rounding
+from rollout_spec.config import UserError
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.certificate import render_html
 from rollout_spec.report.responses import Agreement
@@ -27,7 +28,7 @@ def test_a_configuration_that_rejected_nothing_says_nothing():
     rejected = {"num_draft_tokens": 5, "num_rejected_tokens": 1}
     nothing = {"num_draft_tokens": 0, "num_rejected_tokens": 0}
     greedy = Configuration(8, 64, 4, 0.0)
-    with pytest.raises(CertifyError, match=r"temperature=0\.6: no draft token .*=0\.0: nothing was drafted"):
+    with pytest.raises(UserError, match=r"temperature=0\.6: no draft token .*=0\.0: nothing was drafted"):
         untested({CONFIGURATION: accepted, greedy: nothing}, num_unexplained=0)
     # A verification that accepts all is judged by what it has got wrong.
     assert untested({CONFIGURATION: accepted}, num_unexplained=1).keys() == {CONFIGURATION}

@@ -80,7 +80,7 @@ MISTAKES = [
             ("--spec corpus={TRACE} --copies 2", "--copies 2: copies have tokens of their own"),
             ("--tool-seconds 1", "--tool-seconds: no response of {TRACE} has several turns"),
             ("--group-size 4 9", "--group-size 9: no line of {TRACE} has more than 8 responses"),
-            ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later step"),
+            ("--spec history=8", "--spec history: no group of {TRACE} comes back in a later training step"),
         )
     ),
 ]

@@ -15,7 +15,7 @@ import pytest
 import wandb
 
 from rollout_spec.cli import main
-from rollout_spec.report import RunError
+from rollout_spec.config import UserError
 from rollout_spec.report.comparison import sentences
 from rollout_spec.report.logs import read_log, wandb_records
 from rollout_spec.report.measures import compare
@@ -100,10 +100,10 @@ def test_wandbs_file_is_read_to_its_last_record(logged, tmp_path):
     damaged = bytearray(data)
     damaged[40000] ^= 1
     (tmp_path / "bad.wandb").write_bytes(damaged)
-    with pytest.raises(RunError, match=r"bad\.wandb: damaged at byte \d+"):
+    with pytest.raises(UserError, match=r"bad\.wandb: damaged at byte \d+"):
         list(wandb_records(tmp_path / "bad.wandb"))
     (tmp_path / "text.wandb").write_text("not wandb's")
-    with pytest.raises(RunError, match="not a file of wandb"):
+    with pytest.raises(UserError, match="not a file of wandb"):
         read_log(tmp_path / "text.wandb")
 
 
@@ -127,27 +127,27 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_is_whole(logged, tmp_path, c
     file.write_bytes(data[: place + 5])
     result = compare(read_run(logged[kind], "off"), read_run(run, "on"))
     assert result.on.column("step") == result.off.column("step") == [1, 2]
-    assert result.speedup == pytest.approx(1.0)
+    assert result.speedup.value == pytest.approx(1.0)
     (message,) = caplog.messages
     assert re.search(f"{what}, it is left out$", message)
     assert "Steps that only off has are left out: 3." in sentences(result)
 
 
 def test_a_folder_with_nothing_or_too_much_is_named(logged, tmp_path):
-    with pytest.raises(RunError, match="no log of a run in it"):
+    with pytest.raises(UserError, match="no log of a run in it"):
         read_log(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("")
-    with pytest.raises(RunError, match=r"several runs, name one of them: a\.jsonl, b\.jsonl"):
+    with pytest.raises(UserError, match=r"several runs, name one of them: a\.jsonl, b\.jsonl"):
         read_log(tmp_path)
-    with pytest.raises(RunError, match="nowhere: no such file or folder"):
+    with pytest.raises(UserError, match="nowhere: no such file or folder"):
         read_log(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RunError, match="pipe: must be a file or a folder, no pipe"):
+    with pytest.raises(UserError, match="pipe: must be a file or a folder, no pipe"):
         read_log(tmp_path / "pipe")
     binary = next(logged["wandb"].glob("wandb/offline-run-*/*.wandb"))
     (tmp_path / "binary.jsonl").write_bytes(binary.read_bytes())
-    with pytest.raises(RunError, match=r"binary\.jsonl:1: not a line of verl's file logger"):
+    with pytest.raises(UserError, match=r"binary\.jsonl:1: not a line of verl's file logger"):
         read_log(tmp_path / "binary.jsonl")
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_wandb_resumed_has_several_folders(logged, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert [step for step, _ in read_log("wandb").records] == [1, 2, 3]
     (folder / file.name).rename(folder / "run-other.wandb")
-    with pytest.raises(RunError, match="several runs, name one of them: offline-run-20260100_000000-x/run-"):
+    with pytest.raises(UserError, match="several runs, name one of them: offline-run-20260100_000000-x/run-"):
         read_log("wandb")
 
 
@@ -202,7 +202,10 @@ def test_the_second_runs_summary_gets_table_and_picture(
     assert {name: added[name] for name in added.keys() - {"comparison", "report"}} == pytest.approx(figures)
     table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
     assert table["columns"] == ["", "off", "on", "Change"]
-    assert [row[0] for row in table["data"]][:2] == ["Rollout time per step (s)", "Training step time (s)"]
+    assert [row[0] for row in table["data"]][:2] == [
+        "Rollout time per training step (s)",
+        "Training step time (s)",
+    ]
     picture = file.parent / "files" / items["rollout_spec/report"]["path"]
     assert picture.read_bytes() == (out / "report.png").read_bytes()
     assert not (file.parent / "files" / "requirements.txt").exists()
@@ -234,7 +237,7 @@ def test_a_run_at_wandb_is_read_and_its_summary_added_to(tmp_path, monkeypatch, 
     monkeypatch.setattr(wandb, "Api", Api)
     monkeypatch.setattr(wandb, "init", init)
     missing = "e/p/none: no such file or folder, and as a run of wandb: no such run"
-    with pytest.raises(RunError, match=missing):
+    with pytest.raises(UserError, match=missing):
         read_run("wandb:e/p/none", "on")
     off = write_run_off(tmp_path / "off.jsonl", "other")
     compared = ["compare", off, "e/p/abc123", "--wandb", "--output", str(tmp_path / "out")]

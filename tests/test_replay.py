@@ -55,7 +55,7 @@ def test_without_repetition_every_step_yields_one_token():
     assert (result.total.num_tokens, result.total.num_steps, result.total.num_draft_tokens) == (4, 3, 0)
     assert result.total.tokens_per_step == 1.0
     assert result.total.acceptance_rate == 0.0
-    assert result.mean_acceptance_length == 1.0
+    assert result.to_dict()["mean_acceptance_length"] == 1.0
     result = count(([1], [[2], [3, 4]]), ([], [[]]))  # a single token needs no step
     assert (result.num_groups, len(result.responses)) == (2, 3)
     assert (result.total.num_tokens, result.total.num_steps) == (3, 1)
@@ -68,7 +68,7 @@ def test_hand_counted_drafts():
     assert result.total.num_steps == 2
     assert result.total.tokens_per_step == 6 / 2
     assert (result.num_drafts, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (2, 8, 4)
-    assert result.mean_acceptance_length == 1 + 4 / 2
+    assert result.to_dict()["mean_acceptance_length"] == 1 + 4 / 2
     assert result.total.acceptance_rate == 4 / 8
     # A response that ends inside its draft: 2 3 4 5 are drafted, 2 and 3 accepted, and it is over.
     total = count(([1, 2, 3, 4, 5, 6], [[1, 2, 3]])).total

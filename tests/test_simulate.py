@@ -2,17 +2,18 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
 
-from rollout_spec.config import SpecConfig
+from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.predict import engine
 from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
 from rollout_spec.predict.simulate import rollout, simulate
-from rollout_spec.predict.step_times import StepTimes, StepTimesError
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.predict.step_times import StepTimes
+from rollout_spec.trace import ResponseDrafts, Rollout
 from tests.text import speak
 
 OFF = SpecConfig(method="off")
@@ -45,7 +46,7 @@ def noise(num_groups=4, group_size=8, length=150):
 def served(requests, config, times, max_num_seqs, model=None, **more):
     alone = Engine(config, times, Cluster(1, max_num_seqs, **more), model=model)
     rollout([[alone]], [requests])
-    assert not alone.has_work
+    assert alone.idle_until == math.inf
     return alone.total
 
 
@@ -98,15 +99,17 @@ class ContextTimes(StepTimes):
 def right_model(response, num_tokens):
     ahead = np.append(response, np.full(num_tokens, -1, np.int32))
     tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
-    return Proposals(tokens, np.full(tokens.shape, 9, np.float32))
+    return ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))
 
 
 def modelled(num_tokens=2, length=6):
     """One request of 5 + 6 tokens that nothing but its model knows."""
     [rollout] = noise(1, 1, length)
-    proposals = [right_model(response, num_tokens) for response in rollout.responses]
+    model_drafts = [right_model(response, num_tokens) for response in rollout.responses]
     prompt = rollout.prompt_token_ids[:5]
-    return requests_of([dataclasses.replace(rollout, prompt_token_ids=prompt, proposals=proposals)], None)
+    return requests_of(
+        [dataclasses.replace(rollout, prompt_token_ids=prompt, model_drafts=model_drafts)], None
+    )
 
 
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
@@ -290,7 +293,7 @@ def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     wrong = ('{"step_times": [{"num_tokens": 1}]}', '{"step_times": []}', json.dumps({"step_times": points}))
     for content in ("", "[]", "{}", *wrong):
         file.write_text(content)
-        with pytest.raises(StepTimesError, match="step"):
+        with pytest.raises(UserError, match="step"):
             StepTimes.parse(str(file))
 
 
@@ -304,7 +307,7 @@ def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     ],
 )
 def test_step_times_that_cannot_be(text, message):
-    with pytest.raises(StepTimesError, match=f"step times.*{message}"):
+    with pytest.raises(UserError, match=f"step times.*{message}"):
         StepTimes.parse(text)
 
 

@@ -28,13 +28,12 @@ from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import drafters as verl_drafters
-from rollout_spec.verl import samples, server_windows, trainer_hooks
+from rollout_spec.verl import sample_calls, samples, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
-from rollout_spec.verl.client import Samples
+from rollout_spec.verl.sample_calls import SampleCalls
 from rollout_spec.verl.samples import ROW
-from rollout_spec.verl.server_windows import BusyClock, Windows
+from rollout_spec.verl.server_windows import Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
 from tests.test_trace import tokens_of
@@ -194,14 +193,20 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     """However many it has; not while one waits for a weight sync, or is turned away."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = BusyClock()
-    begin, end = clock.begin, clock.end
-    for seconds, act in ((0, begin), (0, begin), (1, end), (2, end), (4, begin)):
-        now[0] += seconds
-        act()
-    now[0] += 8
-    assert clock.take_seconds() == 1 + 2 + 8
-    assert clock.take_seconds() == 0
+    windows = Windows()
+    with windows.request(is_training=True):
+        windows.admit()
+        with windows.request(is_training=True):
+            windows.admit()
+            now[0] += 1
+        now[0] += 2
+    now[0] += 4
+    with windows.request(is_training=True):
+        windows.admit()
+        now[0] += 8
+        windows.end(None, RequestCounters())
+        assert windows.take().rollout_seconds == 1 + 2 + 8
+        assert windows.take().rollout_seconds == 0
     windows = Windows()
     monkeypatch.setattr(server_windows, "MAX_WAIT_S", 0.01)
     with windows.request(is_training=True):
@@ -321,7 +326,7 @@ class LookingLoop:
 
     async def run(self, sampling_params, session_id, **kwargs):
         sample = sampling_params["extra_args"].get("rollout_spec_key")
-        assert sample is None or sample in verl_client.here
+        assert sample is None or sample in sample_calls.here
         self.seen.append((sampling_params, kwargs))
         if session_id > 1:
             raise asyncio.CancelledError if session_id == 2 else ValueError("it failed")
@@ -348,11 +353,11 @@ def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_fr
 
     async def put(**_): ...
 
-    here, scored = Samples(), list[Any]()
-    monkeypatch.setattr(verl_client, "here", here)
+    here, scored = SampleCalls(), list[Any]()
+    monkeypatch.setattr(sample_calls, "here", here)
     monkeypatch.setattr(transfer_queue, "async_kv_batch_put", put)
     monkeypatch.setitem(agent_loop._agent_loop_registry, "looking", {"_target_": f"{__name__}.LookingLoop"})
-    samples.change(agent_loop)
+    samples.patch_agent_loops(agent_loop)
     row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
     step = {"step": 3, "validate": False, "sample_index": 4, "rollout_n": 0}
     columns = {"agent_name": "looking", "trace": False, "uid": "u", "global_steps": 3}

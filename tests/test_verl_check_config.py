@@ -19,10 +19,9 @@ from omegaconf.errors import InterpolationResolutionError
 from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl import entry_point, plugin_state, settings
-from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl import entry_point, settings
+from rollout_spec.verl.check_config import check_config, check_overrides
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
-from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
@@ -328,7 +327,7 @@ def test_a_configuration_of_ones_own_may_have_our_group_and_options():
 def broken(monkeypatch):
     fails = Mock(side_effect=RuntimeError("no such group"))
     monkeypatch.setattr("rollout_spec.verl.hydra_plugin.install", fails)
-    monkeypatch.setattr(plugin_state, "failure", None)
+    monkeypatch.setattr(settings, "plugin_failure", None)
     monkeypatch.delenv(entry_point.ASKED_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
     return monkeypatch
@@ -356,7 +355,7 @@ def test_a_broken_plugin_is_loud_and_harmless_where_nobody_asked_for_it(broken, 
 
 def test_a_command_that_runs_the_legacy_trainer_is_refused(monkeypatch):
     """As recipe.dapo.main_dapo does, which leaves trainer.use_v1=True."""
-    monkeypatch.setattr(plugin_state, "failure", None)
+    monkeypatch.setattr(settings, "plugin_failure", None)
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo_v0", None)
     with pytest.raises(ConfigError, match=rf"^this command runs \S+main_ppo_v0: {V1_TRAINER_ONLY}"):
         check_whole(_root_=OmegaConf.create({}))

@@ -19,7 +19,8 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from rollout_spec.verl import client as verl_client
-from rollout_spec.verl.client import Call, Samples
+from rollout_spec.verl import sample_calls
+from rollout_spec.verl.sample_calls import Call, SampleCalls, number_of_prompt, prompt_digest
 from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
@@ -81,8 +82,8 @@ CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "rollout":
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """The samples of a process that has just begun."""
-    monkeypatch.setattr(verl_client, "here", Samples())
-    return verl_client.here
+    monkeypatch.setattr(sample_calls, "here", SampleCalls())
+    return sample_calls.here
 
 
 def make(server, verls=FullyAsyncLLMServerClient):
@@ -109,7 +110,7 @@ async def best_of(client, sampling_params):
 def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls, monkeypatch):
     runs = []
     for _ in range(2):
-        monkeypatch.setattr(verl_client, "here", Samples())
+        monkeypatch.setattr(sample_calls, "here", SampleCalls())
         server, given = Server(), params()
         asyncio.run(best_of(make(server, verls), given))
         runs.append(server.names)
@@ -183,7 +184,7 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
         server = Server()
         client = make(server, verls)
         for process in "12":
-            monkeypatch.setattr(verl_client, "here", Samples())
+            monkeypatch.setattr(sample_calls, "here", SampleCalls())
             for request_id, prompt in zip(request_ids, ([1, 2], [1, 2], [3]), strict=True):
                 asyncio.run(session(client, request_id + process, prompt, [4]))
         runs.append(server)
@@ -247,33 +248,33 @@ def test_a_client_that_derives_from_verls_is_named():
         wrap(verl_client._acquire_server)
         asyncio.run(call(client, [1], {}))
     assert json.loads(server.names[0])[0] == "prompt"
-    verl_client.here.end_request("r")
+    sample_calls.here.end_request("r")
     assert server.ended == [server.sent[0]["rollout_spec_sample"]]
 
 
 def test_a_long_prompt_is_told_by_its_length_and_its_ends():
     prompt = list(range(20_000))
     others = [*prompt, 1], [1, *prompt[1:]], [*prompt[:-1], 1]
-    digests = [*map(verl_client._digest, (prompt, *others))]
+    digests = [*map(prompt_digest, (prompt, *others))]
     assert len(set(digests)) == 4
     middle = prompt.copy()
     middle[10_000] = 0
-    assert verl_client._digest(middle) == digests[0]
-    assert verl_client._digest(middle[5_000:13_000]) != verl_client._digest(prompt[5_000:13_000])
+    assert prompt_digest(middle) == digests[0]
+    assert prompt_digest(middle[5_000:13_000]) != prompt_digest(prompt[5_000:13_000])
 
 
 def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, here):
-    monkeypatch.setattr(verl_client, "MAX_SAMPLES", 3)
+    monkeypatch.setattr(sample_calls, "MAX_SAMPLES", 3)
     server = Server()
     client = make(server)
     for number in (0, 1, 2, 0, 3, 4):
         asyncio.run(call(client, [1], params([number]), f"r{number}"))
     assert [[number] in here for number in range(5)] == [True, False, False, True, True], "those used last"
     assert here.name_of("r1") is None and here.name_of("r4") == [4]
-    verl_client.here.end([4])
-    verl_client.here.end("unknown")
-    verl_client.here.end_request("r1")
-    verl_client.here.end_request("r3")
+    sample_calls.here.end([4])
+    sample_calls.here.end("unknown")
+    sample_calls.here.end_request("r1")
+    sample_calls.here.end_request("r3")
     assert len(here) == 1 and here.name_of("r4") is None
     assert server.ended == ["[4]", "[3]"]
     asyncio.run(call(client, [1], params([4])))
@@ -281,11 +282,11 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, her
 
 
 def test_the_balancer_forgets_what_began_longest_ago(monkeypatch):
-    monkeypatch.setattr(verl_client, "MAX_SAMPLES", 2)
-    monkeypatch.setattr(verl_client, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(sample_calls, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(sample_calls, "MAX_PROMPTS", 2)
     balancer = SimpleNamespace()
     asked = zip("abacdefa", "xxxyxzyx", strict=True)
-    begun = [verl_client._begin(balancer, request_id, digest) for request_id, digest in asked]
+    begun = [number_of_prompt(balancer, request_id, digest) for request_id, digest in asked]
     assert begun == [("x", 0), ("x", 1), ("x", 0), ("y", 0), ("x", 2), ("z", 0), ("y", 0), ("x", 0)]
 
 
@@ -338,22 +339,22 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
             await asyncio.sleep(60)
         if failure == "dead":
             raise ActorDiedError
-        monkeypatch.setattr(verl_client, "here", here)
+        monkeypatch.setattr(sample_calls, "here", here)
         try:
             return function(None, *args)
         finally:
-            monkeypatch.setattr(verl_client, "here", there)
+            monkeypatch.setattr(sample_calls, "here", there)
 
     monkeypatch.setattr(verl_client, "MAX_WAIT_S", 0.01)
     remote = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
     home = SimpleNamespace(__ray_call__=remote) if failure != "no actor" else None
-    server, there = Server(), Samples()
+    server, there = Server(), SampleCalls()
     client = make(server)
     assert verl_client._HOME not in client.__getstate__(), "it brings no samples"
-    verl_client.here.begin(SAMPLE)
+    sample_calls.here.begin(SAMPLE)
     asyncio.run(call(client, [1] * 100, params()))
     copied = sent(client, home)
-    monkeypatch.setattr(verl_client, "here", there)
+    monkeypatch.setattr(sample_calls, "here", there)
     monkeypatch.setattr(verl_client, "_process", "another")
     for prompt in ([1] * 100, [1] * 600):
         asyncio.run(call(copied, prompt, params()))

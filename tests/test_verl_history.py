@@ -221,7 +221,7 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     """Its number of the turn, its group's tokens, and the servers that are told of the end."""
 
     def begin(_, client):
-        from rollout_spec.verl.client import Call, here
+        from rollout_spec.verl.sample_calls import Call, here
 
         here.begin("sample")
         here.add("sample", Call("r", "its digest", 100, {}, False))
@@ -229,7 +229,7 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
 
     def end(_):
         """Once a task has told where its call goes, which it does not wait for."""
-        from rollout_spec.verl.client import here
+        from rollout_spec.verl.sample_calls import here
 
         is_told = bool(here._samples["sample"].servers)
         if is_told:

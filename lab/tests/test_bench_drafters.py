@@ -127,7 +127,7 @@ def test_a_simulated_model_is_right_as_often_as_asked():
     modelled, again = (list(simulate_model(lines, (0.8, 0.5, 0.5))) for _ in range(2))
     num_right, num_tried = np.zeros(3), np.zeros(3)
     for line, same in zip(modelled, again, strict=True):
-        for response, said, other in zip(line.responses, line.proposals, same.proposals, strict=True):
+        for response, said, other in zip(line.responses, line.model_drafts, same.model_drafts, strict=True):
             assert (said.tokens == other.tokens).all()
             for i in range(len(response) - 2):
                 is_right = said.tokens[i] == response[i : i + 3]

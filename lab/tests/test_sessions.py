@@ -12,7 +12,7 @@ from rollout_spec.predict.load import requests_of
 from rollout_spec.predict.simulate import rollout
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
-from rollout_spec.verl.client import _begin, _digest
+from rollout_spec.verl.sample_calls import number_of_prompt, prompt_digest
 
 
 def sessions(num_prompts=75, num_samples=4, num_tokens=90):
@@ -45,7 +45,9 @@ def test_names_by_first_prompts_draft_as_names_by_rows_do():
     by_row = requests_of(list(sessions()), None)
     balancer, by_prompt = SimpleNamespace(), []
     for request in by_row:
-        digest, number = _begin(balancer, request.sample, _digest(request.prompt_token_ids.tolist()))
+        digest, number = number_of_prompt(
+            balancer, request.sample, prompt_digest(request.prompt_token_ids.tolist())
+        )
         by_prompt.append(named(request, digest, f"{digest}.{number}"))
     (rows, *resumed), (prompts, *resumed_by_prompt) = map(share_with_a_draft, (by_row, by_prompt))
     print(f"rows with a draft: {rows:.3f} named by rows, {prompts:.3f} by first prompts")

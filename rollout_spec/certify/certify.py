@@ -60,11 +60,6 @@ class Plan:
         """Draft tokens, threshold and group size of each engine that drafts."""
         return list(itertools.product(self.nums_speculative_tokens, self.batch_thresholds, self.group_sizes))
 
-    @property
-    def num_engines(self) -> int:
-        """Without the one that explains differences."""
-        return 1 + len(self.drafting)
-
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
     """Run the plan, and tell `advance` of each engine that has ended.
@@ -72,7 +67,7 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     Returns:
         What `rollout-spec certify --json` prints, but for the names of model and prompts.
 
-    Raises CertifyError: no configuration has rejected a draft token.
+    Raises UserError: no configuration has rejected a draft token.
     """
     is_mrv2, runs = _run(plan, advance)
     found = counts.of_runs(runs, _differences(plan, runs, is_mrv2))
@@ -204,9 +199,8 @@ def _explained(
     shortfall = coupled.shortfall
     if is_mrv2:
         from rollout_spec.vllm.mrv2.versions import shortfall
-    gap = explain(
-        logits, where.temperature, plan.top_k, plan.top_p, key, position, pair.tokens, allowed, shortfall
-    )
+    sampling = where.temperature, plan.top_k, plan.top_p
+    gap = explain(logits, *sampling, key, position, pair.tokens, allowed, shortfall)
     return dataclasses.asdict(where) | {
         "prompt": pair.sample.prompt,
         "number": pair.sample.number,

@@ -12,10 +12,6 @@ from rollout_spec.metrics import RequestCounters
 from rollout_spec.report.responses import Agreement, agreement
 
 
-class CertifyError(UserError):
-    """There is nothing to certify: nothing was drafted, or no draft token was rejected."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """One of the requests: which prompt, at which temperature, which of the group."""
@@ -76,7 +72,7 @@ def of_runs(
     """The counts of each configuration, and of those together that say something. `differences`: the first
     one of each response, `explained` or not.
 
-    Raises CertifyError: as `untested`.
+    Raises UserError: as `untested`.
     """
     counted = {where: counts(pairs) for where, pairs in runs.items()}
     num_unexplained = sum(not one["explained"] for one in differences)
@@ -111,7 +107,7 @@ def untested(
 ) -> dict[Configuration, str]:
     """The configurations that say nothing, because no draft token was rejected, and why.
 
-    Raises CertifyError: they all are, and no difference is unexplained.
+    Raises UserError: they all are, and no difference is unexplained.
     """
     reasons = {
         where: "no draft token was rejected" if found["num_draft_tokens"] else "nothing was drafted"
@@ -120,7 +116,7 @@ def untested(
     }
     if len(reasons) == len(counted) and not num_unexplained:
         listed = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
-        raise CertifyError(f"there is nothing to certify: {listed}")
+        raise UserError(f"there is nothing to certify: {listed}")
     return reasons
 
 
@@ -149,5 +145,4 @@ def verdict(record: Mapping[str, Any]) -> str:
     if not record["untested"]:
         return f"certified{agreement}"
     num_all = len(record["configurations"])
-    num_tested = num_all - len(record["untested"])
-    return f"certified in part{agreement}: {num_tested} of {num_all} configurations"
+    return f"certified in part{agreement}: {num_all - len(record['untested'])} of {num_all} configurations"

@@ -4,8 +4,8 @@ In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user'
 May import: `config`, `environment`, `files`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`,
 `vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
 
-A module in COMMANDS has HELP, add_arguments(parser) and run(args) -> exit code. It imports what is slow in
-`run`, so that `--help` answers at once.
+A module in COMMANDS has HELP, EXAMPLE, add_arguments(parser) and run(args) -> exit code. It imports nothing
+of this one, and what is slow in `run`, so that `--help` answers at once.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rollout_spec import __version__
+from rollout_spec.cli.arguments import add_command
 from rollout_spec.config import SpecConfig, UserError
 
 OPTIONAL = ("matplotlib", "jinja2", "pyarrow", "tokenizers", "tensorboard", "wandb")  # of the extra `report`
 OF_ENGINES = ("torch", "transformers", "vllm")
 COMMANDS = ("replay", "simulate", "compare", "certify", "corpus", "doctor")
-DESCRIPTION = "Model-free speculative decoding for RL rollouts with verl and vLLM."
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -34,19 +34,18 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         help_, default = action.help or "", action.default
         if default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS):
             return help_
-        if "%(default)s" in help_:
-            return help_
         return f"{help_} ({' '.join(map(str, default)) if isinstance(default, list) else default})"
 
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage; its subparsers do likewise.
 
-    Takes no abbreviations: `--mode` is not `--model`.
+    Takes no abbreviations: `--mode` is not `--model`. `example`: a command that works as it stands.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **settings)
+    def __init__(self, example: str, **settings: Any) -> None:
+        end = f"example:\n  {example}"
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, epilog=end, **settings)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid \w+ value: '(.*)'$", message)
@@ -56,15 +55,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
 
 
-def add_example(parser: argparse.ArgumentParser, command: str) -> None:
-    """End the parser's `--help` with a command that works as it stands."""
-    parser.epilog = f"example:\n  {command}"
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="rollout-spec", description=DESCRIPTION)
+    about = "Model-free speculative decoding for RL rollouts with verl and vLLM."
+    parser = Parser("rollout-spec doctor", prog="rollout-spec", description=about)
     add_commands(parser, "rollout_spec.cli", COMMANDS)
-    add_example(parser, "rollout-spec doctor")
     return parser
 
 
@@ -74,13 +68,7 @@ def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in names:
         module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
-        sub = commands.add_parser(name, help=module.HELP, description=sentence(module.HELP))
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
-
-
-def sentence(phrase: str) -> str:
-    return f"{phrase[0].upper()}{phrase[1:]}."
+        add_command(commands, name, module).set_defaults(run=module.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,8 +118,7 @@ def _unknown(arguments: Sequence[str], refused: Mapping[str, str] | None) -> str
     if option.startswith("--") and refused is not None and name in SpecConfig.__dataclass_fields__:
         if name in refused:
             return f"{option}: {refused[name]}"
-        given = value if sign else next(iter(arguments[1:]), "VALUE")
-        return f"{option}: use --spec {name}={given}"
+        return f"{option}: use --spec {name}={value if sign else next(iter(arguments[1:]), 'VALUE')}"
     return f"unrecognized arguments: {' '.join(arguments)}"
 
 

@@ -1,6 +1,7 @@
-"""Types of arguments, and options of `rollout.spec`."""
+"""What the subcommands build their parsers of: types of arguments, tables of options, `--spec`."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -57,6 +58,18 @@ def folder_for(*names: str) -> Callable[[str], Path]:
     return parse
 
 
+def sentence(phrase: str) -> str:
+    return f"{phrase[0].upper()}{phrase[1:]}."
+
+
+def add_command(commands: Any, name: str, module: Any) -> argparse.ArgumentParser:
+    """Add a subcommand to those of a parser: a module with HELP, EXAMPLE and `add_arguments`."""
+    about = {"help": module.HELP, "description": sentence(module.HELP), "example": module.EXAMPLE}
+    parser: argparse.ArgumentParser = commands.add_parser(name, **about)
+    module.add_arguments(parser)
+    return parser
+
+
 def add_options(group: argparse._ActionsContainer, *options: tuple[str, Any, str, Any, str]) -> None:
     """Add options: name, type, metavar, default, help. If the default is a list, it takes several values."""
     for name, kind, metavar, default, help_ in options:
@@ -72,23 +85,18 @@ def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Ma
 
 def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
     """The options that `--spec` gives, for `SpecConfig` to check. `refused`: as in `add_spec_argument`."""
-    spec = {}
+    spec: dict[str, Any] = {}
     for option in given:
         name, sign, value = option.partition("=")
         if not sign:
             raise UserError(f"--spec {option}: must be NAME=VALUE")
         if name in refused:
             raise UserError(f"--spec {option}: {refused[name]}")
-        spec[name] = value if name in _TEXTS else _parsed(value)
+        spec[name] = value
+        if name not in _TEXTS:
+            with contextlib.suppress(ValueError, RecursionError):  # what is no number, true or false is text
+                spec[name] = json.loads(value)
     return spec
 
 
 _TEXTS = [field.name for field in dataclasses.fields(SpecConfig) if field.type == "str"]
-
-
-def _parsed(value: str) -> Any:
-    """Numbers, true and false as JSON has them; anything else is text."""
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value

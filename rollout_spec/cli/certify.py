@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, models
+from rollout_spec.cli import models
 from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollout_spec.certify.certify import Plan
 
 HELP = "run a model with drafts and without, and compare every token"
+EXAMPLE = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8 --output outputs/certificate"
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SEED = (1 << 31) - 2
 # Answers to these repeat themselves and the prompt, so that drafts are made, accepted and rejected.
@@ -71,8 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = folder_for("certificate.json", "certificate.html")
     add_options(output, ("--output", kind, "DIR", None, "write certificate.json and certificate.html there"))
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    command = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8"
-    add_example(parser, f"{command} --output outputs/certificate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.report.certificate import sentences, tables, write_certificate
 
     plan = _plan(args, model, rows, drafter)
-    with counted("certifying", plan.num_engines) as advance:
+    with counted("certifying", 1 + len(plan.drafting)) as advance:
         record = certify(plan, advance)
     source = str(args.train_file or "our own")
     record["plan"] |= {"model": str(args.model), "prompts": source, "num_prompts": len(rows)}
@@ -112,11 +111,9 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
     longest, for_cpu = max(map(len, tokens)), models.device_arguments()
     length = longest + args.max_tokens
     own = str(fields.get("dtype") or fields.get("torch_dtype"))
-    if length > (positions := fields.get("max_position_embeddings") or length):
-        why = f"the model has {positions} positions, and the longest prompt has {longest} tokens"
-        raise UserError(
-            f"--max-tokens {args.max_tokens}: must be at most {positions - longest}, because {why}"
-        )
+    if length > (limit := fields.get("max_position_embeddings") or length):
+        why = f"the model has {limit} positions, and the longest prompt has {longest} tokens"
+        raise UserError(f"--max-tokens {args.max_tokens}: must be at most {limit - longest}, because {why}")
     return Plan(
         model=model,
         prompts=tokens,

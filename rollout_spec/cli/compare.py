@@ -1,41 +1,26 @@
 """`rollout-spec compare`: two training runs, one without drafts and one with."""
 
 import argparse
-import json
-from pathlib import Path
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, folder_for, path
 
 FOLDER = folder_for("summary.json", "report.png", "report.html")  # an argparse type
 HELP = "compare two training runs, one without drafts and one with"
+EXAMPLE = "rollout-spec compare outputs/demo/off outputs/demo/sam"
 _RUN = "folder, file (JSON lines, .wandb, tensorboard events) or entity/project/run_id of a run at wandb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_argument_group("the two runs")
     compared.add_argument("off", type=path, metavar="RUN_OFF", help=f"run with +rollout.spec=off: {_RUN}")
-    compared.add_argument(
-        "on", type=path, metavar="RUN_ON", help="run with +rollout.spec=sam, of any of the same kinds"
-    )
+    help_ = "run with +rollout.spec=sam, of any of the same kinds"
+    compared.add_argument("on", type=path, metavar="RUN_ON", help=help_)
     output = parser.add_argument_group("output")
     there = "outputs/comparison"
     add_options(output, ("--output", FOLDER, "DIR", there, "folder for page, picture and JSON"))
     help_ = "add table, picture and speed-up to the summary of RUN_ON at wandb"
     output.add_argument("--wandb", action="store_true", help=help_)
     output.add_argument("--json", action="store_true", help="print the comparison as JSON")
-    add_example(parser, "rollout-spec compare outputs/demo/off outputs/demo/sam")
-
-
-def _turns(summary: Path) -> list[str]:
-    """What the demo measured beside its two trainings; empty where there is no demo."""
-    try:
-        found = json.loads(summary.read_text())
-        has_turns, (low, high) = bool(found["turns"]), found["speedup_ci95"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    speedup = f"{found['speedup']:.2f}× (rough interval {low:.2f} to {high:.2f})"
-    return [f"Better than these trainings: the demo's turns, with {speedup}, in {summary}."] * has_turns
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     columns = [*table_columns(comparison)[:-1], "change [interval]"]
     table = (headline(comparison), columns, table_rows(comparison, intervals=False))
     warnings = comparison.warnings
-    text = [*sentences(comparison)[len(warnings) :], *_turns(args.on.parent / "summary.json")]
+    text = sentences(comparison)[len(warnings) :]
     try:
         paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     finally:  # a reader of the output may go away

@@ -113,5 +113,4 @@ def counted(text: str, total: int | None = None) -> Iterator[Callable[[int], Non
     """A bar on a terminal; call what it yields with how much more is done."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda more: progress.advance(task, more)
+        yield functools.partial(progress.advance, progress.add_task(text, total=total))

@@ -2,26 +2,23 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
-from rollout_spec.cli.arguments import path
+from rollout_spec.cli.arguments import path, sentence
 from rollout_spec.cli.rollouts import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 
 HELP = "build a corpus that is drafted from too"
+EXAMPLE = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl -o outputs/corpus.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     help_ = "make the file from the responses of recorded rollouts"
-    build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.")
+    build = kinds.add_parser("build", help=help_, description=sentence(help_), example=EXAMPLE)
     add_rollouts_arguments(build.add_argument_group("what is read"))
     output = build.add_argument_group("output")
     help_ = "for example corpus.jsonl"
     output.add_argument("-o", "--output", type=path, required=True, metavar="FILE", help=help_)
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    example = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl -o outputs/corpus.jsonl"
-    add_example(parser, example)
-    add_example(build, example)
 
 
 def run(args: argparse.Namespace) -> int:

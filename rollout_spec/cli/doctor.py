@@ -2,15 +2,13 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
-
 HELP = "say whether drafting can work here, and what to do if not"
+EXAMPLE = "rollout-spec doctor"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output", "Exit code 1: drafting cannot work here.")
     output.add_argument("--json", action="store_true", help="print every check, patches too, as JSON")
-    add_example(parser, "rollout-spec doctor")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +41,7 @@ def _print(checks: list[dict[str, str]]) -> None:
     for check in sorted(shown, key=lambda check: list(colours).index(check["status"])):
         text = f"{check['name']:<{width}}  {check['detail']}" + (f"; {check['fix']}" if check["fix"] else "")
         # One line each, however long: for `grep`, and the terminal wraps by itself.
-        status = Text(f"{check['status']:<4}  ", colours[check["status"]])
-        console.print(status + Text(text), soft_wrap=True)
+        status = f"{check['status']:<4}  ", colours[check["status"]]
+        console.print(Text.assemble(status, text), soft_wrap=True)
     failed = [check["name"] for check in checks if check["status"] == FAIL]
     console.print(f"Drafting cannot work here: {', '.join(failed)}." if failed else "Drafting can work here.")

@@ -99,9 +99,5 @@ def tokenized(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
         raise UserError(f"--model {model}: its tokenizer cannot be read: {error}") from error
     if not tokenizer.chat_template:
         raise UserError(f"--model {model}: its tokenizer has no chat template")
-    return [
-        tokenizer.apply_chat_template(
-            list(row["prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for row in rows
-    ]
+    chats = [list(row["prompt"]) for row in rows]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=False)

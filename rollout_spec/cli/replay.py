@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from rollout_spec import __version__
-from rollout_spec.cli import add_example, rollouts
+from rollout_spec.cli import rollouts
 from rollout_spec.cli.arguments import (
     MAX_ENGINES,
     add_options,
@@ -16,6 +16,7 @@ from rollout_spec.cli.arguments import (
 from rollout_spec.config import SpecConfig, UserError
 
 HELP = "replay recorded rollouts through the drafter, without a model"
+EXAMPLE = "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0"
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold"), "replay drafts in every step"),
     "routing": "it makes no difference in replay",
@@ -43,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = folder_for("replay.json", "replay.png", "replay.html")
     add_options(output, ("--output", kind, "DIR", None, page))
     output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_example(parser, "rollout-spec replay outputs/demo/off/rollouts/rollouts-0.jsonl --spec history=0")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,10 +44,7 @@ def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = No
 
 def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
     """Refuse rollouts without a step: the prefill gives the first token of a response."""
-    longest = max((len(response) for line in lines for response in line.responses), default=0)
-    if longest == 0:
-        raise UserError(f"{trace}: no token in any response")
-    if longest == 1:
+    if all(len(response) < 2 for line in lines for response in line.responses):
         raise UserError(f"{trace}: no second token in any response, so there is no step to draft in")
 
 
@@ -71,8 +68,6 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
     except ValueError:
         acceptance = []
     if not 0 < len(acceptance) <= MAX_SPECULATIVE_TOKENS or not all(0 <= share <= 1 for share in acceptance):
-        raise UserError(
-            f"--model-acceptance {args.model_acceptance}: must be numbers from 0 to 1, separated by commas, "
-            f"at most {MAX_SPECULATIVE_TOKENS}"
-        )
+        wanted = f"numbers from 0 to 1, separated by commas, at most {MAX_SPECULATIVE_TOKENS}"
+        raise UserError(f"--model-acceptance {args.model_acceptance}: must be {wanted}")
     return simulate_model(lines, acceptance)

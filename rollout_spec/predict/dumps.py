@@ -1,8 +1,16 @@
 """Files of rollouts, read as `trace.Rollout`s: recordings, verl's dumps, rows of a prompt and its responses.
 
-A file is JSON lines, plain or gzipped, or parquet: its contents say which. A field that the user names
-(`--columns`) always counts. Else in verl's dumps the known ones count, whatever fields a reward function
-adds, and in other rows those with a usual name, token ids before texts; of several the row is refused.
+A file is JSON lines, plain or gzipped, or parquet: its contents say which. A row's fields have four roles:
+
+    role      holds                                                      usual names (all: NAMES)
+    prompt    token ids, a text, or a chat                               prompt_ids; prompt, question
+    response  token ids, a text, a chat of one message; a list of these  response_ids; response, outputs
+    group     anything; without it, rows of one prompt are a group       none
+    step      a whole number, also as text (step_3)                      step, global_step
+
+A field that the user names (`--columns`) always counts. Else in verl's dumps the known ones count, whatever
+fields a reward function adds, and in other rows those with a usual name, token ids before texts; of several
+the row is refused.
 """
 
 import dataclasses
@@ -160,9 +168,8 @@ def _files_of(path: Path) -> list[Path]:
             logger.warning("left out: %s is a link to nothing", file)
     files = [file for file in files if file.is_file()]
     if not files:
-        raise TraceError(
-            f"{path}: no file in it ends with .jsonl, .json, .ndjson or .parquet, or with these and .gz"
-        )
+        ends = ".jsonl, .json, .ndjson or .parquet, or with these and .gz"
+        raise TraceError(f"{path}: no file in it ends with {ends}")
     return sorted(files, key=_by_number)
 
 
@@ -223,8 +230,7 @@ def _group(row: Mapping[str, Any], columns: Columns, where: str) -> _Group | Non
     prompt, name, step = (_value(row, role, columns, where) for role in ("prompt", "group", "step"))
     prompt = _prompt(prompt)
     if name is None:
-        text = repr(prompt or responses)
-        name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+        name = hashlib.sha256(repr(prompt or responses).encode(errors="replace")).hexdigest()[:16]
     # verl's uid, prompt_sample_output: prompts of one text may have other images.
     part = str(row["uid"]).rsplit("_", 2)[0] if is_verls and "uid" in row else ""
     texts = [text if isinstance(text, str) else token_ids(text, where) for text in (prompt, *responses)]

@@ -18,7 +18,7 @@ from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
-from rollout_spec.predict.replay_drafters import drafts_at
+from rollout_spec.predict.replay import drafts_at
 from rollout_spec.predict.step_times import Times
 
 TAIL_ROWS = 8  # a rollout is in its tail while an engine runs at most this many requests
@@ -83,11 +83,9 @@ class Engine:
         self.drafter: Drafter | None = None
         num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
+            most = min(num_draft_tokens, config.num_speculative_tokens)
             self.drafter = Drafter(
-                config,
-                lambda: self.total.seconds,
-                pads_drafts=cluster.pads_drafts,
-                most_model_tokens=min(num_draft_tokens, config.num_speculative_tokens),
+                config, lambda: self.total.seconds, pads_drafts=cluster.pads_drafts, most_model_tokens=most
             )
             num_draft_tokens = config.num_speculative_tokens
         # The model's passes in the step that runs that draft: as the drafter says, or all.
@@ -101,10 +99,6 @@ class Engine:
         self._unfilled: list[int] = []  # tokens of each that are still to be prefilled
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
         self._begin = 0.0
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._at_tools)
 
     @property
     def num_waiting(self) -> int:
@@ -129,17 +123,13 @@ class Engine:
         self._begin = self.total.seconds
 
     def begin_step(self) -> Step:
-        self._take_back()
+        while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
+            self._queue.append((self._at_tools.popleft()[1], 0))
         may_admit, num_verified = not self._preempt(), self._num_verified
         num_prompt_tokens = self._prefill(self._cluster.max_num_batched_tokens - num_verified, may_admit)
         num_tokens = num_verified + num_prompt_tokens
-        return Step(
-            num_tokens,
-            num_prompt_tokens,
-            any(self._drafts),
-            num_rows=len(self._running),
-            num_context=self._num_context,
-        )
+        has_drafts, num_rows, context = any(self._drafts), len(self._running), self._num_context
+        return Step(num_tokens, num_prompt_tokens, has_drafts, num_rows=num_rows, num_context=context)
 
     def seconds(self, step: Step, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
@@ -201,11 +191,9 @@ class Engine:
     def _drafts_of_model(self) -> ModelDrafts | None:
         if not self._num_passes:
             return None
-        nums_done = [
-            int(level) - len(request.prompt_token_ids)
-            for level, request in zip(self._levels, self._running, strict=False)
-        ]
-        return drafts_at([request.proposals for request in self._running], nums_done, self._num_passes)
+        prompt_lens = [len(request.prompt_token_ids) for request in self._running]
+        nums_done = (self._levels[: len(prompt_lens)] - np.array(prompt_lens, np.int32)).tolist()
+        return drafts_at([request.model_drafts for request in self._running], nums_done, self._num_passes)
 
     @property
     def _num_context(self) -> int:
@@ -223,15 +211,10 @@ class Engine:
 
     @property
     def idle_until(self) -> float:
-        """When the first tool answers, if nothing else is to do; 0.0: something is."""
+        """When the first tool answers, if nothing else is to do; 0.0: something is; inf: nothing ever."""
         if self._running or self._queue:
             return 0.0
         return self._at_tools[0][0] if self._at_tools else math.inf
-
-    def _take_back(self) -> None:
-        """Take the turns whose tools have answered."""
-        while self._at_tools and self._at_tools[0][0] <= self.total.seconds:
-            self._queue.append((self._at_tools.popleft()[1], 0))
 
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
@@ -286,9 +269,8 @@ class Engine:
         self._drafts.append([])
         self._unfilled.append(0)
         if self.drafter is not None:
-            self.drafter.add(
-                request.name, prompt, end, request.group, request.num_group_tokens, request.sample
-            )
+            names = request.group, request.num_group_tokens, request.sample
+            self.drafter.add(request.name, prompt, end, *names)
 
     def _remove(self, row: int, *, has_ended: bool = True) -> None:
         """Take a request out of the batch; the last row takes its place, as in vLLM's."""
@@ -316,11 +298,9 @@ def step_together(ranks: Sequence[Engine]) -> int:
         rank.total.seconds = max(rank.total.seconds, idle_until)
     steps = [rank.begin_step() for rank in ranks]
     total = sum(step.num_tokens for step in steps)
-    seconds = max(
-        rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True)
-    )
+    took = max(rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True))
     # What vLLM tells each of several.
     number = ranks[0].total.num_steps if len(ranks) > 1 else None
     most_tokens = max(step.num_tokens for step in steps)
     told = [step._replace(num_tokens=most_tokens, number=number) for step in steps]
-    return sum(rank.end_step(seconds, step) for rank, step in zip(ranks, told, strict=True))
+    return sum(rank.end_step(took, step) for rank, step in zip(ranks, told, strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.placement import GroupPlacement
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.trace import ResponseDrafts, Rollout
 
 _MAX_TOKEN = np.iinfo(np.int32).max
 
@@ -27,7 +27,7 @@ class Request:
     group: str
     prompt_token_ids: Int32Array
     response: Int32Array
-    proposals: Proposals | None = None
+    model_drafts: ResponseDrafts | None = None
     num_cached: int = 0  # tokens of the prompt that the turns before have
     num_group_tokens: int | None = None  # tokens of it that are the group's prompt; None: all
     next_turn: Request | None = None
@@ -71,16 +71,16 @@ def copied(lines: Sequence[Rollout], num_copies: int) -> list[Rollout]:
     vocabulary = 1 + max((int(array.max()) for array in texts if array.size), default=0)
     if num_copies * vocabulary > _MAX_TOKEN:
         raise UserError(f"--copies {num_copies}: at most {_MAX_TOKEN // vocabulary} with these token ids")
-    return [_shifted(line, i, np.int32(i * vocabulary)) for i in range(num_copies) for line in lines]
-
-
-def _shifted(line: Rollout, number: int, shift: np.int32) -> Rollout:
-    return dataclasses.replace(
-        line,
-        group=f"{line.group}.{number}" if number else line.group,
-        prompt_token_ids=line.prompt_token_ids + shift,
-        responses=[response + shift for response in line.responses],
-    )
+    return [
+        dataclasses.replace(
+            line,
+            group=f"{line.group}.{i}" if i else line.group,
+            prompt_token_ids=line.prompt_token_ids + shift,
+            responses=[response + shift for response in line.responses],
+        )
+        for i, shift in enumerate(np.arange(num_copies, dtype=np.int32) * vocabulary)
+        for line in lines
+    ]
 
 
 def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Request]:
@@ -100,8 +100,8 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
 def _first_turn(line: Rollout, number: int, name: str) -> Request | None:
     prompt, response = line.prompt_token_ids, line.responses[number]
     if not line.turns:
-        proposals = line.proposals[number] if line.proposals else None
-        return Request(name, line.group, prompt, response, proposals) if len(response) else None
+        model_drafts = line.model_drafts[number] if line.model_drafts else None
+        return Request(name, line.group, prompt, response, model_drafts) if len(response) else None
     text, turn = np.append(prompt, response), None
     turns = [[begin, end] for begin, end in line.turns_of(number) if begin < end]
     ends = [0, *(end for _, end in turns)]

@@ -10,9 +10,8 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import token_matrix
-from rollout_spec.predict.replay_drafters import IndexDrafter
-from rollout_spec.trace import Proposals, Rollout
+from rollout_spec.predict.replay import IndexDrafter, token_matrix
+from rollout_spec.trace import ResponseDrafts, Rollout
 
 # What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as
 # often as on average; elsewhere it is wrong more often, so that the average is the rate that was asked for.
@@ -36,7 +35,8 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
             agrees = np.concatenate(guesses) == np.concatenate(line.responses)
             share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
             each = zip(line.responses, guesses, strict=True)
-            yield dataclasses.replace(line, proposals=[_proposals(*one, acceptance, share) for one in each])
+            drafts = [_drafts_in(*one, acceptance, share) for one in each]
+            yield dataclasses.replace(line, model_drafts=drafts)
 
 
 def _guesses(index: IndexDrafter, line: Rollout) -> list[Int32Array]:
@@ -54,30 +54,25 @@ def _guesses(index: IndexDrafter, line: Rollout) -> list[Int32Array]:
     return [guesses[: end - prompt_len] for guesses, end in zip(found, ends, strict=True)]
 
 
-def _rng(response: Int32Array) -> np.random.Generator:
-    """The response's own."""
-    return np.random.default_rng(zlib.crc32(response.tobytes()))
-
-
 def _nums_right(
-    response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float
+    response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float, draws: np.ndarray
 ) -> Int32Array:
-    """How many tokens are right of the draft after the first i tokens of a response, [n]."""
+    """How many tokens are right of the draft after the first i tokens of a response, [n]. `draws`: random
+    numbers in [0, 1), [n], which decide it."""
     num = len(response)
-    luck = _rng(response).random(num)
     agrees = guesses == response
     harder = EASIER * share / (1 - share)
     found = np.zeros(num, np.int32)
     for depth, rate in enumerate(acceptance[:num]):
         here = slice(depth, num)  # the draft after i tokens has its token of this depth at i + depth
         rates = np.where(agrees[here], 1 - (1 - rate) * EASIER, rate - (1 - rate) * harder)
-        found[: num - depth] += (found[: num - depth] == depth) & (luck[here] < rates)
+        found[: num - depth] += (found[: num - depth] == depth) & (draws[here] < rates)
     return found
 
 
-def _proposals(
+def _drafts_in(
     response: Int32Array, guesses: Int32Array, acceptance: Sequence[float], share: float
-) -> Proposals:
+) -> ResponseDrafts:
     """The model's drafts in a response. It believes of each token what is so on average.
 
     Where a draft becomes wrong, it has the index's own wrong guess in a share of the places.
@@ -86,11 +81,11 @@ def _proposals(
         guesses: as `_guesses` gives them.
         share: how often these are right in the line.
     """
-    nums_right = _nums_right(response, guesses, acceptance, share)
+    num, rng = len(response), np.random.default_rng(zlib.crc32(response.tobytes()))
+    draws, guess_draws = rng.random((2, num))  # is it right; if not, is it the index's own guess?
+    nums_right = _nums_right(response, guesses, acceptance, share, draws)
     log_odds = np.array([math.log(max(rate, 1e-6) / max(1 - rate, 1e-6)) for rate in acceptance], np.float32)
-    num = len(response)
-    _, whim = (rng := _rng(response)).random((2, num))
-    says_guess = (guesses >= 0) & (guesses != response) & (whim < AGREEMENT)
+    says_guess = (guesses >= 0) & (guesses != response) & (guess_draws < AGREEMENT)
     others = rng.integers(NO_TOKEN, 2**31, (num, len(log_odds)), np.int32)
     tokens = np.full((num, len(log_odds)), -1, np.int32)
     for depth in range(min(num, len(log_odds))):
@@ -98,4 +93,4 @@ def _proposals(
         right = nums_right[: num - depth]
         wrong = np.where((right == depth) & says_guess[here], guesses[here], others[here, depth])
         tokens[: num - depth, depth] = np.where(right > depth, response[here], wrong)
-    return Proposals(tokens, np.broadcast_to(log_odds, tokens.shape))
+    return ResponseDrafts(tokens, np.broadcast_to(log_odds, tokens.shape))

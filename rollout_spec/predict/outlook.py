@@ -52,17 +52,14 @@ def outlook(
 
 def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int64]:
     """How many requests run in each plain step of an engine that serves them in turn, [steps]."""
-    ends: list[int] = []
-    changes: defaultdict[int, int] = defaultdict(int)
+    rows: list[int] = []  # the step at which each is free again
+    begins, ends = [0], [0]
     for length in lengths:
-        begin = heapq.heappop(ends) if len(ends) == max_num_seqs else 0
-        heapq.heappush(ends, begin + length)
-        changes[begin] += 1
-        changes[begin + length] -= 1
-    each = np.zeros(max(changes, default=0), np.int64)
-    for step, change in changes.items():
-        each[step : step + 1] += change
-    return each.cumsum()
+        begins.append(heapq.heappop(rows) if len(rows) == max_num_seqs else 0)
+        ends.append(begins[-1] + length)
+        heapq.heappush(rows, ends[-1])
+    num_steps = max(ends)
+    return np.cumsum(np.bincount(begins, minlength=num_steps + 1) - np.bincount(ends))[:num_steps]
 
 
 def _by(responses: Iterable[Replayed], key: Callable[[Replayed], Any]) -> list[tuple[int, dict[str, float]]]:

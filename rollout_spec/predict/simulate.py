@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -104,7 +105,15 @@ def simulate(
         makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
-    return _figures([engine.total for engine in engines], makespan)
+    total = EngineRun.sum(engine.total for engine in engines)
+    return {
+        "makespan_s": makespan,
+        "tail_share": total.tail_seconds / total.seconds,
+        "tokens_per_s": total.num_tokens / makespan,
+        "tokens_per_step": total.num_tokens / total.num_row_steps,
+        "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),
+        "num_preemptions": total.num_preemptions,
+    }
 
 
 def rollout(
@@ -127,7 +136,7 @@ def rollout(
     while turns:
         _, i = heapq.heappop(turns)
         ranks = replicas[i]
-        if not any(rank.has_work for rank in ranks):
+        if all(rank.idle_until == math.inf for rank in ranks):
             continue
         num_gained = step_together(ranks)
         if on_tokens is not None:
@@ -144,16 +153,3 @@ def _share_history(histories: Sequence[History]) -> None:
     for i, history in enumerate(histories):
         for content in itertools.chain.from_iterable(taken[:i] + taken[i + 1 :]):
             history.merge(content)
-
-
-def _figures(runs: Sequence[EngineRun], makespan: float) -> dict[str, Any]:
-    """What `simulate` returns."""
-    total = EngineRun.sum(runs)
-    return {
-        "makespan_s": makespan,
-        "tail_share": total.tail_seconds / total.seconds,
-        "tokens_per_s": total.num_tokens / makespan,
-        "tokens_per_step": total.num_tokens / total.num_row_steps,
-        "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),
-        "num_preemptions": total.num_preemptions,
-    }

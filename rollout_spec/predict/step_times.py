@@ -61,10 +61,6 @@ class Times(abc.ABC):
         return self
 
 
-class StepTimesError(UserError):
-    """A table of step times that cannot be used; the message says why."""
-
-
 class StepTimes(Times):
     """The seconds of an engine step by its tokens; its context makes no difference.
 
@@ -76,7 +72,7 @@ class StepTimes(Times):
         points: (number of tokens, seconds, weight), in any order.
         drafted: the same for steps with draft tokens, if the engine runs other code for them.
 
-    Raises StepTimesError: there are no points, one is out of range, or two are of the same number of tokens.
+    Raises UserError: there are no points, one is out of range, or two are of the same number of tokens.
     """
 
     def __init__(self, points: Iterable[_Point], drafted: Iterable[_Point] = ()) -> None:
@@ -92,11 +88,11 @@ class StepTimes(Times):
             try:
                 return cls.of_rows(json.loads(path.read_text())["step_times"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise StepTimesError(f"{path}: no step_times of `bench engine`: {error!r}") from None
+                raise UserError(f"{path}: no step_times of `bench engine`: {error!r}") from None
         try:
             points = [(float(n), float(s), 1.0) for n, s in (point.split(":") for point in text.split(","))]
         except ValueError:
-            raise StepTimesError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
+            raise UserError(f"step times {text!r}: neither a file nor tokens:seconds,...") from None
         times = cls(points)
         for doubt in _doubts(points):
             logger.warning("step times: %s", doubt)
@@ -136,9 +132,8 @@ def _curve(points: Iterable[_Point]) -> tuple[npt.NDArray[np.float64], npt.NDArr
     least, most = SECONDS
     fits = np.isfinite(table).all() and (at >= 1).all() and (weights > 0).all()
     if not len(at) or not fits or not ((least <= seconds) & (seconds <= most)).all():
-        raise StepTimesError(
-            f"step times: need at least one point, tokens from 1 and seconds from {least:g} to {most:g}"
-        )
+        bounds = f"tokens from 1 and seconds from {least:g} to {most:g}"
+        raise UserError(f"step times: need at least one point, {bounds}")
     if (twice := at[1:][at[1:] == at[:-1]]).size:
-        raise StepTimesError(f"step times: {twice[0]:g} tokens have more than one time")
+        raise UserError(f"step times: {twice[0]:g} tokens have more than one time")
     return at, isotonic_regression(seconds, weights=weights).x

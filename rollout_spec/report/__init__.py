@@ -4,9 +4,3 @@ In: what verl's loggers wrote, recorded rollouts, or a command's record. Out: te
 May import: `config`, `files`, `metrics`, `trace`, jinja2, matplotlib, numpy, tensorboard, wandb. It measures
 nothing and prints nothing.
 """
-
-from rollout_spec.config import UserError
-
-
-class RunError(UserError):
-    """A run that cannot be found, read or compared; the message names the file."""

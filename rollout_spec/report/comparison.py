@@ -42,14 +42,14 @@ def headline(comparison: Comparison) -> str:
     """The speed-up, unless the machine has changed."""
     if comparison.has_drifted:
         return "The machine changed between the two runs: no ratio"
-    return f"{_times(comparison.speedup)} tokens per second ({_interval_text(comparison)})"
+    return f"{_times(comparison.speedup.value)} tokens per second ({_interval_text(comparison)})"
 
 
 def _interval_text(comparison: Comparison) -> str:
     num_steps = len(comparison.on.steps)
-    if math.isnan(comparison.speedup_ci95[0]):
+    if math.isnan(comparison.speedup.ci95[0]):
         return "one step gives no interval" if num_steps == 1 else "no interval"
-    return interval(comparison.speedup_ci95, num_steps)
+    return interval(comparison.speedup.ci95, num_steps)
 
 
 def interval(bounds: tuple[float, float], num_pairs: int) -> str:
@@ -96,7 +96,7 @@ def _speed(comparison: Comparison) -> list[str]:
     """How fast the second run was, and whether the machine was the same for both, where that is known."""
     off, on, num_steps = comparison.off.name, comparison.on.name, len(comparison.on.steps)
     over = f"{_interval_text(comparison)}; {num_steps} step{'s' if num_steps > 1 else ''}"
-    gain = f"{_times(comparison.speedup)} the generated tokens per second of {off} ({over})."
+    gain = f"{_times(comparison.speedup.value)} the generated tokens per second of {off} ({over})."
     took = f"took {comparison.drift:.2f}× as long per token with {on} as with {off}"
     if comparison.has_drifted:
         said = f"The machine changed: training without rollouts, which drafts do not touch, {took}."
@@ -104,25 +104,20 @@ def _speed(comparison: Comparison) -> list[str]:
             run, step, times = comparison.disturbed
             said += f" Look at step {step} of {run.name}, which took {times:.1f}× as long as its others."
         return [said, f"So there is no ratio: run {off} and {on} again, with nothing beside them."]
-    verdicts = {
-        "faster": f"{on} was faster: {gain}",
-        "slower": f"{on} was slower: {gain}",
-        "unclear": f"No clear difference between {on} and {off}: {gain}",
-    }
+    is_clear = comparison.verdict != "unclear"
+    verdict = f"{on} was {comparison.verdict}" if is_clear else f"No clear difference between {on} and {off}"
     if math.isnan(comparison.drift):
-        return [verdicts[comparison.verdict]]
+        return [f"{verdict}: {gain}"]
     same = "The machine was as fast for both: training without rollouts, which drafts do not touch,"
-    return [verdicts[comparison.verdict], f"{same} {took}."]
+    return [f"{verdict}: {gain}", f"{same} {took}."]
 
 
 def _drafts(comparison: Comparison) -> list[str]:
     on, of = comparison.on, comparison.measures
     if on.total("num_drafts"):
         accepted, tokens = (of[name].on.value for name in ("acceptance_rate", "tokens_per_step"))
-        return [
-            f"{_percent(accepted)} of the draft tokens were accepted. A decode step gave "
-            f"{_number(tokens, 2)} tokens; plain decoding gives 1."
-        ]
+        gave = f"A decode step gave {_number(tokens, 2)} tokens; plain decoding gives 1."
+        return [f"{_percent(accepted)} of the draft tokens were accepted. {gave}"]
     if not on.has_drafter:
         return []
     return [
@@ -172,7 +167,7 @@ def table_rows(comparison: Comparison, intervals: bool = True) -> list[list[str]
     rows = []
     for of in comparison.shown:
         measure = of.measure
-        amount = f"{{:,.{_DIGITS.get(measure.name, 1)}f}}"
+        amount = f"{{:,.{measure.digits}f}}"
         change = "{:.2f}" if measure.is_ratio else "{:+.3f}"
         sides = (_estimate_text(side, amount, measure, intervals) for side in (of.off, of.on))
         sign = "×" if measure.is_ratio else ""
@@ -191,20 +186,13 @@ def _estimate_text(
     return value + sign + (f" [{low}, {high}]" if interval and math.isfinite(estimate.ci95[0]) else "")
 
 
-_DIGITS = {"reward": 3, "entropy": 3, "tokens_per_step": 2, "training_ms": 3, "draft_ms": 2}
-
-
 def _totals(comparison: Comparison) -> list[list[str]]:
     runs = (comparison.off, comparison.on)
-    rows = [
-        [title, *(_number(run.total(name), 0) for run in runs), ""]
-        for title, name in (
-            ("Generated tokens, all steps", "generated_tokens"),
-            ("Drafts, all steps", "num_drafts"),
-            ("Interrupted requests, all steps", "num_interrupted"),
-        )
-        if name != "num_interrupted" or any(run.total(name) for run in runs)
-    ]
+    titles = {"Generated tokens": "generated_tokens", "Drafts": "num_drafts"}
+    if any(run.total("num_interrupted") for run in runs):
+        titles["Interrupted requests"] = "num_interrupted"
+    counts = {title: [_number(run.total(name), 0) for run in runs] for title, name in titles.items()}
+    rows = [[f"{title}, all steps", *each, ""] for title, each in counts.items()]
     if not all(math.isnan(run.looping_share) for run in runs):
         rows.append(["Looping responses", *(_percent(run.looping_share) for run in runs), ""])
     return rows

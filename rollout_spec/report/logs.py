@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report import RunError
+from rollout_spec.config import UserError
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_FILE = "*.wandb"
@@ -26,6 +26,7 @@ ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 logger = logging.getLogger(__name__)
 
 Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it, by verl's names
+Reader = Callable[[Path], Iterator[Record]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,48 +45,45 @@ def read_log(run: str | Path) -> Log:
             (`wandb:entity/project/run_id` where a folder has that name). In a folder with several, the file
             logger's JSON lines come before wandb's files, and those before tensorboard's.
 
-    Raises RunError: nothing there, several runs where one is wanted, or not what its name says.
+    Raises UserError: nothing there, several runs where one is wanted, or not what its name says.
     """
     path = Path(run)
     online = ONLINE.fullmatch(str(run))
     if online and not path.exists():
         return _read_online(*online.groups())
     if not path.exists():
-        raise RunError(f"{path}: no such file or folder")
+        raise UserError(f"{path}: no such file or folder")
     if not path.is_dir() and not path.is_file():
-        raise RunError(f"{path}: must be a file or a folder, no pipe and no device")
-    kind, files = _find(path) if path.is_dir() else (_kind(path), [path])
-    readers = {"json": read_json_lines, "wandb": _read_wandb, "tensorboard": _read_tensorboard}
-    return _merged(str(files[0]), itertools.chain.from_iterable(map(readers[kind], files)))
+        raise UserError(f"{path}: must be a file or a folder, no pipe and no device")
+    read, files = _find(path) if path.is_dir() else (_reader_of(path), [path])
+    return _merged(str(files[0]), itertools.chain.from_iterable(map(read, files)))
 
 
-def _kind(file: Path) -> str:
+def _reader_of(file: Path) -> Reader:
     if file.match(WANDB_FILE):
-        return "wandb"
-    return "tensorboard" if file.match(_TENSORBOARD_FILE) else "json"
+        return _read_wandb
+    return _read_tensorboard if file.match(_TENSORBOARD_FILE) else read_json_lines
 
 
-def _find(folder: Path) -> tuple[str, list[Path]]:
-    """The kind of the log in a folder, and its files: of a run that wandb resumed, one for each time."""
+def _find(folder: Path) -> tuple[Reader, list[Path]]:
+    """What reads the log in a folder, and its files: of a run that wandb resumed, one for each time."""
     if (folder / METRICS_FILE).exists():
-        return "json", [folder / METRICS_FILE]
-    finders: dict[str, Callable[[Path], list[Path]]] = {
-        "json": lambda folder: list(folder.glob("*.jsonl")),
-        "wandb": wandb_files,
+        return read_json_lines, [folder / METRICS_FILE]
+    kinds: tuple[tuple[Reader, Iterable[Path]], ...] = (
+        (read_json_lines, folder.glob("*.jsonl")),
+        (_read_wandb, wandb_files(folder)),
         # A tensorboard run is a folder: a run that was resumed has several files.
-        "tensorboard": lambda folder: list({file.parent for file in folder.rglob(_TENSORBOARD_FILE)}),
-    }
-    for kind, find in finders.items():
-        files = sorted(find(folder))
-        if len({file.name if kind == "wandb" else file for file in files}) > 1:
-            names = ", ".join(os.path.relpath(file, folder.resolve()) for file in files)
-            raise RunError(f"{folder}: several runs, name one of them: {names}")
-        if files:
-            return kind, files
-    raise RunError(
-        f"{folder}: no log of a run in it (looked for {METRICS_FILE}, *.jsonl, {WANDB_FILE}, "
-        f"{_TENSORBOARD_FILE})"
+        (_read_tensorboard, (file.parent for file in folder.rglob(_TENSORBOARD_FILE))),
     )
+    for read, found in kinds:
+        files = sorted(set(found))
+        if len({file.name if read is _read_wandb else file for file in files}) > 1:
+            names = ", ".join(os.path.relpath(file, folder.resolve()) for file in files)
+            raise UserError(f"{folder}: several runs, name one of them: {names}")
+        if files:
+            return read, files
+    looked = f"looked for {METRICS_FILE}, *.jsonl, {WANDB_FILE}, {_TENSORBOARD_FILE}"
+    raise UserError(f"{folder}: no log of a run in it ({looked})")
 
 
 def _merged(source: str, records: Iterable[Record]) -> Log:
@@ -109,7 +107,7 @@ def read_json_lines(file: Path, level: int = logging.WARNING) -> Iterator[Record
     try:
         lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise RunError(f"{file}: no such file") from None
+        raise UserError(f"{file}: no such file") from None
     if lines.pop():  # of a run in progress, or of one that was killed
         logger.log(level, "%s:%d: the last line is cut off, it is left out", file, len(lines) + 1)
     for number, line in enumerate(lines, 1):
@@ -117,7 +115,7 @@ def read_json_lines(file: Path, level: int = logging.WARNING) -> Iterator[Record
             record = json.loads(line)
             yield int(record["step"]), dict(record["data"])
         except (ValueError, TypeError, KeyError, OverflowError):
-            raise RunError(f"{file}:{number}: not a line of verl's file logger") from None
+            raise UserError(f"{file}:{number}: not a line of verl's file logger") from None
 
 
 def _read_tensorboard(path: Path) -> Iterator[Record]:
@@ -136,11 +134,10 @@ def _read_online(entity: str, project: str, run_id: str) -> Log:
 
     source = f"{entity}/{project}/{run_id}"
     try:
-        run = wandb.Api().run(source)
-        rows = [dict(row) for row in run.scan_history()]
+        rows = [dict(row) for row in wandb.Api().run(source).scan_history()]
     # wandb has no common class for "no key", "no network", "no such run"; whatever it says is the reason.
     except Exception as error:
-        raise RunError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
+        raise UserError(f"{source}: no such file or folder, and as a run of wandb: {error}") from error
     records = ((int(row["_step"]), row) for row in rows if row.get("_step") is not None)
     return _merged(f"wandb: {source}", records)
 
@@ -171,7 +168,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
     data = file.read_bytes()
     if not data.startswith(_HEADER):
-        raise RunError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
+        raise UserError(f"{file}: not a file of wandb, or of a version of its format that is not known here")
     position = end = len(_HEADER)
     parts = b""
     # What a run in progress, or a killed one, has not finished writing is left out.
@@ -186,7 +183,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
         if len(part) < length:
             break
         if zlib.crc32(part, zlib.crc32(bytes([kind]))) != checksum:
-            raise RunError(f"{file}: damaged at byte {position - _FRAME.size}")
+            raise UserError(f"{file}: damaged at byte {position - _FRAME.size}")
         position += length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.report import RunError
+from rollout_spec.config import UserError
 from rollout_spec.report.responses import Agreement
-from rollout_spec.report.runs import MAX_DRIFT, Run, plain, ratio
+from rollout_spec.report.runs import MAX_DRIFT, Run, for_json, ratio
 
 NUM_RESAMPLES = 10_000
 FAR = 1.2  # a step that took that many times as long as the others was disturbed
@@ -31,6 +31,7 @@ class Measure:
     numerator: str
     denominator: str = ""
     is_ratio: bool = True
+    digits: int = 1  # that a table shows after the point
 
     @property
     def label(self) -> str:
@@ -43,17 +44,18 @@ class Measure:
 
 
 MEASURES = (
-    Measure("rollout_seconds", "Rollout time per step", "s", "rollout_seconds"),
+    Measure("rollout_seconds", "Rollout time per training step", "s", "rollout_seconds"),
     Measure("step_seconds", "Training step time", "s", "step_seconds"),
     Measure("tokens_per_second", "Generated tokens per second", "", "generated_tokens", "rollout_seconds"),
-    Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps"),
+    Measure("tokens_per_step", "Tokens per step", "", "generated_tokens", "decode_steps", digits=2),
     Measure("acceptance_rate", "Acceptance rate", "%", "num_accepted_tokens", "num_draft_tokens", False),
-    Measure("draft_ms", "Drafter time per engine step", "ms", "draft_ms"),
-    Measure("reward", "Reward", "", "reward", is_ratio=False),
+    Measure("draft_ms", "Drafter time per engine step", "ms", "draft_ms", digits=2),
+    Measure("reward", "Reward", "", "reward", is_ratio=False, digits=3),
     Measure("response_length", "Response length", "tokens", "response_length"),
-    Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False),
-    Measure("training_ms", "Training without rollouts, per token", "ms", "update_ms", "trained_tokens"),
-)
+    Measure("entropy", "Entropy", "nats", "entropy", is_ratio=False, digits=3),
+    Measure("training_ms", "Training without rollouts, per token", "ms", "update_ms", "trained_tokens",
+            digits=3),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Estimate:
     ci95: tuple[float, float]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"value": plain(self.value), "ci95": plain(self.ci95)}
+        return {"value": for_json(self.value), "ci95": for_json(self.ci95)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,19 +96,11 @@ class Comparison:
     @property
     def shown(self) -> list[Compared]:
         """The measures that at least one of the runs has."""
-        return [
-            compared
-            for compared in self.measures.values()
-            if math.isfinite(compared.off.value) or math.isfinite(compared.on.value)
-        ]
+        return [each for each in self.measures.values() if np.isfinite([each.off.value, each.on.value]).any()]
 
     @property
-    def speedup(self) -> float:
-        return self.measures["tokens_per_second"].change.value
-
-    @property
-    def speedup_ci95(self) -> tuple[float, float]:
-        return self.measures["tokens_per_second"].change.ci95
+    def speedup(self) -> Estimate:
+        return self.measures["tokens_per_second"].change
 
     @property
     def drift(self) -> float:
@@ -144,19 +138,16 @@ class Comparison:
         """faster, slower, or unclear: the interval holds 1, there is none, or the machine has drifted."""
         if self.has_drifted:
             return "unclear"
-        low, high = self.speedup_ci95
-        if low > 1.0:
-            return "faster"
-        return "slower" if high < 1.0 else "unclear"
+        low, high = self.speedup.ci95
+        return "faster" if low > 1.0 else "slower" if high < 1.0 else "unclear"
 
     @property
     def warnings(self) -> list[str]:
         """Doubts about the choice of the two runs. They are compared all the same."""
         off, on = self.off, self.on
         if off.column("rollout_seconds") == on.column("rollout_seconds"):
-            return [
-                "Both runs took exactly the same time in every step: this looks like one run, given twice."
-            ]
+            same = "Both runs took exactly the same time in every step"
+            return [f"{same}: this looks like one run, given twice."]
         if off.has_drafter and not on.has_drafter:
             return [f"The runs look swapped: {off.name} was trained with drafts, {on.name} without."]
         if not on.has_drafter:
@@ -169,12 +160,12 @@ class Comparison:
         over_all = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
         values = [self.measures[name] for name in over_all]
         return {
-            self.off.name: self.off.to_dict() | {c.measure.name: plain(c.off.value) for c in values},
-            self.on.name: self.on.to_dict() | {c.measure.name: plain(c.on.value) for c in values},
-            "speedup": None if self.has_drifted else plain(self.speedup),
+            self.off.name: self.off.to_dict() | {c.measure.name: for_json(c.off.value) for c in values},
+            self.on.name: self.on.to_dict() | {c.measure.name: for_json(c.on.value) for c in values},
+            "speedup": None if self.has_drifted else for_json(self.speedup.value),
             "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
-            "speedup_ci95": [None, None] if self.has_drifted else plain(self.speedup_ci95),
-            "drift": plain(self.drift),
+            "speedup_ci95": [None, None] if self.has_drifted else for_json(self.speedup.ci95),
+            "drift": for_json(self.drift),
             "has_drifted": self.has_drifted,
             "warnings": self.warnings,
             "measures": {name: compared.to_dict() for name, compared in self.measures.items()},
@@ -189,12 +180,10 @@ def compare(off: Run, on: Run, agreement: Agreement | None = None) -> Comparison
     """
     common = {step.step for step in off.steps} & {step.step for step in on.steps}
     if not common:
-        raise RunError(f"the runs {off.name} and {on.name} have no step in common")
+        raise UserError(f"the runs {off.name} and {on.name} have no step in common")
     left_out = {run.name: [step.step for step in run.steps if step.step not in common] for run in (off, on)}
-    off, on = (
-        dataclasses.replace(run, steps=tuple(step for step in run.steps if step.step in common))
-        for run in (off, on)
-    )
+    steps = [tuple(step for step in run.steps if step.step in common) for run in (off, on)]
+    off, on = dataclasses.replace(off, steps=steps[0]), dataclasses.replace(on, steps=steps[1])
     measures = {measure.name: _compared((off, on), measure) for measure in MEASURES}
     return Comparison(off, on, measures, agreement, left_out)
 
@@ -210,6 +199,9 @@ def _compared(runs: Sequence[Run], measure: Measure) -> Compared:
 
 def paired(off: np.ndarray, on: np.ndarray, is_ratio: bool = True) -> tuple[Estimate, Estimate, Estimate]:
     """Estimate both sides of paired measurements and the change, each by a percentile bootstrap over pairs.
+
+    As many pairs as there are are drawn, with repeats, again and again. Between the middle 95 % of the draws'
+    values is the interval.
 
     Args:
         off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
@@ -227,7 +219,7 @@ def paired(off: np.ndarray, on: np.ndarray, is_ratio: bool = True) -> tuple[Esti
 
 @functools.lru_cache(maxsize=1)
 def _draws(num_pairs: int) -> np.ndarray:
-    """[1 + resample, pair], how often a pair was drawn; first the pairs themselves, each once."""
+    """[1 + NUM_RESAMPLES, pair], how often a draw has each pair; the first draw has every pair once."""
     draws = np.random.default_rng(0).multinomial(num_pairs, [1 / num_pairs] * num_pairs, NUM_RESAMPLES)
     return np.vstack([np.ones(num_pairs), draws])
 

@@ -17,11 +17,10 @@ _COLUMNS = ("responses", "tokens", "tokens per step", "accepted")
 
 def headline(record: Mapping[str, Any]) -> str:
     """What a reader needs, in one sentence."""
-    if f"{record['tokens_per_step']:.2f}" == "1.00":
+    tokens = f"{record['tokens_per_step']:.2f}"
+    if tokens == "1.00":
         return "Drafts would change nothing: a step of a response gives 1.00 tokens, as plain decoding does."
-    gain = (
-        f"Drafts would give {record['tokens_per_step']:.2f} tokens per step of a response, plain decoding 1."
-    )
+    gain = f"Drafts would give {tokens} tokens per step of a response, plain decoding 1."
     rows, share = record["batch"]["tail_rows"], f"{record['tail_share']:.0%}"
     if share == "0%":
         return f"{gain} More than {rows} requests run in almost every step; drafts help less there."

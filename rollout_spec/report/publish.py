@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.report import RunError
+from rollout_spec.config import UserError
 from rollout_spec.report.comparison import table_columns, table_rows
 from rollout_spec.report.logs import ONLINE, wandb_files, wandb_records
 from rollout_spec.report.measures import Comparison
@@ -16,7 +16,7 @@ def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> st
     A run that was read offline goes on offline: wandb writes one more folder of the same run id. Returns
     where it went: the run's address, or the folder for `wandb sync`.
 
-    Raises RunError: wandb does not take it.
+    Raises UserError: wandb does not take it.
     """
     import wandb
 
@@ -34,7 +34,7 @@ def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> st
             resumed.summary.update({f"rollout_spec/{name}": value for name, value in added.items()})
             return str(resumed.settings.sync_dir if resumed.offline else resumed.url)
     except wandb.Error as error:
-        raise RunError(f"--wandb: {error}") from error
+        raise UserError(f"--wandb: {error}") from error
     finally:
         wandb.teardown()  # the end of a run does not wait until wandb's service has written its file
 
@@ -42,7 +42,7 @@ def publish(comparison: Comparison, run: Mapping[str, Any], picture: Path) -> st
 def run_of(source: Path) -> dict[str, Any]:
     """The run that a log is of (see `logs.read_log`), as arguments of `wandb.init`.
 
-    Raises RunError: it is no run of wandb.
+    Raises UserError: it is no run of wandb.
     """
     online = ONLINE.fullmatch(str(source))
     if online and not source.exists():
@@ -53,6 +53,5 @@ def run_of(source: Path) -> dict[str, Any]:
         if record.HasField("run"):
             of = {"entity": record.run.entity or None, "project": record.run.project}
             return {**of, "id": record.run.run_id, "mode": "offline", "resume": "allow"}
-    raise RunError(
-        f"--wandb: {source}: names no run of wandb; give RUN_ON as its wandb folder or entity/project/run_id"
-    )
+    fix = "give RUN_ON as its wandb folder or entity/project/run_id"
+    raise UserError(f"--wandb: {source}: names no run of wandb; {fix}")

@@ -34,14 +34,8 @@ def looping_share(run: Path) -> float:
 
 def is_looping(token_ids: Sequence[int]) -> bool:
     """Whether a response ends in one n-gram repeated without a break."""
-    num_tokens = len(token_ids)
-    for period in range(1, MAX_PERIOD + 1):
-        covered = max(period * MIN_REPEATS, MIN_TOKENS)
-        if covered > num_tokens:
-            continue
-        if all(token_ids[-i] == token_ids[-i - period] for i in range(1, covered - period + 1)):
-            return True
-    return False
+    ends = ((token_ids[-max(n * MIN_REPEATS, MIN_TOKENS) :], n) for n in range(1, MAX_PERIOD + 1))
+    return any(len(end) >= max(n * MIN_REPEATS, MIN_TOKENS) and end[n:] == end[:-n] for end, n in ends)
 
 
 def first_step_agreement(off: Path, on: Path) -> Agreement | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.config import UserError
 from rollout_spec.metrics import PREFIX
-from rollout_spec.report import RunError
 from rollout_spec.report.logs import read_log
 from rollout_spec.report.responses import looping_share
 
@@ -23,14 +23,9 @@ _AMOUNTS = re.compile(rf"timing_s/|{PREFIX}|perf/")  # of seconds, tokens and co
 logger = logging.getLogger(__name__)
 
 
-def _ours(name: str, default: float = 0.0) -> Any:
-    """A metric of ours, `default` where it was not logged; always finite."""
-    return dataclasses.field(default=default, metadata={"name": PREFIX + name, "is_finite": True})
-
-
 def _logged(name: str, default: float = math.nan) -> Any:
-    """Another metric; NaN where its value is null."""
-    return dataclasses.field(default=default, metadata={"name": name, "is_finite": False})
+    """A metric of this name; `default` where it was not logged, NaN where its value is null."""
+    return dataclasses.field(default=default, metadata={"name": name})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +37,14 @@ class Step:
     """
 
     step: int
-    rollout_seconds: float = _ours("rollout_seconds")
-    generated_tokens: float = _ours("generated_tokens")
-    tokens_per_step: float = _ours("tokens_per_step", 1.0)  # a run without drafts takes one step a token
-    num_drafts: float = _ours("num_drafts")
-    num_draft_tokens: float = _ours("num_draft_tokens")
-    num_accepted_tokens: float = _ours("num_accepted_tokens")
-    num_interrupted: float = _ours("num_interrupted")  # requests that a weight sync interrupted
+    # Metrics of ours, by their own names: the default where they were not logged, and always finite.
+    rollout_seconds: float = 0.0
+    generated_tokens: float = 0.0
+    tokens_per_step: float = 1.0  # a run without drafts takes one step a token
+    num_drafts: float = 0.0
+    num_draft_tokens: float = 0.0
+    num_accepted_tokens: float = 0.0
+    num_interrupted: float = 0.0  # requests that a weight sync interrupted
     draft_ms: float = _logged(PREFIX + "draft_ms")  # on the host, per engine step
     step_seconds: float = _logged("timing_s/step")
     reward: float = _logged("critic/rewards/mean")
@@ -97,19 +93,19 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         amounts = ("step", "rollout_seconds", "step_seconds", "generated_tokens")
         qualities = ("reward", "response_length", "entropy")
-        return {name: plain(self.column(name)) for name in amounts + qualities} | {
-            "tokens_per_step_by_step": plain(self.column("tokens_per_step")),
-            "acceptance_rate_by_step": plain(self.column("acceptance_rate")),
+        return {name: for_json(self.column(name)) for name in amounts + qualities} | {
+            "tokens_per_step_by_step": for_json(self.column("tokens_per_step")),
+            "acceptance_rate_by_step": for_json(self.column("acceptance_rate")),
             "num_drafts": int(self.total("num_drafts")),
             "num_interrupted": int(self.total("num_interrupted")),
-            "looping_share": plain(self.looping_share),
+            "looping_share": for_json(self.looping_share),
         }
 
 
 def read_run(path: str | Path, name: str) -> Run:
     """Read the run that tables call `name`: its log (see `logs.read_log`), and its recorded rollouts, if any.
 
-    Raises RunError: nothing there, no step carries rollout times, or a value is no number.
+    Raises UserError: nothing there, no step carries rollout times, or a value is no number.
     """
     log = read_log(path)
     # A validation has no rollout times.
@@ -119,10 +115,8 @@ def read_run(path: str | Path, name: str) -> Run:
         records.pop()
     steps = tuple(step_of(step, data, log.source) for step, data in records)
     if not steps:
-        raise RunError(
-            f"{log.source}: no step has {SECONDS}; was the run started with "
-            "+rollout.spec=sam or +rollout.spec=off?"
-        )
+        asked = "was the run started with +rollout.spec=sam or +rollout.spec=off?"
+        raise UserError(f"{log.source}: no step has {SECONDS}; {asked}")
     # Only a drafter counts them.
     has_drafter = any(PREFIX + "num_failed_steps" in data for _, data in records)
     return Run(name, steps, looping_share(Path(path)), has_drafter)
@@ -140,18 +134,18 @@ def _is_whole(last: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> b
 def step_of(number: int, data: Mapping[str, Any], source: str) -> Step:
     values = {}
     for field in dataclasses.fields(Step)[1:]:
-        name = field.metadata["name"]
+        name = field.metadata.get("name", PREFIX + field.name)
         given = data.get(name, field.default)
         try:
             values[field.name] = math.nan if given is None else float(given)  # the file logger's NaN is null
         except (TypeError, ValueError):
-            raise RunError(f"{source}: step {number}: {name} is no number: {given!r}") from None
-        if field.metadata["is_finite"] and not math.isfinite(values[field.name]):
-            raise RunError(f"{source}: step {number}: {name} is no finite number")
+            raise UserError(f"{source}: step {number}: {name} is no number: {given!r}") from None
+        if not field.metadata and not math.isfinite(values[field.name]):
+            raise UserError(f"{source}: step {number}: {name} is no finite number")
         if _AMOUNTS.match(name) and (values[field.name] < 0 or math.isinf(values[field.name])):
-            raise RunError(f"{source}: step {number}: {name} must be at least 0 and finite: {given!r}")
+            raise UserError(f"{source}: step {number}: {name} must be at least 0 and finite: {given!r}")
     if values["generated_tokens"] and not values["rollout_seconds"]:
-        raise RunError(f"{source}: step {number}: {SECONDS} must be above 0, there are tokens: 0")
+        raise UserError(f"{source}: step {number}: {SECONDS} must be above 0, there are tokens: 0")
     if not values["generated_tokens"]:
         values["tokens_per_step"] = math.nan
     return Step(number, **values)
@@ -162,8 +156,8 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-def plain(value: float | Iterable[float]) -> Any:
-    """For JSON, which has no NaN: null instead."""
+def for_json(value: float | Iterable[float]) -> Any:
+    """The value, or all of them: JSON has no NaN, so null stands for it."""
     if isinstance(value, Iterable):
-        return [plain(item) for item in value]
+        return [for_json(item) for item in value]
     return value if math.isfinite(value) else None

@@ -10,15 +10,14 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 from rollout_spec import recurrent
-from rollout_spec.config import SpecConfig, refuse_first
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.model_drafter import OPTION, asked_model
-from rollout_spec.verl.recurrent_policy import states_of
+from rollout_spec.verl.recurrent_policy import has_recurrent_state, states_of
 from rollout_spec.verl.settings import (
     ENGINE,
     MTP,
     ROLLOUT,
     entry,
-    has_recurrent_state,
     is_for_npus,
     model_fields,
     of_text,
@@ -70,10 +69,8 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
         say(f"{ENGINE}.{WITHOUT_GRAPHS}. {but}")
     if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
-        say(
-            f"{drafter.option}: this drafter is not trained, so it will be right less often when the policy "
-            f"has changed{watch}"
-        )
+        doubt = "this drafter is not trained, so it will be right less often when the policy has changed"
+        say(f"{drafter.option}: {doubt}{watch}")
 
 
 def _facts(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> dict[str, Any]:
@@ -121,19 +118,17 @@ def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Model, policy: _Fi
 
 def _refuse_weights(config: DictConfig, drafter: _Model, policy: _Fields) -> None:
     """Raise for a model whose weights cannot come, or do not go with the policy's tokens."""
-    load_format = value(config, f"{ROLLOUT}.load_format")
-    models = (model_fields(drafter.model) if drafter.model else policy, policy)
-    sizes = [of_text(fields).get("vocab_size") for fields in models]
-    has_other_tokens = drafter.method == "draft_model" and None not in sizes and sizes[0] != sizes[1]
-    refuse_first(
-        (not drafter.model and policy.get("model_type") in _WHOLE_HEADS,
-         f"{drafter.option}: vLLM updates the MTP head of this model as a whole, verl syncs it in parts"),
-        (not _is_synced(config, drafter) and "dummy" in (load_format or ""),
-         f"{ROLLOUT}.load_format={load_format}: the drafter would keep random weights, because no weight "
-         "sync brings its own; set auto"),
-        (has_other_tokens,
-         f"{drafter.option}: its vocabulary is of {sizes[0]} tokens, the policy's of {sizes[1]}"),
-    )  # fmt: skip
+    if not drafter.model and policy.get("model_type") in _WHOLE_HEADS:
+        whole = "vLLM updates the MTP head of this model as a whole, verl syncs it in parts"
+        raise ConfigError(f"{drafter.option}: {whole}")
+    load_format = value(config, f"{ROLLOUT}.load_format") or ""
+    if "dummy" in load_format and not _is_synced(config, drafter):
+        random = "the drafter would keep random weights, because no weight sync brings its own; set auto"
+        raise ConfigError(f"{ROLLOUT}.load_format={load_format}: {random}")
+    if drafter.method == "draft_model":
+        own, other = (of_text(each).get("vocab_size") for each in (model_fields(str(drafter.model)), policy))
+        if own and other and own != other:
+            raise ConfigError(f"{drafter.option}: its vocabulary is of {own} tokens, the policy's of {other}")
 
 
 def _is_synced(config: DictConfig, drafter: _Model) -> bool:

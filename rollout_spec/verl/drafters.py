@@ -1,4 +1,5 @@
-"""The drafters of a rollout server's engine, one in each engine core, and how they share their history."""
+"""The drafters of a rollout server's engine, one in each engine core: how it calls them, and how they share
+their history."""
 
 import asyncio
 import contextlib
@@ -6,10 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import chain, product
 from typing import Any, TypeVar
 
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
+from rollout_spec.vllm.proposer import proposer_of
 
 Answer = TypeVar("Answer")
 MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended
@@ -115,6 +119,28 @@ class Drafters:
         return pieces
 
 
+class SpecWorkerExtension(vLLMColocateWorkerExtension):
+    """In each of the engine's workers: how `Drafters` reaches the worker's drafter."""
+
+    def rollout_spec_call(self, method: str, *args: Any) -> Any:
+        """What this method of `ProposerControl` returns; None where there is no drafter that is used."""
+        proposer = proposer_of(getattr(self, "model_runner", None))
+        if proposer is None or not proposer.is_used:
+            return None
+        return getattr(ProposerControl(proposer), method)(*args)
+
+    def _get_drafter_model(self) -> Any:
+        """The MTP head that a weight sync loads into; verl and its helpers look for it where MRV1 has it."""
+        runner = self.model_runner
+        config, speculator = runner.vllm_config, getattr(runner, "speculator", None)
+        if config.speculative_config.model != config.model_config.model:
+            return None  # a head of the user's own: no sync has its weights
+        if speculator is not None:
+            runner.drafter = getattr(runner, "drafter", speculator)
+            runner.drafter.model = speculator.model
+        return super()._get_drafter_model()
+
+
 class ServerHistory:
     """Passes texts on only between two weights, or into a checkpoint: no engine step waits else.
 
@@ -168,9 +194,8 @@ class ServerHistory:
     async def _exchange(self) -> None:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""
         ended, cores = self._drafters.take_ended(), range(self._drafters.num_cores)
-        taken = await asyncio.gather(
-            *(self._drafters.pieces(core, ProposerControl.take_history, ended) for core in cores)
-        )
+        pieces = (self._drafters.pieces(core, ProposerControl.take_history, ended) for core in cores)
+        taken = await asyncio.gather(*pieces)
         self._shared += chain.from_iterable(taken)
         for core, other in product(cores, cores):
             for piece in taken[other] if core != other else ():

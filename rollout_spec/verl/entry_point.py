@@ -1,15 +1,14 @@
 """Entry point of group `verl.plugins`: verl imports this module in every one of its processes."""
 
 import functools
-import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from typing import Any
 
 from rollout_spec.patches import PatchError, when_imported
-from rollout_spec.verl import plugin_state
-from rollout_spec.verl.settings import ROUTER_NAME
+from rollout_spec.verl import settings
 
 ASKED_VARIABLE = "ROLLOUT_SPEC_ASKED"  # set by the group `rollout.spec`, in Hydra's job and Ray's processes
 
@@ -21,7 +20,7 @@ def activate() -> None:
     except Exception as error:
         # verl logs an exception of a plugin at DEBUG level and carries on without it.
         traceback.print_exc()
-        failure = plugin_state.failure = f"the verl plugin failed: {error}"
+        failure = settings.plugin_failure = f"the verl plugin failed: {error}"
         # This process, or the driver that started it, was given `rollout.spec`.
         if ASKED_VARIABLE in os.environ or any("rollout.spec" in each for each in sys.argv):
             raise SystemExit(f"rollout_spec: {failure}") from error
@@ -33,14 +32,12 @@ def _load() -> None:
 
     hydra_plugin.install()
     when_imported("verl.utils.device", hydra_plugin.check_before_ray)
-    when_imported("verl.workers.rollout.replica", _register_replica)
+    replicas = "verl.workers.rollout.replica"
+    when_imported(replicas, lambda module: module.RolloutReplicaRegistry.register("vllm", _load_replica))
     when_imported("verl.workers.rollout.router", _register_router)
-    when_imported("verl.workers.rollout.llm_server", functools.partial(_change, "client"))
-    when_imported("verl.experimental.agent_loop.agent_loop", functools.partial(_change, "samples"))
-
-
-def _register_replica(module: Any) -> None:
-    module.RolloutReplicaRegistry.register("vllm", _load_replica)
+    when_imported("verl.workers.rollout.llm_server", functools.partial(_patch, "client:patch_clients"))
+    loops = "verl.experimental.agent_loop.agent_loop"
+    when_imported(loops, functools.partial(_patch, "samples:patch_agent_loops"))
 
 
 def _register_router(module: Any) -> None:
@@ -48,13 +45,13 @@ def _register_router(module: Any) -> None:
     if hasattr(module, "LoadBalancerRegistry"):
         from rollout_spec.verl.router import GroupRouter
 
-        module.LoadBalancerRegistry.register(ROUTER_NAME)(GroupRouter)
+        module.LoadBalancerRegistry.register(settings.ROUTER_NAME)(GroupRouter)
 
 
-def _change(by: str, module: Any) -> None:
-    """Let a module of ours change one of verl's. Where that does not fit, requests have no names of ours."""
+def _patch(by: str, module: Any) -> None:
+    """Let a function of ours patch a module of verl's. Where that fails, requests have no names of ours."""
     try:
-        importlib.import_module(f"rollout_spec.verl.{by}").change(module)
+        pkgutil.resolve_name(f"rollout_spec.verl.{by}")(module)
     except (PatchError, AttributeError) as error:
         print(f"rollout_spec: {error}", file=sys.stderr)
 

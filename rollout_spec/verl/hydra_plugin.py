@@ -18,10 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.verl import plugin_state
-from rollout_spec.verl.check_config import check_config, num_places, refuse_plain_options
+from rollout_spec.verl import settings
+from rollout_spec.verl.check_config import check_config, check_overrides, num_places, refuse_plain_options
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
-from rollout_spec.verl.overrides import check_overrides
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_file, say
 
@@ -50,7 +49,7 @@ def install() -> None:
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
         ("group_router", group_router),
-        ("max_imbalance", lambda: plugin_state.spec.max_imbalance),  # as verl loads the router's own file
+        ("max_imbalance", lambda: settings.checked_spec.max_imbalance),  # as verl loads the router's own file
         ("checked", check_whole),
         ("job_checked", check_job),
     ):
@@ -77,13 +76,13 @@ def check_job() -> str:
 
 def check_whole(*, _root_: DictConfig) -> bool:
     """`check_config` as a resolver: whoever resolves the configuration has it checked."""
-    if plugin_state.failure is not None:
-        raise ConfigError(f"{plugin_state.failure}; run `rollout-spec doctor`")
+    if settings.plugin_failure is not None:
+        raise ConfigError(f"{settings.plugin_failure}; run `rollout-spec doctor`")
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
         raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
     # Whoever only asks for the configuration would get a traceback of Hydra's.
     with one_line_errors() if {"--cfg", "-c"} & {*sys.argv[1:]} else contextlib.nullcontext():
-        spec = plugin_state.spec = check_config(_root_)
+        spec = settings.checked_spec = check_config(_root_)
     if spec.enabled:
         say(f"drafting is on, with up to {spec.num_speculative_tokens} draft tokens a request and step")
     if said := said_of_memory(_root_, spec):

@@ -70,19 +70,16 @@ def check_model_drafter(options: _Options, mtp: _Options | None) -> None:
     num = asked.get("num_speculative_tokens", SpecConfig.model_tokens)
     most = options["num_speculative_tokens"]
     if type(num) is not int or not 1 <= num <= most:
-        raise ConfigError(
-            f"{where}.num_speculative_tokens={num}: must be between 1 and {most}, the value of "
-            "rollout.spec.num_speculative_tokens"
-        )
+        bounds = f"must be between 1 and {most}, the value of rollout.spec.num_speculative_tokens"
+        raise ConfigError(f"{where}.num_speculative_tokens={num}: {bounds}")
 
 
 def _check_own(own: Any, mtp: _Options | None) -> None:
     if not isinstance(own, Mapping) or {*_KEYS[:2]} - {*own} or {*own} - {*_KEYS}:
         raise ConfigError(f"{_OWN}={own}: must have the keys {', '.join(_KEYS)}; the last may be left out")
     if _mtp_drafts(mtp):
-        raise ConfigError(
-            f"{_OWN}: {MTP}.enable_rollout asks for a model that drafts too; use one of the two"
-        )
+        both = f"{MTP}.enable_rollout asks for a model that drafts too"
+        raise ConfigError(f"{_OWN}: {both}; use one of the two")
     if own["method"] not in MODEL_METHODS:
         raise ConfigError(f"{_OWN}.method={own['method']}: must be one of {', '.join(MODEL_METHODS)}")
     path = str(own["model"])

@@ -40,12 +40,9 @@ class _Chain:
     @property
     def parts(self) -> list[tuple[list[int], list[int]]]:
         """What was said before each response, and the response."""
-        ends = [self.turns[0][0], *(end for _, end in self.turns)]
+        ends, tokens = [self.turns[0][0], *(end for _, end in self.turns)], self.tokens.tolist()
         pairs = zip(ends, self.turns, strict=False)
-        return [
-            (self.tokens[before:begin].tolist(), self.tokens[begin:end].tolist())
-            for before, (begin, end) in pairs
-        ]
+        return [(tokens[before:begin], tokens[begin:end]) for before, (begin, end) in pairs]
 
 
 @dataclasses.dataclass

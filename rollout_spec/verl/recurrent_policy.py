@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from rollout_spec import recurrent
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.settings import ENGINE, ROLLOUT, has_recurrent_state, of_text, policy_fields, value
+from rollout_spec.verl.settings import ENGINE, ROLLOUT, of_text, policy_fields, value
 from rollout_spec.vllm.versions import is_before
 
 _NUM_TOKENS = "rollout.spec.num_speculative_tokens"
@@ -16,6 +16,21 @@ _REPLAY = (
     "never run with ours"
 )
 _SHARE = 10 << 30  # bytes, of which is spoken where the cache's size is not known
+_STATES = (  # entries of a config.json
+    "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid
+    "mamba_d_state",  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
+    "ssm_state_size",  # Nemotron-H
+    "state_size",  # Mamba
+    "conv_L_cache",  # LFM2
+    "linear_attn_config",  # Kimi Linear
+)
+
+
+def has_recurrent_state(config: DictConfig) -> bool:
+    """Whether the policy is recurrent; False where its files cannot be read here: then the engine says so."""
+    fields = of_text(policy_fields(config))
+    only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
+    return not only_attends and any(map(fields.get, _STATES))
 
 
 def default_tokens(*, _root_: DictConfig) -> int:

@@ -1,7 +1,7 @@
 """Sends the siblings of a prompt to one rollout server, and to one rank of its engine, while load allows."""
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -30,11 +30,7 @@ class GroupRouter(_Balancer):
         return ["sampling_params"]
 
     def acquire_server(
-        self,
-        request_id: str,
-        sampling_params: Mapping[str, Any] | None = None,
-        prompt_ids: Sequence[int] | None = None,
-        **_: Any,
+        self, request_id: str, sampling_params: Any = None, prompt_ids: Any = None, **_: Any
     ) -> tuple[str, Any]:
         """Choose a server. `sampling_params` name the group, and where verl gives none, its prompt does; a
         request without a group is placed as verl does."""

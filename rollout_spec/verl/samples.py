@@ -18,7 +18,7 @@ import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 
 from rollout_spec.patches import wrap
-from rollout_spec.verl import client
+from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SAMPLES
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
@@ -87,7 +87,7 @@ def _digest(value: Any) -> str | None:
     return hashlib.sha256(content).hexdigest() if content else None
 
 
-def change(module: Any) -> None:
+def patch_agent_loops(module: Any) -> None:
     """Let the workers of verl's module `agent_loop`, and all that derive from them, name and end samples."""
 
     @wrap(module.AgentLoopWorker, "_run_agent_loop", NAMED_SAMPLES)
@@ -98,14 +98,14 @@ def change(module: Any) -> None:
         if row is None:
             return await run(self, sampling_params, trajectory, **kwargs)
         name, sampling_params = named(row, kwargs.get("session_id", 0), sampling_params)
-        client.here.begin(name)
+        sample_calls.here.begin(name)
         _running.set(name)
         try:
             return await run(self, sampling_params, trajectory, **kwargs)
         finally:
-            client.here.end(name)
+            sample_calls.here.end(name)
 
     @wrap(module.AgentLoopWorker, "_compute_score", NAMED_SAMPLES)
     async def score_ended(score: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        client.here.end(_running.get())  # its agent loop has returned: the reward may take long
+        sample_calls.here.end(_running.get())  # its agent loop has returned: the reward may take long
         return await score(self, *args, **kwargs)

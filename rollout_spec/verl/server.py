@@ -14,13 +14,12 @@ from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.placement import GroupPlacement
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
-from rollout_spec.verl.drafters import Drafters, ServerHistory
+from rollout_spec.verl.drafters import Drafters, ServerHistory, SpecWorkerExtension
 from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import RankRouter
 from rollout_spec.verl.samples import kind_of
 from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
-from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import NAME_KEY, names_of
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
@@ -142,10 +141,8 @@ class SpecHttpServer(vLLMHttpServer):
         result = await super().abort_all_requests(*args, **kwargs)
         if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
-                logger.warning(
-                    "rollout_spec: after %g s some aborted requests still run; their tokens count in the "
-                    "next step's metrics", MAX_WAIT_S,
-                )  # fmt: skip
+                late = "some aborted requests still run; their tokens count in the next step's metrics"
+                logger.warning("rollout_spec: after %g s %s", MAX_WAIT_S, late)
             await self._end_window()
         return result
 

@@ -36,7 +36,7 @@ class Windows:
     def __init__(self) -> None:
         self._open, self._ended = RolloutReport(), RolloutReport()
         self._requests: set[Request] = set()
-        self._clock = BusyClock()
+        self._counted_until = 0.0  # seconds of rollout time
         self.is_untouched = True  # no request was admitted since the last window ended
         self.has_training = False  # a training request was
         self.is_validating = False  # the trainer does, and so does a request of which nobody knows the kind
@@ -51,18 +51,23 @@ class Windows:
             yield request
         finally:
             _current.reset(token)
+            self._count_time()
             self._requests.remove(request)
-            if request.is_admitted and is_training:
-                self._clock.end()
 
     def admit(self) -> None:
         """The engine gets the request of this task, and works on it from now on."""
+        self._count_time()
         request = _current.get()
         request.is_admitted = True
         self.is_untouched = False
-        if request.is_training:
-            self.has_training = True
-            self._clock.begin()
+        self.has_training |= request.is_training
+
+    def _count_time(self) -> None:
+        """What has passed until now is rollout time if the engine had a training request."""
+        now = time.perf_counter()
+        if any(request.is_admitted and request.is_training for request in self._requests):
+            self._open.rollout_seconds += now - self._counted_until
+        self._counted_until = now
 
     @property
     def is_quiet(self) -> bool:
@@ -88,40 +93,13 @@ class Windows:
     def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
         """The weights may change now. `engine`: what the drafter has counted since the last window ended, if
         there is one; `aborted`: the sums over the training requests that vLLM has aborted since then."""
-        window, self._open = self._open, RolloutReport()
+        self._count_time()
+        window = self._open.take()
         window.engine, window.aborted = engine, aborted
-        window.rollout_seconds = self._clock.take_seconds()
         if self.has_training:
             self._ended.add(window)
         self.is_untouched, self.has_training = True, False
 
     def take(self) -> RolloutReport:
         """The sums over the windows that have ended since the last call."""
-        taken, self._ended = self._ended, RolloutReport()
-        return taken
-
-
-class BusyClock:
-    """Seconds of wall time in which at least one request was in flight."""
-
-    def __init__(self) -> None:
-        self._num_in_flight, self._since, self._seconds = 0, 0.0, 0.0
-
-    def begin(self) -> None:
-        if not self._num_in_flight:
-            self._since = time.perf_counter()
-        self._num_in_flight += 1
-
-    def end(self) -> None:
-        self._num_in_flight -= 1
-        if not self._num_in_flight:
-            self._seconds += time.perf_counter() - self._since
-
-    def take_seconds(self) -> float:
-        """The seconds since the last call. A request in flight goes on counting towards the next call."""
-        now = time.perf_counter()
-        if self._num_in_flight:
-            self._seconds += now - self._since
-            self._since = now
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        return self._ended.take()

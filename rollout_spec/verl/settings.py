@@ -1,4 +1,4 @@
-"""Reads verl's configuration, and the config.json of the policy; where our own configurations are."""
+"""Reads verl's configuration and models' config.json; our names in it, and what this process knows of it."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 
 CONFIGS = "rollout_spec_configs"  # our package of them, for Hydra and for verl's router
 MTP = "actor_rollout_ref.model.mtp"
@@ -24,14 +24,8 @@ V1_TRAINER_ONLY = (
     "trainer.use_v1=True with trainer.v1.trainer_mode=separate_async"
 )
 
-_STATES = (  # entries of a config.json
-    "linear_num_value_heads",  # Qwen3-Next, Qwen3.5, OLMo hybrid
-    "mamba_d_state",  # Bamba, Falcon-H1, Granite, Jamba, Zamba2
-    "ssm_state_size",  # Nemotron-H
-    "state_size",  # Mamba
-    "conv_L_cache",  # LFM2
-    "linear_attn_config",  # Kimi Linear
-)
+plugin_failure: str | None = None  # why this process has no plugin for verl
+checked_spec = SpecConfig()  # the options of the configuration that this process has checked last
 
 
 def group_router_file() -> str:
@@ -58,9 +52,8 @@ def number(config: DictConfig, key: str) -> int:
     if found is None:
         return 1
     if type(found) is not int:
-        raise ConfigError(
-            f"{key}={found!r}: must be a whole number, not text (`${{oc.decode:...}}` makes one)"
-        )
+        wanted = "must be a whole number, not text (`${oc.decode:...}` makes one)"
+        raise ConfigError(f"{key}={found!r}: {wanted}")
     return found
 
 
@@ -81,13 +74,6 @@ def entry(config: DictConfig, key: str, name: str) -> Any:
         with contextlib.suppress(json.JSONDecodeError):  # else a path, or a mistake that vLLM names
             found = json.loads(found)
     return found.get(name) if isinstance(found, Mapping) else None
-
-
-def has_recurrent_state(config: DictConfig) -> bool:
-    """Whether the policy is recurrent; False where its files cannot be read here: then the engine says so."""
-    fields = of_text(policy_fields(config))
-    only_attends = set(fields.get("layer_types") or ()) == {"attention"}  # as the smallest Granite
-    return not only_attends and any(map(fields.get, _STATES))
 
 
 def policy_fields(config: DictConfig) -> Mapping[str, Any]:

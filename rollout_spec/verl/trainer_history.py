@@ -92,8 +92,7 @@ def load_history(trainer: Any) -> None:
     if not keeps_history(trainer) or not trainer.global_steps:
         return
     options = trainer.config.trainer
-    from_path = options.resume_mode == "resume_path"
-    folder = Path(options.resume_from_path) if from_path else _checkpoint(trainer)
+    folder = Path(options.resume_from_path) if options.resume_mode == "resume_path" else _checkpoint(trainer)
     if not (folder / FILE).exists():
         logger.warning("rollout_spec: %s has no history: training begins without", folder)
         return

@@ -11,16 +11,11 @@ import ray
 
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import PatchError, when_imported, wrap
+from rollout_spec.verl import trainer_history as history
 from rollout_spec.verl.changes import DEATHS, TRAINER
 from rollout_spec.verl.samples import RowNames
 from rollout_spec.verl.settings import ROLLOUT, value
-from rollout_spec.verl.trainer_history import (
-    load_history,
-    remove_orphans,
-    save_history,
-    servers,
-    share_history,
-)
+from rollout_spec.verl.trainer_history import servers
 
 POLL_S = 5.0  # between two looks at the servers
 _ANSWER_S = 1.0  # for which a look waits
@@ -75,7 +70,7 @@ def _wrap_trainer() -> None:
         if reports := ray.get([handle.take_rollout_report.remote() for handle in servers(self)]):
             metrics.update(rollout_metrics(reports))
             _say_uncounted(self, metrics)
-        share_history(self)
+        history.share_history(self)
         return result
 
     @wrap(PPOTrainer, "_validate", TRAINER)
@@ -90,26 +85,24 @@ def _wrap_trainer() -> None:
 
     @wrap(PPOTrainer, "_save_checkpoint", TRAINER)
     def save_checkpoint(save: Any, self: Any) -> None:
-        save_history(self)  # first, because verl's last act is to declare the checkpoint complete
+        history.save_history(self)  # first, because verl's last act is to declare the checkpoint complete
         save(self)
-        remove_orphans(self)
+        history.remove_orphans(self)
 
     @wrap(PPOTrainer, "fit", TRAINER)
     def fit_with_names(fit: Any, self: Any, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
         if handles := servers(self):
             _name_rows(agent_loop_manager, RowNames(value(self.config, f"{ROLLOUT}.seed")))
             self.replay_buffer.rollout_spec_watch, self.rollout_spec_is_new = Watch(handles), True
-        load_history(self)  # not when verl loads the checkpoint: separate engines start after that
-        share_history(self)  # there is nothing yet; it tells the servers to collect from now on
+        history.load_history(self)  # not when verl loads the checkpoint: separate engines start after that
+        history.share_history(self)  # there is nothing yet; it tells the servers to collect from now on
         fit(self, agent_loop_manager, *args, **kwargs)
 
 
 def _name_rows(manager: Any, names: RowNames) -> None:
     """Let an agent loop manager of any class get batches whose rows have names."""
     generate = manager.generate_sequences
-    manager.generate_sequences = lambda prompts, *args, **kwargs: generate(
-        names.add_to(prompts), *args, **kwargs
-    )
+    manager.generate_sequences = lambda prompts, *args, **more: generate(names.add_to(prompts), *args, **more)
 
 
 def _say_uncounted(trainer: Any, metrics: dict[str, Any]) -> None:
@@ -144,16 +137,15 @@ def call_and_watch(handles: Sequence[Any], call: Callable[[], Any]) -> Any:
 
     Raises what `Watch.check` does, while `call` goes on in a thread; or what `call` raises.
     """
-    result: Future[Any] = Future()
-    threading.Thread(target=_keep_result, args=(call, result), daemon=True).start()
-    watch = Watch(handles)
+    result, watch = Future[Any](), Watch(handles)
+
+    def keep_result() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=keep_result, daemon=True).start()
     while not wait([result], timeout=POLL_S).done:
         watch.check()
     return result.result()
-
-
-def _keep_result(call: Callable[[], Any], result: Future[Any]) -> None:
-    try:
-        result.set_result(call())
-    except BaseException as error:
-        result.set_exception(error)

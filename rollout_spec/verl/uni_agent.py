@@ -15,11 +15,12 @@ from uni_agent.framework.framework import OpenAICompatibleAgentFramework
 from uni_agent.gateway import gateway
 
 from rollout_spec.patches import PatchError, guard_class, put_before, record
-from rollout_spec.verl import client
+from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SESSIONS
 from rollout_spec.verl.samples import ROW, named
 
 WHERE = entry.__file__
+_Fields = Mapping[str, Any]
 logger = logging.getLogger(f"verl.{__name__}")
 
 
@@ -27,12 +28,7 @@ class NamedSessions(OpenAICompatibleAgentFramework):
     """Stands before a class of uni-agent's frameworks."""
 
     async def _run_session(
-        self,
-        *,
-        sample_fields: Mapping[str, Any],
-        session_index: int,
-        sampling_params: Mapping[str, Any],
-        **session: Any,
+        self, *, sample_fields: _Fields, session_index: int, sampling_params: _Fields, **session: Any
     ) -> Any:
         if (row := sample_fields.get(ROW)) is not None:
             sampling_params = named(row, session_index, sampling_params)[1]
@@ -64,13 +60,13 @@ class NamingGateway(gateway.GatewayActor.__ray_actor_class__):
         try:
             return await super().finalize_session(session_id, **tracing)
         finally:
-            client.here.end_request(session_id)
+            sample_calls.here.end_request(session_id)
 
     async def abort_session(self, session_id: str, **tracing: Any) -> None:
         try:
             await super().abort_session(session_id, **tracing)
         finally:
-            client.here.end_request(session_id)
+            sample_calls.here.end_request(session_id)
 
 
 def install() -> None:

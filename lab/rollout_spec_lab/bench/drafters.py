@@ -17,8 +17,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import ReplayResult, replay_line
-from rollout_spec.predict.replay_drafters import IndexDrafter, ReplayDrafter, drafts_of_line
+from rollout_spec.predict.replay import IndexDrafter, ReplayDrafter, ReplayResult, drafts_of_line, replay_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -157,7 +156,7 @@ class Model(ReplayDrafter):
         return tokens, np.minimum(numbers, budgets).astype(np.int32)
 
 
-def make_proposer(method: str, config: SpecConfig) -> ReplayDrafter:
+def make_drafter(method: str, config: SpecConfig) -> ReplayDrafter:
     """The drafter of a method; a MissingError if that needs a package that is not installed."""
     if method in PRICED:
         return IndexDrafter(config, mixes=method == "sam+model")
@@ -186,7 +185,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
 
     Raises MissingError: a method needs a package that is not installed.
     """
-    drafters = [make_proposer(method, config) for method, config in runs]
+    drafters = [make_drafter(method, config) for method, config in runs]
     results = [ReplayResult() for _ in runs]
     histories = {config.history: History(config.history, config.max_index_bytes) for _, config in runs}
     for line in lines:

@@ -15,7 +15,7 @@ from rollout_spec.environment import environment
 from rollout_spec.predict.engine import Cluster
 from rollout_spec.predict.simulate import simulate
 from rollout_spec.predict.step_times import StepTimes, Times
-from rollout_spec.report.runs import plain, ratio
+from rollout_spec.report.runs import for_json, ratio
 from rollout_spec_lab.bench.drafters import require_arctic_inference
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load
@@ -208,4 +208,4 @@ def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: T
         found = simulate(lines, cluster, config, times or StepTimes.of_rows(step_times(others)))
         seconds += found["makespan_s"]
         num_tokens += sum(map(len, one["responses"]))
-    return plain(ratio(num_tokens, seconds))
+    return for_json(ratio(num_tokens, seconds))

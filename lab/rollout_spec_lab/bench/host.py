@@ -17,7 +17,7 @@ from rollout_spec.config import ConfigError
 from rollout_spec.environment import environment
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.measures import paired
-from rollout_spec.report.runs import plain, ratio
+from rollout_spec.report.runs import for_json, ratio
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.engine import Method, take_turns
 from rollout_spec_lab.bench.jobs import answers, last
@@ -202,6 +202,6 @@ def _figures(first: Sequence[Mapping[str, float]], mine: Sequence[Mapping[str, f
         "vllm_ms": 1e3 * (host_s - drafter_s),
         "drafter_ms": 1e3 * drafter_s,
         "draft_tokens_per_step": per("num_draft_tokens", "num_steps"),
-        "acceptance_rate": plain(per("num_accepted_tokens", "num_draft_tokens")),
+        "acceptance_rate": for_json(per("num_accepted_tokens", "num_draft_tokens")),
         "repeats": [dict(run) for run in mine],
     }

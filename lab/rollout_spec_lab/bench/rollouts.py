@@ -22,6 +22,12 @@ _FIGURES = {  # of the table: what is shown of a result, and how
     "per step": ("tokens_per_step", "{:.2f}"),
     "CPU, s": ("draft_cpu_s", "{:.2f}"),
 }
+_TITLES = {  # of methods in the picture
+    "off": "off, plain vLLM",
+    "off:coupled": "keyed, our random numbers without drafts",
+    "sam": "sam, our drafts",
+    "suffix": "suffix, vLLM's own drafter",
+}
 
 
 def write_rollouts(
@@ -67,9 +73,8 @@ def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
         axis.stairs(running, edges, color="#1b2a3d", linewidth=1.0, label="running requests")
         axis.axhline(threshold, color="#c0504d", linewidth=0.8, linestyle="--", label="tail below")
         tokens = sum(columns["num_tokens"])
-        axis.set_title(
-            f"{method}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s", fontsize=10, loc="left"
-        )
+        title = f"{_TITLES.get(method, method)}: {ends[-1]:.1f} s, {tokens / ends[-1]:.0f} tokens/s"
+        axis.set_title(title, fontsize=10, loc="left")
         axis.set_ylabel("requests")
     axes[0, 0].legend(fontsize=8, loc="upper right")
     axes[-1, 0].set_xlabel("time (s)")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.report.measures import paired
-from rollout_spec.report.runs import plain, ratio
+from rollout_spec.report.runs import for_json, ratio
 
 RATIOS = {  # of what, to the first method's: tokens and seconds of a rollout
     "tokens_per_s": ("num_tokens", "makespan_s"),
@@ -76,9 +76,9 @@ def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[st
         seconds = ("makespan_s", "front_s", "tail_s", "draft_cpu_s")
         result: dict[str, Any] = {"method": method, "num_repeats": len(mine)}
         result |= {name: total(name) / len(mine) for name in seconds}
-        result |= {name: plain(on.value) for name, (_, on, _) in changes.items()}
-        result["acceptance_rate"] = plain(ratio(total("num_accepted_tokens"), total("num_draft_tokens")))
-        result["tokens_per_step"] = plain(ratio(total("num_decoded_tokens"), total("num_row_steps")))
+        result |= {name: for_json(on.value) for name, (_, on, _) in changes.items()}
+        result["acceptance_rate"] = for_json(ratio(total("num_accepted_tokens"), total("num_draft_tokens")))
+        result["tokens_per_step"] = for_json(ratio(total("num_decoded_tokens"), total("num_row_steps")))
         result["ratios"] = {name: change.to_dict() for name, (_, _, change) in changes.items()}
         result["tokens_per_s_over"] = {
             other: paired(_amounts(theirs, "tokens_per_s"), _amounts(mine, "tokens_per_s"))[2].to_dict()

@@ -9,15 +9,15 @@ import argparse
 import signal
 from collections.abc import Sequence
 
-from rollout_spec.cli import Parser, add_commands, add_example, run_command
+from rollout_spec.cli import Parser, add_commands, run_command
 
 COMMANDS = ("demo", "bench", "gpu-check")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="rollout-spec-lab", description="The demo, benchmarks and checks of rollout_spec.")
+    about = "The demo, benchmarks and checks of rollout_spec."
+    parser = Parser("rollout-spec-lab demo --quick", prog="rollout-spec-lab", description=about)
     add_commands(parser, "rollout_spec_lab.cli", COMMANDS)
-    add_example(parser, "rollout-spec-lab demo --quick")
     return parser
 
 

@@ -4,12 +4,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli import add_example, rollouts
+from rollout_spec.cli import rollouts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
 from rollout_spec_lab.cli.inputs import add_output, installed, report
 
 HELP = "compare drafters on the same steps of recorded rollouts"
+EXAMPLE = (
+    "rollout-spec-lab bench drafters outputs/demo/off/rollouts/rollouts-0.jsonl --history 0 8 --equal-drafts"
+)
 METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
     **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
@@ -50,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )
     add_output(parser, "drafters.json", "drafters.json")
-    trace = "outputs/demo/off/rollouts/rollouts-0.jsonl"
-    add_example(parser, f"rollout-spec-lab bench drafters {trace} --history 0 8 --equal-drafts")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
+EXAMPLE = "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
 METHODS = ("off", "ngram", "suffix", "sam")
 WRITTEN = "engine.json, timelines.json, engine.png and rollouts-*.jsonl"
 OURS = ("engine.json", "engine.png")  # have our mark
@@ -63,9 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_drafter(drawn)
     add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
     inputs.add_output(parser, WRITTEN, *OURS)
-    add_example(
-        parser, "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,11 +2,11 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "judge the gate: scenarios that hurt, beside plain steps and an oracle"
+EXAMPLE = "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--seeds", number(int, 1), "N", 2, "serve each scenario N times"),
     )
     add_output(parser, "the JSON, and a picture beside it")
-    add_example(parser, "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli import devices, inputs
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, HostPlan
 
 HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
+EXAMPLE = "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
 METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
 
 
@@ -49,9 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS,
     )  # fmt: skip
     inputs.add_output(parser, "host.json", "host.json")
-    add_example(
-        parser, "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

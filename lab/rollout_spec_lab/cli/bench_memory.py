@@ -2,11 +2,11 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, report
 
 HELP = "simulate a training by epochs with less and less memory"
+EXAMPLE = "rollout-spec-lab bench memory --engines 2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rewrites = "the template leaves the reasoning of earlier turns out of later prompts"
     training.add_argument("--rewrites", action="store_true", help=rewrites)
     add_output(parser, "the JSON")
-    add_example(parser, "rollout-spec-lab bench memory --engines 2")
 
 
 def run(args: argparse.Namespace) -> int:

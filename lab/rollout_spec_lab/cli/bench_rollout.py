@@ -6,7 +6,6 @@ import argparse
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
 from rollout_spec_lab.cli import devices, inputs
@@ -16,6 +15,10 @@ if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
 
 HELP = "a recorded rollout in real engines, with random weights: what drafts gain on this device"
+EXAMPLE = (
+    "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
+    "--model-config recipes/models/qwen3_8b.json --gpu h100"
+)
 METHODS = ("off", "sam", "sam:0", "ngram", "suffix")
 
 
@@ -42,10 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = "as in `bench engine`, without models"
     add_options(inputs.add_compared_arguments(parser, known, METHODS), inputs.TAIL)
     inputs.add_output(parser, WRITTEN, *OURS)
-    add_example(
-        parser, "rollout-spec-lab bench rollout outputs/demo/off/rollouts/rollouts-0.jsonl "
-        "--model-config recipes/models/qwen3_8b.json --gpu h100",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,11 +2,11 @@
 
 import argparse
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli.inputs import add_output, report, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
+EXAMPLE = "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7"
 SIZES = {True: ([1, 8, 64, 256], [0, 7, 15]), False: ([1, 8, 64], [0, 7])}  # rows, drafts: is it a device?
 
 
@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--vocab-size", number(int, 1000), "V", 151_936, "of the logits"),
     )
     add_output(parser, "the JSON")
-    add_example(parser, "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.compare import FOLDER
 from rollout_spec.config import UserError
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from rollout_spec_lab.demo.runner import DemoPlan
 
 HELP = "serve a small model with drafts off and on in turns, and train it twice with verl"
+EXAMPLE = "rollout-spec-lab demo --trainer separate_async --steps 8"
 STEPS = {"grpo": 4, "dapo": 1}
 TRAINERS = ("sync", "colocate_async", "separate_async")  # verl's trainer.v1.trainer_mode
 # Few rows, so that the gate opens within as few tokens.
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     add_options(output, ("--output", FOLDER, "DIR", Path("outputs/demo"), "runs, report and charts"))
     output.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_example(parser, "rollout-spec-lab demo --trainer separate_async --steps 8")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.cli import add_example
 from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rollout_spec_lab.gpu_check.plan import CheckPlan, Policy
 
 HELP = "all that a machine with a GPU can say of drafting in 15 minutes, as one file to send to us"
+EXAMPLE = "rollout-spec-lab gpu-check --minutes 5"
 METHODS = ("off", "sam:0", "sam", "suffix", "ngram")
 OF_MODEL = ("model", "sam+model")
 SIGMA = 1.0  # of response lengths: one of a hundred is ten times as long as the median
@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = folder_for("gpu-check.json", "index.html", *OURS)
     add_options(output, ("--output", kind, "DIR", Path("outputs/gpu-check"), help_))
     output.add_argument("--json", action="store_true", help="print JSON instead of sentences and tables")
-    add_example(parser, "rollout-spec-lab gpu-check --minutes 5")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -97,7 +97,7 @@ def _model(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) 
     """The model whose drafts the lines have, if any."""
     from rollout_spec.predict.engine import SimulatedModel
 
-    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.proposals), default=0)
+    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.model_drafts), default=0)
     if num_tokens and args.dp > 1:
         raise UserError(f"--dp {args.dp}: engines refuse a draft model on ranks that share experts; use --tp")
     return SimulatedModel(num_tokens, times.head) if num_tokens else None

@@ -52,7 +52,9 @@ def text(comparison: Comparison, turns: Turns) -> list[str]:
 
 def _of_trainings(comparison: Comparison) -> list[str]:
     """Their own ratio, which the machine's drift can change, and whether it did."""
-    said = f"The two trainings ran one after the other, with {comparison.speedup:.2f}× tokens per second."
+    said = (
+        f"The two trainings ran one after the other, with {comparison.speedup.value:.2f}× tokens per second."
+    )
     if comparison.has_drifted:
         said = (
             "The two trainings ran one after the other, and the machine changed in between: training without "

@@ -17,7 +17,7 @@ from rollout_spec.cli.models import prompt_rows, tokenized
 from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
-from rollout_spec.report.runs import plain, ratio
+from rollout_spec.report.runs import for_json, ratio
 from rollout_spec_lab.bench.engine import Plan
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load
@@ -45,7 +45,7 @@ class Turns:
 
     def to_dict(self) -> dict[str, Any]:
         estimates = {name: getattr(self, name).to_dict() for name in ("off", "on", "speedup")}
-        rates = {name: plain(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
+        rates = {name: for_json(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
         seconds = [list(pair) for pair in self.seconds]
         return estimates | rates | {"agreement": dataclasses.asdict(self.agreement), "seconds": seconds}
 
