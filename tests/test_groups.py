@@ -102,6 +102,13 @@ def test_a_text_that_goes_on_is_kept_once_and_what_a_branch_leaves_is_handed_on(
         assert [text.tolist() for text in taken] == [[number, 30, 31, 5, 32]] * (sample is not None)
 
 
+def test_a_group_stays_whose_texts_are_all_kept(rows):
+    """However short they are, in a new training step."""
+    first = rows.end(rows.add(PROMPT, **OF_SAMPLE), [*PROMPT, 30])
+    rows.history.step += 1
+    assert rows.add([*PROMPT, 50], "group", len(PROMPT), "another").group is first.group
+
+
 @pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
@@ -266,7 +273,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     @initialize(
         num_samples=st.integers(1, 3),
-        packed_bytes=st.sampled_from([1 << 20, 1 << 20, 2500, 480]),
+        packed_bytes=st.sampled_from([1 << 20, 2500, 480]),
         index_bytes=st.sampled_from([0, 0, 142_000]),
     )
     def make(self, num_samples, packed_bytes, index_bytes):
@@ -411,4 +418,4 @@ class GroupsMachine(RuleBasedStateMachine):
 
 
 TestGroupsMachine = GroupsMachine.TestCase
-TestGroupsMachine.settings = settings(max_examples=300, stateful_step_count=40)
+TestGroupsMachine.settings = settings(max_examples=150, stateful_step_count=40)

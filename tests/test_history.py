@@ -16,8 +16,9 @@ def texts(history, key):
     return [response.tolist() for response in history.get(key)]
 
 
-def test_keys_tell_prompts_and_groups_apart():
+def test_keys_tell_prompts_groups_and_samples_apart():
     keys = [*map(prompt_key, (int32(1, 2), int32(1, 2, 3))), *map(group_key, ("1", 1, "12"))]
+    keys += map(history_module.sample_key, ("1", 1, "12"))
     assert len(set(keys)) == len(keys)
     # What another release has saved is found.
     assert keys[0].hex() == "21c1ea13e5b9528cf84dbec3eadb1b09"
