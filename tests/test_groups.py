@@ -19,7 +19,7 @@ from rollout_spec.drafting.native import BudgetExceeded, UnknownId
 from rollout_spec.metrics import EngineCounters
 from tests.native.checks import check_index
 from tests.oracle import group_of, num_alike
-from tests.text import int32, speak
+from tests.text import int32, merged, speak
 
 PROMPT = list(range(20))
 
@@ -90,6 +90,26 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
     assert [call.args[1].tolist() for call in added.call_args_list[3:]] == [[31]]
 
 
+def test_a_text_that_goes_on_is_kept_once_and_what_a_branch_leaves_is_handed_on(rows):
+    """With a name and without."""
+    for number, sample in enumerate((None, "sample")):
+        row, key = [*PROMPT, number, 30, 31], group_key(number)
+        first = rows.end(rows.add(PROMPT, number, 20, sample), row)
+        assert rows.end(rows.add([*row, 5], number, 20, sample), [*row, 5, 32]) is first
+        assert [text.tolist() for text in rows.history.get(key)] == [[number, 30, 31, 5, 32]]
+        list(rows.history.take_new())
+        assert (rows.add([*row, 6], number, 20, sample) is first) == (sample is not None)
+        taken = merged(*rows.history.take_new()).get(key)
+        assert [text.tolist() for text in taken] == [[number, 30, 31, 5, 32]] * (sample is not None)
+
+
+def test_a_group_stays_whose_texts_are_all_kept(rows):
+    """However short they are, in a new training step."""
+    first = rows.end(rows.add(PROMPT, **OF_SAMPLE), [*PROMPT, 30])
+    rows.history.step += 1
+    assert rows.add([*PROMPT, 50], "group", len(PROMPT), "another").group is first.group
+
+
 @pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
@@ -136,33 +156,29 @@ class WatchedIndex(SuffixIndex):
         self.left.append(group)
 
 
-@pytest.mark.parametrize("sample", ["s", None])
-@pytest.mark.parametrize("how", ["whole", "without thoughts", "aborted"])
-def test_a_sample_goes_on_where_it_was_and_is_one_response(sample, how):
-    """Its turns are requests; each prompt has all before, or without what the first one thought."""
-    text = speak(np.random.default_rng(0), 500)
+@pytest.mark.parametrize("is_told_early", [True, False])
+def test_a_sample_goes_on_where_it_was_until_it_has_ended(is_told_early):
+    """Its turns are requests; the prompt after an abort may lack the last tokens. The end is told while a
+    request runs, or after it."""
+    text = speak(np.random.default_rng(0), 400)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-    row = text[None].copy()
 
-    def turn(name, begin, end):
-        drafter.add(name, row[0, :begin].copy(), 600, "g", 50, sample)
-        for level in range(begin + 1, end + 1):
-            drafter.draft([name], [1], row, np.array([level], np.int32))
-        drafter.remove(name, is_aborted=how == "aborted")
+    def num_resumed_after(turn, begin, end):
+        drafter.add(turn, text[:begin].copy(), 600, "g", 50, "s")
+        drafter.draft([turn], [end - begin], text[None], int32(end))
+        ended = {"second": ["another"], "last": ["s"] * is_told_early}
+        drafter.end_samples(ended.get(turn, ()))
+        drafter.remove(turn, is_aborted=turn == "aborted")
+        return drafter.counters.num_resumed
 
-    turn("first", 50, 200)
-    before = drafter.index.stats().num_tokens
-    num_kept = (100 if sample else 50) if how == "without thoughts" else 200
-    if how == "without thoughts":
-        row[0, 100:300] = text[200:400]
-    turn("second", 300, 350)
+    assert num_resumed_after("aborted", 60, 200) == 0
+    assert num_resumed_after("second", 190, 250) == 1
+    assert num_resumed_after("last", 250, 300) == 2
+    if not is_told_early:
+        drafter.end_samples(["s"])
+    assert num_resumed_after("of another", 300, 350) == 2
     check_index(drafter.index)
-    assert drafter.index.stats().num_tokens == before + 350 - num_kept
-    assert drafter.counters.num_resumed == (how != "without thoughts")
-    drafter.end_samples(["s"])
-    kept = [each.tolist() for each in drafter.history.get(group_key("g"))]
-    thoughts = [text[92 if sample else 50 : 200].tolist()] if how == "without thoughts" else []
-    assert kept == [*thoughts, row[0, 50:350].tolist()]
+    assert [each.tolist() for each in drafter.history.get(group_key("g"))] == [text[50:350].tolist()]
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,6 +196,7 @@ class PackedOracle:
 
     def __init__(self, num_samples, max_bytes):
         self.num_samples, self.max_bytes, self.step = num_samples, max_bytes, 0
+        self.num_dropped = 0
         self.prompts: dict[object, list[list[PackedText]]] = {}  # that which has changed last is the last
 
     def texts(self, prompt):
@@ -204,6 +221,7 @@ class PackedOracle:
         self.prompts[text.prompt] = samples[-self.num_samples :]
         while self.num_bytes > self.max_bytes:
             most = max(self.prompts, key=lambda prompt: len(self.prompts[prompt]))
+            self.num_dropped += 1
             if left := self.prompts.pop(most)[1:]:
                 self.prompts[most] = left
 
@@ -256,7 +274,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     @initialize(
         num_samples=st.integers(1, 3),
-        packed_bytes=st.sampled_from([1 << 20, 2500]),
+        packed_bytes=st.sampled_from([1 << 20, 2500, 480]),
         index_bytes=st.sampled_from([0, 0, 142_000]),
     )
     def make(self, num_samples, packed_bytes, index_bytes):
@@ -388,11 +406,12 @@ class GroupsMachine(RuleBasedStateMachine):
             num_states = sum(group_of(at.rows).num_states for at in self.indexed.values())
             assert self.index.stats().num_states == num_states
         check_index(self.index)
-        history = self.rows.history
-        assert (len(history), history.num_bytes) == (len(self.packed.prompts), self.packed.num_bytes)
-        for prompt in self.packed.prompts:
+        history, packed = self.rows.history, self.packed
+        assert (len(history), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
+        assert history.num_dropped == packed.num_dropped
+        for prompt in packed.prompts:
             kept = [text.tolist() for text in history.get(prompt)]
-            assert kept == [text.tokens for text in self.packed.texts(prompt)]
+            assert kept == [text.tokens for text in packed.texts(prompt)]
 
     def teardown(self):
         if hasattr(self, "index"):

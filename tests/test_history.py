@@ -5,36 +5,20 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import history as history_module
-from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file
 from rollout_spec.files import write_files
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
-from tests.native.checks import check_index
-from tests.text import int32, merged
+from tests.text import int32
 
 
 def texts(history, key):
     return [response.tolist() for response in history.get(key)]
 
 
-def test_the_budget_drops_the_earliest_responses_to_the_prompts_with_most():
-    keys = [bytes([prompt]) * 16 for prompt in range(6)]
-    history = History(8, 12_000)  # eight responses
-    for prompt in (5, 0, 1, 2, 3, 4, 5):
-        for step in range(3):
-            history.add(keys[prompt], np.full(300, step, np.int32))
-            assert history.num_bytes <= 12_000 and texts(history, keys[prompt])
-    kept = [[tokens[0] for tokens in texts(history, key)] for key in keys]
-    assert kept == [[2], [2], [2], [2], [2], [1, 2]]
-    assert history.num_dropped == 14
-    history.add(b"huge" * 4, np.zeros(9000, np.int32))
-    assert [[tokens[0] for tokens in texts(history, key)] for key in keys] == kept
-    assert texts(history, b"huge" * 4) == []
-
-
-def test_keys_tell_prompts_and_groups_apart():
+def test_keys_tell_prompts_groups_and_samples_apart():
     keys = [*map(prompt_key, (int32(1, 2), int32(1, 2, 3))), *map(group_key, ("1", 1, "12"))]
+    keys += map(history_module.sample_key, ("1", 1, "12"))
     assert len(set(keys)) == len(keys)
     # What another release has saved is found.
     assert keys[0].hex() == "21c1ea13e5b9528cf84dbec3eadb1b09"
@@ -104,36 +88,6 @@ def test_a_text_of_another_vocabulary_is_refused():
         with pytest.raises(HistoryError, match="has the token 100, the model's vocabulary is of 100"):
             taker.merge(piece)
     assert texts(taker, b"a" * 16) == [[99]]
-
-
-@pytest.mark.parametrize("num_tokens", [60_000, 10_000])
-def test_a_full_index_does_without_history(num_tokens):
-    drafter = Drafter(SpecConfig(history=2, max_index_mb=1, batch_threshold=8, num_speculative_tokens=8))
-    rng = np.random.default_rng(3)
-    for _ in range(2):
-        drafter.history.add(prompt_key(int32(1)), rng.integers(0, 50_000, num_tokens // 2).astype(np.int32))
-    drafter.add("a", int32(1), 2000)
-    token_ids = np.ones((1, 2000), np.int32)
-    for level in range(2, 200):
-        drafts = drafter.draft(["a"], [1], token_ids, int32(level))
-    assert drafts.lists() == [[1] * 8]
-    stats = drafter.index.stats()
-    assert (stats.num_groups, stats.num_sequences, stats.num_tokens_unindexed) == (1, 1, 0)
-    assert stats.num_tokens == 199 or 199 < stats.num_tokens <= 199 + num_tokens
-    check_index(drafter.index)
-
-
-def test_what_is_shared_is_new_and_keeps_to_the_budget():
-    giver, taker = History(8, 10_000), History(8, 4_000)
-    for prompt in range(12):
-        giver.add(bytes([prompt]) * 16, np.full(300, prompt, np.int32))
-    [content] = giver.take_new()
-    giver.add(b"later" + bytes(11), int32(1))
-    assert len(merged(*giver.take_new())) == 1, "nothing is shared twice"
-    taker.merge(content)
-    assert len(merged(*taker.take_new())) == 0, "what came from another is not sent on"
-    assert 0 < taker.num_bytes <= 4_000
-    assert texts(taker, bytes([11]) * 16)[0][0] == 11
 
 
 def test_replay_takes_the_responses_of_earlier_lines_of_the_group():

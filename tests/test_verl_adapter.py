@@ -47,10 +47,10 @@ def answers(server_of, monkeypatch):
     asked: list[Any] = []
 
     def install(token_ids=(8,), admits=True, **fields):
-        async def generate(self, _, sampling_params, request_id):
+        async def generate(self, _, sampling_params, request_id, **others):
             if admits:
                 self._windows.admit()
-            asked.append(sampling_params)
+            asked.append(sampling_params | others)
             return SimpleNamespace(token_ids=token_ids, extra_fields={**fields}, stop_reason="completed")
 
         monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
@@ -279,7 +279,8 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
 @pytest.mark.parametrize("method", ["sam", "keyed"])
 def test_the_noise_follows_from_the_name_else_the_seed(sent, expected, method, server_of, answers):
     asked = answers()
-    asyncio.run(server_of(None, {"method": method}).generate([1, 2], sent, "one"))
+    asyncio.run(server_of(None, {"method": method}).generate([1, 2], sent, "one", image_data=["a"]))
+    assert asked[0].pop("image_data") == ["a"]
     params = SimpleNamespace(**{"seed": None, "extra_args": None, **asked[0]})
     assert RequestKeys(0).new_key(params) == make_key(*expected)
 

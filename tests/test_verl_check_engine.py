@@ -151,7 +151,6 @@ def write_model(folder, fields):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-
     def install(version):
         for module in ("vllm.versions", "verl.check_engine"):
             monkeypatch.setattr(f"rollout_spec.{module}.version", lambda: version)

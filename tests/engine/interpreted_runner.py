@@ -1,6 +1,5 @@
 """What engines give on vLLM's own MRV2 on the CPU, with our drafter and without."""
 
-import inspect
 import itertools
 import pathlib
 import random
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from vllm import LLM
-from vllm.config import CUDAGraphMode
 from vllm.v1.request import RequestStatus
 
 from rollout_spec.drafting.history import prompt_key
@@ -18,7 +16,6 @@ from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
 from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
-from tests.engine.test_graphs import GRAPHS, STEPS
 from tests.engine.test_requests import FEW_CHARACTERS, bad_words, random_request
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
@@ -155,9 +152,6 @@ def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
             batch.add = batch.extend = None
         found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
-    if hasattr(runner, "cudagraph_manager"):  # MRV2
-        found["decode_query_len"] = runner.decode_query_len
-        found["graphs"] = {mode: graphs(runner.cudagraph_manager, mode) for mode in GRAPHS}
     close([llm])
     return found
 
@@ -230,22 +224,6 @@ def reset(llm, names):
 def history(proposer):
     ProposerControl(proposer).pack_history()  # takes in those that have ended
     return [each.tolist() for each in proposer.drafter.history.get(prompt_key(np.array(PROMPT, np.int32)))]
-
-
-def graphs(manager, mode):
-    settings = manager.compilation_config
-    settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
-    manager._candidates.clear()
-    manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode[mode], True
-    manager._init_candidates()
-
-    def graph(rows):
-        uniform = rows[0] if len({*rows}) == 1 else None
-        asked = (len(rows), sum(rows), uniform, 0, max(rows))
-        num_asked = len(inspect.signature(manager.dispatch).parameters)  # 0.24 does without the longest row
-        return manager.dispatch(*asked[:num_asked]).cg_mode.name
-
-    return [" ".join({graph(rows) for rows in steps}) for steps in STEPS]
 
 
 def noted_calls(core):

@@ -169,6 +169,7 @@ def test_steps_with_drafts_have_full_graphs_where_vllm_has_some(monkeypatch):
 def test_plain_steps_keep_the_graphs_of_one_token_a_row(monkeypatch):
     """They are as large as those of an engine without a drafter, and captured for one token a row."""
     runner = runner_with(monkeypatch)
+    assert runner.decode_query_len == 1 + K, "for whatever else it is used"
     for num_rows in range(1, ROWS + 1):
         graph = graph_of(runner, [1] * num_rows)
         assert (graph.uniform_token_count, graph.num_reqs) == (1, graph.num_tokens)

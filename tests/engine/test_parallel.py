@@ -171,7 +171,6 @@ async def serve(server, num_samples):
 
 
 def test_a_client_of_several_cores_that_cannot_call_each_is_refused(monkeypatch):
-
     check_client()
     monkeypatch.setattr(DPLBAsyncMPClient, "_call_utility_async", lambda self, method, args: None)
     with pytest.raises(RuntimeError, match=r"takes \['self', 'method', 'args'\], expected .*'engine'"):

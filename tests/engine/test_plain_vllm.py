@@ -170,7 +170,6 @@ def test_drafts_are_refused_where_a_rows_rotations_follow_from_others(tiny_model
     ],
 )
 def test_drafts_are_refused_where_attention_fails_with_them(tiny_model, policy, cache, found, monkeypatch):
-
     drafting, without = configured(tiny_model, {}), configured(tiny_model, **KEYED)
     monkeypatch.setattr(ModelConfig, "architecture", policy)
     for config in drafting, without:
@@ -205,7 +204,6 @@ def test_drafts_are_refused_where_steps_have_too_many_logits(tiny_model, vocabul
 def test_graphs_that_let_drafts_read_later_ones_are_refused(
     tiny_model, mode, is_mrv2, old, is_refused, monkeypatch
 ):
-
     config = configured(tiny_model, {})
     config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
     monkeypatch.setattr(checks, "is_before", lambda minor: minor > old)

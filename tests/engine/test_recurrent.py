@@ -27,7 +27,6 @@ from rollout_spec.vllm.upstream import recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
-from tests.engine.interpreted_runner import graphs
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import SEES, SHORT_STEPS, note_rows, served
 from tests.engine.serving import assert_same, num_accepted, serve
@@ -98,7 +97,6 @@ def test_mrv2_has_full_graphs_that_recurrent_layers_can_be_captured_in(name, res
 
     vllm_config = configured(make_recurrent(name, tmp_path), {"num_speculative_tokens": 7})
     manager = graphs_of_mrv2(vllm_config)
-    graphs(manager, "FULL_AND_PIECEWISE")  # of CUDA's sizes
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     apply(recurrent_rows, mamba_hybrid)
     build = builder_of(name, vllm_config).build_for_cudagraph_capture
@@ -124,6 +122,11 @@ def graphs_of_mrv2(vllm_config):
         mode, device = CUDAGraphMode.NONE, torch.device("cpu")
         manager = ModelCudaGraphManager(vllm_config, device, mode, runner.decode_query_len)
     assert runner.decode_query_len == query_len
+    settings = manager.compilation_config  # now as with CUDA
+    settings.cudagraph_capture_sizes, settings.max_cudagraph_capture_size = [1, 2, 4, 9, 16, 18], 18
+    manager._candidates.clear()
+    manager.cudagraph_mode, manager._graphs_captured = CUDAGraphMode.FULL_AND_PIECEWISE, True
+    manager._init_candidates()
     return manager
 
 
@@ -279,7 +282,6 @@ def test_drafts_change_nothing_where_prefixes_are_cached(runner, head, tmp_path)
 
 
 def test_refused_before_an_engine_process_is_launched(tmp_path, monkeypatch):
-
     transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
     configured(str(tmp_path), **KEYED)
     config = configured(str(tmp_path), {"num_speculative_tokens": 3})

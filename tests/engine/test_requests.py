@@ -1,6 +1,5 @@
 """Whatever a request asks for, it gets what it would get without drafts, or is refused alone."""
 
-import functools
 import json
 import random
 import re
@@ -8,10 +7,8 @@ import shutil
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, detokenizer
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 
 from docs.request_options import REFUSED, REQUEST, SAMPLING
@@ -132,48 +129,6 @@ def test_the_samples_of_one_request_have_keys_of_their_own(engines):
         alone = [one["tokens"] for one in serve(llm, [asking({}, key=["one", i]) for i in range(4)])]
         assert [one["tokens"] for one in (together, *together["others"])] == alone
         assert len({*map(tuple, alone)}) == 4
-
-
-# Whole characters of one to four bytes, pieces that begin one, end one or both, and parts of long ones.
-BYTES = [bytes([97 + i % 26, 0xC3 + i, 0x80 + i])[i % 2 :] for i in range(28)]
-BYTES += [bytes([0x80 + i, 97 + i % 26, 0xC3 + i % 28])[i % 3 // 2 : 2 + i % 3] for i in range(88)]
-BYTES += (
-    b"\xe2 \xe2\x82 \x82 \xac \xe2\x82\xac \xf0 \xf0\x9f \x9f \x98 \x98\x80 \xf0\x9f\x98\x80 \x80".split()
-)
-
-
-@pytest.fixture(scope="module")
-def byte_engines(tiny_model, tmp_path_factory):
-    """Without drafts and with, of a tokenizer whose characters take up to four tokens."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    names = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    pieces = ["".join(names[byte] for byte in piece) for piece in BYTES]
-    bytewise = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, []))
-    bytewise.decoder = decoders.ByteLevel()
-    path = tmp_path_factory.mktemp("models") / "bytes"
-    shutil.copytree(tiny_model, path)
-    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=pieces[EOS_TOKEN_ID]).save_pretrained(path)
-    yield from both_engines(str(path))
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_characters_of_several_tokens(byte_engines, is_fast, monkeypatch):
-    """Responses end, are stopped and are streamed in the middle of characters."""
-    if not is_fast:
-        monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", detokenizer.SlowIncrementalDetokenizer)
-    same = functools.partial(same_in_both, byte_engines, prompt={"prompt_token_ids": [*range(3, 30)]})
-    free: dict[str, Any] = {"temperature": 2.0, "max_tokens": 40, "logprobs": 2}
-    [whole] = same(free)
-    tokens, text = whole["tokens"], whole["text"]
-    assert len({character for character in text if character > "\x7f"}) > 5
-    ends: list[dict[str, Any]] = [{"max_tokens": length} for length in range(20, 28)]
-    ends += [{"stop_token_ids": [tokens[length]], "min_tokens": length} for length in range(20, 28)]
-    ends += [{"stop": [text[i : i + length]]} for i in range(12, 18) for length in (1, 2)]
-    ends += [{"stop": ["\ufffd"]}, {"stop": ["\ufffd"], "min_tokens": 20, "include_stop_str_in_output": True}]
-    num_accepted(byte_engines[1])
-    same(*(free | end | {"output_kind": kind} for kind in (0, 1) for end in ends))
-    assert num_accepted(byte_engines[1]) > 10 * len(ends)
 
 
 def processed(llm, params, **more):

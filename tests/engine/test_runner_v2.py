@@ -24,7 +24,6 @@ from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
 from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
-from tests.engine.test_graphs import GRAPHS
 
 OLD, ON_MRV1 = version() == "0.23.0", "with vLLM 0.23 our drafter runs on MRV1 alone"
 NEEDS_MRV2 = pytest.mark.skipif(OLD and mrv2_misfit() is not None, reason=ON_MRV1)
@@ -129,12 +128,10 @@ def results(chat_model, tmp_path_factory):
     return interpreted("tests.engine.interpreted_runner", path, chat_model)
 
 
-def test_all_engines_have_v2_and_full_graphs_are_for_plain_steps(results):
+def test_all_engines_have_v2(results):
     images = results.get("images", {})
     for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
         assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
-    assert results["drafted"]["decode_query_len"] == 1 + 8, "for whatever else it is used"
-    assert results["drafted"]["graphs"] == GRAPHS
 
 
 def test_a_request_gets_what_it_asks_for(results):
@@ -219,7 +216,6 @@ def test_requests_go_on_where_their_cache_is_dropped_or_drafting_fails(results, 
     for name, tokens in found["reset"].items():
         assert tokens == results["plain"]["requests"][name]["tokens"], name
     assert sorted(found["reset"].values()) == sorted(found["reset_history"][-len(found["reset"]) :])
-    found = results[engine]
     assert found["failing"]["sampled"] == results["plain"]["requests"]["sampled"]
     assert found["num_failed_steps"] > 8
 

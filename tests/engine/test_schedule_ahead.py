@@ -20,7 +20,6 @@ OTHER_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 @pytest.fixture
 def decided(tiny_model):
-
     def decide(
         asked, is_cpu=False, has_v2=True, returns_experts=False, overlaps=False, policy=None, old=None,
         **arguments,
@@ -86,7 +85,6 @@ def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monk
     ],
 )
 def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, release, window, refusal):
-
     config = configured(tiny_model, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     monkeypatch.setattr(versions, "version", lambda: release)

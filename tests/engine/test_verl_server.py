@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import ActorDiedError
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
-from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,7 +23,7 @@ from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verl import trainer_hooks
 from rollout_spec.verl.server import SpecHttpServer
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY
+from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import num_accepted
@@ -32,7 +31,6 @@ from tests.engine.test_life_cycle import PROMPTS
 from tests.engine.tiny_heads import loaded
 from tests.engine.tiny_recurrent import make_recurrent
 from tests.text import merged
-from tests.tiny_vl import TOKENS, make_image, make_processor, make_tiny_vl, tokens
 
 GREEDY = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
@@ -161,40 +159,6 @@ async def one_round(server):
         for j in range(3)
     ]
     return [list(output.token_ids) for output in await asyncio.gather(*outputs)]
-
-
-def test_turns_with_images(tmp_path, make_server):
-    model, processor = make_tiny_vl(tmp_path), make_processor()
-    banned = get_vision_placeholder_token_ids(processor)
-    assert len(banned) == 2
-    results = []
-    for spec, more in ((None, KEYED), ({}, {})):
-        server = make_server(spec, fresh=True, model=model, limit_mm_per_prompt={"image": 4}, **more)
-        server.model_config.processor = processor
-        # As verl does before it serves.
-        server.engine.llm.collective_rpc("monkey_patch_model", args=(len(TOKENS), banned))
-        results += [asyncio.run(trajectory(server, sibling)) for sibling in (0, 1, 0)]
-        counters = asyncio.run(server.engine.collective_rpc("rollout_spec_call", args=("take_counters",)))
-    assert counters[0]["num_accepted_tokens"] > 60
-    assert results[:3] == results[3:]
-    assert results[0] == results[2] != results[1]
-
-
-async def trajectory(server, sibling):
-    """The responses of three turns; as verl's agent loops, each prompt has an image's four tokens."""
-    prompt, images, responses = list[int](), list[int](), list[list[int]]()
-    in_group = len(tokens("Turn ", 1, "?")) + 3
-    for turn, more in enumerate([[0], [1, 2], [0]]):
-        for each in tokens("Turn ", len(more), "?"):
-            prompt += [each] * (4 if each == TOKENS["<|image_pad|>"] else 1)
-        images += more
-        extra_args = {NAME_KEY: [sibling, turn], GROUP_KEY: "g", GROUP_TOKENS_KEY: in_group}
-        params = {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True, "extra_args": extra_args}
-        seen = [*map(make_image, images)]
-        output = await server.generate(list(prompt), params, f"{sibling}-{turn}", image_data=seen)
-        responses.append(list(output.token_ids))
-        prompt += responses[-1]
-    return responses
 
 
 def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tmp_path, monkeypatch):
