@@ -99,7 +99,7 @@ class RolloutReport(Counters):
     """What one rollout server has served for the training, under weights that have been replaced since."""
 
     engine: EngineCounters | None = None  # None: the engine has no drafter of ours (rollout.spec off)
-    requests: list[RequestCounters] = dataclasses.field(default_factory=list)  # of every finished request
+    requests: RequestCounters = dataclasses.field(default_factory=RequestCounters)  # of the finished ones
     num_generated_tokens: int = 0  # of every request, counted where it was served
     rollout_seconds: float = 0.0  # wall time with at least one request in the engine
     # Sums over what vLLM aborted, which includes every request that a stop string ended.
@@ -247,7 +247,7 @@ def rollout_metrics(reports: Iterable[RolloutReport]) -> dict[str, float]:
     """
     servers = list(reports)
     total = RolloutReport.sum(servers)
-    requests = RequestCounters.sum((*total.requests, total.aborted))
+    requests = total.requests + total.aborted
     has_drafts = total.engine is not None or requests.num_decode_steps
     values = _values(servers, requests if has_drafts else None, total.engine)
     return {PREFIX + name: value for name, value in values.items()}

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 MAX_GROUPS = 10_000
-MAX_SAMPLES = 20_000
+MAX_PLACED_SAMPLES = 20_000
 
 Place = TypeVar("Place", bound=Hashable)
 
@@ -52,6 +52,6 @@ class GroupPlacement:
         homes[place] += 1
         if sample is not None:
             self._samples[group, sample] = place
-            if len(self._samples) > MAX_SAMPLES:
+            if len(self._samples) > MAX_PLACED_SAMPLES:
                 self._samples.popitem(last=False)
         return place

@@ -24,7 +24,7 @@ COUNTERS = EngineCounters(
     num_steps=2, num_steps_on=1, num_row_steps=2, num_draft_tokens=2, num_timed_steps=1, timed_seconds=1.0,
     num_drafted_steps=1, drafted_seconds=1.0, num_model_passes=1, num_model_draft_tokens=1,
 )  # fmt: skip
-REPORT = RolloutReport(COUNTERS, [RequestCounters(9, 4, 3, 6, 2)], 9, rollout_seconds=1.0)
+REPORT = RolloutReport(COUNTERS, RequestCounters(9, 4, 3, 6, 2), 9, rollout_seconds=1.0)
 LOGGED = {PREFIX + name for name in logged(REPORT, REPORT)}
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm.keys import (
+    CALL_KEY,
+    CALL_TOKENS_KEY,
     GROUP_KEY,
     GROUP_TOKENS_KEY,
     NAME_KEY,
     SAMPLE_KEY,
-    TURN_KEY,
-    TURN_TOKENS_KEY,
     RequestKeys,
     RequestNames,
     key_of_name,
@@ -31,8 +31,8 @@ def request(seed=None, **extra_args):
 def test_the_names_in_a_request_are_those_that_callers_send():
     """Clients in other languages write them; a server of another version reads them."""
     assert [NAME_KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
-    assert [SAMPLE_KEY, TURN_KEY] == ["rollout_spec_sample", "rollout_spec_turn"]
-    assert [GROUP_TOKENS_KEY, TURN_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_turn_tokens"]
+    assert [SAMPLE_KEY, CALL_KEY] == ["rollout_spec_sample", "rollout_spec_call"]
+    assert [GROUP_TOKENS_KEY, CALL_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_call_tokens"]
 
 
 def test_a_name_gives_the_same_key_in_every_run():
@@ -116,19 +116,19 @@ NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KE
     ("extra_args", "names"),
     [
         (
-            {NAME_KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 5},
+            {NAME_KEY: "a", GROUP_KEY: "g", GROUP_TOKENS_KEY: 3, CALL_TOKENS_KEY: 5},
             (key_of_name("a"), "g", 3, 5),
         ),
         ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
-        ({SAMPLE_KEY: 5, TURN_KEY: 2}, (None, None, None, None, "5", 2)),
-        ({SAMPLE_KEY: [5], TURN_KEY: -2}, (None, None, None, None)),
-        ({GROUP_TOKENS_KEY: 3, TURN_TOKENS_KEY: 0}, (None, None, None, 0)),
+        ({SAMPLE_KEY: 5, CALL_KEY: 2}, (None, None, None, None, "5", 2)),
+        ({SAMPLE_KEY: [5], CALL_KEY: -2}, (None, None, None, None)),
+        ({GROUP_TOKENS_KEY: 3, CALL_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
-        ({NAME_KEY: HUGE, GROUP_KEY: "g", TURN_TOKENS_KEY: 2}, (None, "g", None, 2)),
+        ({NAME_KEY: HUGE, GROUP_KEY: "g", CALL_TOKENS_KEY: 2}, (None, "g", None, 2)),
         *((said, (None,) * 4) for said in NOTHING),
         *(({GROUP_KEY: group, GROUP_TOKENS_KEY: 3}, (None,) * 4) for group in NO_TEXTS),
         *(
-            ({GROUP_KEY: "g", GROUP_TOKENS_KEY: number, TURN_TOKENS_KEY: number}, (None, "g", None, None))
+            ({GROUP_KEY: "g", GROUP_TOKENS_KEY: number, CALL_TOKENS_KEY: number}, (None, "g", None, None))
             for number in (-1, HUGE, sys.maxsize + 1, 1.0, "3", True, None, [2])
         ),
     ],

@@ -17,10 +17,8 @@ def test_the_metrics_of_two_servers_by_hand():
                               timed_seconds=4.0, error_seconds=0.5, believed_plain_seconds=2.0,
                               num_drafted_steps=4, drafted_seconds=2.0, drafted_as_plain_seconds=3.0,
                               plain_seconds=2.0, believed_of_plain_seconds=4.0),
-        requests=[
-            RequestCounters(num_decoded_tokens=12, num_decode_steps=6, num_drafts=3, num_draft_tokens=13,
-                            num_accepted_tokens=6),
-        ],
+        requests=RequestCounters(num_decoded_tokens=12, num_decode_steps=6, num_drafts=3, num_draft_tokens=13,
+                                 num_accepted_tokens=6),
         num_generated_tokens=21,
         rollout_seconds=3.0,
         # What a stop string ended counts too.
@@ -29,7 +27,7 @@ def test_the_metrics_of_two_servers_by_hand():
         num_interrupted=2,
     )  # fmt: skip
     engine = EngineCounters(num_steps=30, num_steps_on=30, draft_seconds=0.06, num_failed_steps=1)
-    two = RolloutReport(engine, [RequestCounters(num_decoded_tokens=10, num_decode_steps=10)], 11, 2.0)
+    two = RolloutReport(engine, RequestCounters(num_decoded_tokens=10, num_decode_steps=10), 11, 2.0)
     idle = RolloutReport()  # it trains
     assert logged(one, two, idle) == pytest.approx(
         {
@@ -65,14 +63,14 @@ def test_the_reference_run_reports_its_rollout_and_the_drafts_of_a_model():
     counts, aborted = RequestCounters(30, 12, 10, 30, 18), RequestCounters(10, 8, 4, 10, 2)
     drafts = {"num_drafts": 14, "num_draft_tokens": 40, "num_accepted_tokens": 20}
     ratios = {"tokens_per_step": 2, "acceptance_rate": 0.5}
-    assert logged(RolloutReport(None, [counts], 42, 1.0, aborted), RolloutReport()) == plain | drafts | ratios
+    assert logged(RolloutReport(None, counts, 42, 1.0, aborted), RolloutReport()) == plain | drafts | ratios
 
 
 def test_what_a_server_served_in_two_windows_adds_up():
     counts, total = RequestCounters(6, 3, 2, 8, 3), RolloutReport()
     for _ in range(3):
         engine = EngineCounters(num_steps=5, draft_seconds=0.5)
-        total.add(RolloutReport(engine, [counts], 7, 2.0, RequestCounters(1, 1), 1))
+        total.add(RolloutReport(engine, counts, 7, 2.0, RequestCounters(1, 1), 1))
     total.add(RolloutReport())
     engine = EngineCounters(num_steps=15, draft_seconds=1.5)
-    assert total == RolloutReport(engine, [counts] * 3, 21, 6.0, RequestCounters(3, 3), 3)
+    assert total == RolloutReport(engine, RequestCounters(18, 9, 6, 24, 9), 21, 6.0, RequestCounters(3, 3), 3)

@@ -41,7 +41,7 @@ def test_a_group_goes_where_it_was_until_it_is_forgotten(monkeypatch):
     assert own.choose(0, {"a": 1, "b": 0}) == "a", "1 is forgotten, which was used before 0"
     assert [own.choose(group, idle) for group in (2, 3, 0)] == ["b", "a", "b"]
     assert own.choose(0, {"a": 0}) == "a"
-    monkeypatch.setattr(placement, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(placement, "MAX_PLACED_SAMPLES", 2)
     for sample in (1, 2, 1, 3):
         own.choose(0, idle, sample)
     assert {sample for _, sample in own._samples} == {1, 3}, "2 is forgotten, which went last before 1"

@@ -8,7 +8,7 @@ import pytest
 
 from rollout_spec import trace
 from rollout_spec.trace import DIR_VARIABLE, TraceError, append_lines, read_trace, to_line, trace_file
-from rollout_spec.verl.recorder import Recorder
+from rollout_spec.verl.server_recorder import Recorder
 
 LINES = [to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]), to_line("b", None, [], [[5]])]
 
@@ -103,7 +103,7 @@ def tokens_of(line):
 
 
 def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
-    first = {"rollout_spec_group": "first", "rollout_spec_turn_tokens": 2}
+    first = {"rollout_spec_group": "first", "rollout_spec_call_tokens": 2}
     monkeypatch.setenv(DIR_VARIABLE, str(tmp_path / "traces"))
     writer = Recorder(replica_rank=1)
     writer.add([1, 2], [3], first)
@@ -112,12 +112,12 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     writer.add([1, 2, 4, 4], [5], first | {"rollout_spec_key": [7, 1, "train"]})
     writer.add([5], [], {"rollout_spec_group": "second"})
     # A caller may send anything.
-    writer.add(np.array([9]), [1], {"rollout_spec_turn_tokens": "all", "rollout_spec_key": b"raw"})
+    writer.add(np.array([9]), [1], {"rollout_spec_call_tokens": "all", "rollout_spec_key": b"raw"})
     # A sample of three turns, then one whose context was compressed; they end in any order.
     agent = {"rollout_spec_group": "agents", "rollout_spec_sample": "a"}
     first_turns = (1, [8, 8, 1, 0, 0], [2]), (0, [8, 8], [1])
     for turn, prompt, said in (*first_turns, (2, [8, 8, 1, 0, 0, 2], [3, 4]), (3, [8, 1], [5])):
-        writer.add(prompt, said, agent | {"rollout_spec_turn": turn})
+        writer.add(prompt, said, agent | {"rollout_spec_call": turn})
         writer.flush(step=2)  # a weight sync does not cut a sample that goes on
     writer.end("a")
     writer.flush(step=3)

@@ -28,8 +28,7 @@ from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.dumps import read_rollouts
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import drafters as verl_drafters
-from rollout_spec.verl import sample_calls, samples, server_windows, trainer_hooks
+from rollout_spec.verl import sample_calls, samples, server_drafters, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
 from rollout_spec.verl.sample_calls import SampleCalls
 from rollout_spec.verl.samples import ROW
@@ -84,9 +83,9 @@ def test_ends_of_samples_are_passed_on_soon_also_those_that_come_meanwhile(monke
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
     passed: list[list[str]] = []
-    monkeypatch.setattr(verl_drafters, "PASS_ENDS_S", 0)
-    monkeypatch.setattr(verl_drafters.Drafters, "call", call)
-    drafters = verl_drafters.Drafters(lambda: None, 0)
+    monkeypatch.setattr(server_drafters, "TELL_ENDED_AFTER_S", 0)
+    monkeypatch.setattr(server_drafters.Drafters, "call", call)
+    drafters = server_drafters.Drafters(lambda: None, 0)
     asyncio.run(serve())
     assert passed == [["a"], ["b", "c"]] and drafters.take_ended().samples == []
 
@@ -208,7 +207,7 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
         assert windows.take().rollout_seconds == 1 + 2 + 8
         assert windows.take().rollout_seconds == 0
     windows = Windows()
-    monkeypatch.setattr(server_windows, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(server_windows, "ABORTED_END_S", 0.01)
     with windows.request(is_training=True):
         now[0] += 1
         assert windows.is_quiet and windows.is_untouched
@@ -262,7 +261,7 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
     asyncio.run(server._end_window())
     report = asyncio.run(server.take_rollout_report())
     assert (report.engine, report.num_generated_tokens) == (None, 9)
-    assert sum(one.num_decoded_tokens for one in (*report.requests, report.aborted)) == num_decoded
+    assert (report.requests + report.aborted).num_decoded_tokens == num_decoded
     assert output.extra_fields.get("spec_num_draft_tokens") == (9 if scheduler else None)
 
 
@@ -401,7 +400,7 @@ def test_any_manager_gets_rows_with_names_and_a_trainer_watches_its_servers(monk
     said: list[str] = []
     monkeypatch.setattr(trainer_hooks.logger, "warning", said.append)
     monkeypatch.setattr(ray, "wait", Mock(side_effect=[([], []), EngineDeadError()]))
-    asked = SimpleNamespace(require_engine=SimpleNamespace(remote=lambda: "a reply"))
+    asked = SimpleNamespace(raise_if_dead=SimpleNamespace(remote=lambda: "a reply"))
     rollout = {"rollout": {"seed": 7}}
     for method, died in (("off", False), ("off", True), (None, False)):
         trainer: Any = SimpleNamespace(

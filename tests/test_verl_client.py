@@ -132,7 +132,7 @@ def test_what_else_a_caller_gives_is_handed_on_and_the_noise_that_it_chose():
     assert (server.requests[0]["request_id"], server.requests[0]["image_data"]) == ("mine", ["a"])
     server = Server()
     asyncio.run(call(make(server), [1], {"seed": 5}))
-    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_turn"] == 0
+    assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_call"] == 0
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
@@ -147,9 +147,9 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     prompts = [request["prompt_ids"] for request in server.requests]
     assert prompts[:3] == [[1, 2], [1, 2, 8, 9], [1, 2, 8, 9, 8, 9]]
     assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
-    lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_turn_tokens"]) for sent in server.sent]
+    lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_call_tokens"]) for sent in server.sent]
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
-    turns = [(sent["rollout_spec_sample"], sent["rollout_spec_turn"]) for sent in server.sent]
+    turns = [(sent["rollout_spec_sample"], sent["rollout_spec_call"]) for sent in server.sent]
     assert turns == [(str(SAMPLE), turn) for turn in (0, 0, 0, 1)]
 
 
@@ -194,7 +194,7 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
     assert {name[3] for name in names} == {0, 1, 2, 3}
     turns: dict[str, list[int]] = {}
     for each in runs[0].sent:
-        turns.setdefault(each["rollout_spec_sample"], []).append(each["rollout_spec_turn"])
+        turns.setdefault(each["rollout_spec_sample"], []).append(each["rollout_spec_call"])
     assert list(turns.values()) == [[0, 1, 2]] * 6
     assert len({each[GROUP_KEY] for each in runs[0].sent}) == 2
     assert {each["rollout_spec_group_tokens"] for each in runs[0].sent} == {1, 2}
@@ -264,7 +264,7 @@ def test_a_long_prompt_is_told_by_its_length_and_its_ends():
 
 
 def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, here):
-    monkeypatch.setattr(sample_calls, "MAX_SAMPLES", 3)
+    monkeypatch.setattr(sample_calls, "MAX_OPEN_SAMPLES", 3)
     server = Server()
     client = make(server)
     for number in (0, 1, 2, 0, 3, 4):
@@ -282,7 +282,7 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, her
 
 
 def test_the_balancer_forgets_what_began_longest_ago(monkeypatch):
-    monkeypatch.setattr(sample_calls, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(sample_calls, "MAX_OPEN_SAMPLES", 2)
     monkeypatch.setattr(sample_calls, "MAX_PROMPTS", 2)
     balancer = SimpleNamespace()
     asked = zip("abacdefa", "xxxyxzyx", strict=True)
@@ -345,7 +345,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
         finally:
             monkeypatch.setattr(sample_calls, "here", there)
 
-    monkeypatch.setattr(verl_client, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(verl_client, "HOME_ANSWER_S", 0.01)
     remote = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
     home = SimpleNamespace(__ray_call__=remote) if failure != "no actor" else None
     server, there = Server(), SampleCalls()
@@ -359,7 +359,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     for prompt in ([1] * 100, [1] * 600):
         asyncio.run(call(copied, prompt, params()))
     assert len(set(server.names)) == 3
-    turns = [(each["rollout_spec_turn"], each["rollout_spec_group_tokens"]) for each in server.sent]
+    turns = [(each["rollout_spec_call"], each["rollout_spec_group_tokens"]) for each in server.sent]
     if failure == "none":
         assert turns == [(0, 100), (1, 100), (2, 100)] and len(there) == 0
         assert [json.loads(name)[-1] for name in server.names] == [0, 1, 0]

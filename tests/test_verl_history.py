@@ -248,7 +248,7 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     while not ray.get(server.seen.remote())[1]:
         pass
     sent, ended = ray.get(server.seen.remote())
-    names = ("rollout_spec_turn", "rollout_spec_key", "rollout_spec_group_tokens")
+    names = ("rollout_spec_call", "rollout_spec_key", "rollout_spec_group_tokens")
     nobodys, first, second = sorted([each[name] for name in names] for each in sent)
     assert [first[0], first[1][0], first[1][2:], first[2]] == [1, "sample", [0], 100]
     assert [second[0], second[1][0], second[1][2:], second[2]] == [2, "sample", [1], 100]

@@ -5,6 +5,12 @@ They are here so that `doctor` can name them where what they change cannot be im
 
 from rollout_spec.patches import Patch
 
+PLAIN_OPTIONS = Patch(
+    name="verl-plain-options",
+    reason="rollout.spec as a plain value in a YAML file trains without drafts, and nobody says so",
+    upstream="verl/utils/device.py, auto_set_device",
+    until="verl refuses keys that nobody reads",
+)
 TRAINER = Patch(
     name="verl-trainer-hooks",
     reason="verl counts drafts for MTP only, names no rows, and its one class of checkpoint callbacks is the "

@@ -28,7 +28,7 @@ from rollout_spec.verl.sample_calls import Call, number_of_prompt, prompt_digest
 from rollout_spec.verl.settings import ROLLOUT, value
 from rollout_spec.vllm import keys
 
-MAX_WAIT_S = 10.0  # for an answer of a sample's home
+HOME_ANSWER_S = 10.0  # for which an answer of a sample's home is waited for
 
 
 class Home(NamedTuple):
@@ -57,7 +57,7 @@ async def _generate(
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}
-    is_named = keys.TURN_KEY in given  # by a class that stands before this one
+    is_named = keys.CALL_KEY in given  # by a class that stands before this one
     if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
         return await generate(
             self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
@@ -106,7 +106,7 @@ async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
     if home is not None and home.process != _process and name not in sample_calls.here:
         if home.actor is not None:
             try:
-                return await asyncio.wait_for(_ask(home.actor, "add", name, call), MAX_WAIT_S), home.actor
+                return await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S), home.actor
             except (RayError, TimeoutError):
                 vars(client)[_HOME] = Home(home.process, None)
         # Nobody can say which calls there were: those from here are apart from them.

@@ -17,19 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.patches import Patch, wrap
+from rollout_spec.patches import wrap
 from rollout_spec.verl import settings
+from rollout_spec.verl.changes import PLAIN_OPTIONS
 from rollout_spec.verl.check_config import check_config, check_overrides, num_places, refuse_plain_options
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_file, say
 
-_PLAIN = Patch(
-    name="verl-plain-options",
-    reason="rollout.spec as a plain value in a YAML file trains without drafts, and nobody says so",
-    upstream="verl/utils/device.py, auto_set_device",
-    until="verl refuses keys that nobody reads",
-)
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
 
@@ -98,7 +93,7 @@ def group_router(*, _root_: DictConfig) -> str | None:
 def check_before_ray(device: ModuleType) -> None:
     """Let what verl's commands call first, with a configuration, refuse options of ours that do nothing."""
 
-    @wrap(device, "auto_set_device", _PLAIN)
+    @wrap(device, "auto_set_device", PLAIN_OPTIONS)
     def check_and_set_device(set_device: Any, config: Any) -> None:
         if isinstance(config, DictConfig):
             with one_line_errors():

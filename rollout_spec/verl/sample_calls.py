@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rollout_spec.vllm import keys
 
-MAX_SAMPLES = 20_000  # that are remembered in a process: more than are under way there
+MAX_OPEN_SAMPLES = 20_000  # that are remembered in a process: more than are under way there
 MAX_PROMPTS = 100_000  # of which a run knows how many samples have begun with each
 _DIGESTED = 4096  # tokens at each end of a prompt: a long one is not read again in every turn
 
@@ -67,7 +67,7 @@ class SampleCalls:
         with self._lock:
             sample = self._samples.setdefault(str(name), _Sample(apart))
             self._samples.move_to_end(str(name))
-            if len(self._samples) > MAX_SAMPLES:
+            if len(self._samples) > MAX_OPEN_SAMPLES:
                 self._forget(next(iter(self._samples)))
             return sample
 
@@ -79,15 +79,15 @@ class SampleCalls:
                 sample.group, sample.num_group_tokens = f"prompt:{call.digest}", call.num_tokens
             sample.request_ids.add(call.request_id)
             self._names[call.request_id] = name
-            turn, number = sample.num_calls.total(), sample.num_calls[call.digest]
+            total, number = sample.num_calls.total(), sample.num_calls[call.digest]
             sample.num_calls[call.digest] += 1
         group = call.extra_args.get(keys.GROUP_KEY)
         own = {
             keys.SAMPLE_KEY: str(name),
             keys.GROUP_KEY: sample.group if group is None else group,
             keys.GROUP_TOKENS_KEY: sample.num_group_tokens,
-            keys.TURN_KEY: turn,
-            keys.TURN_TOKENS_KEY: call.num_tokens,
+            keys.CALL_KEY: total,
+            keys.CALL_TOKENS_KEY: call.num_tokens,
         }
         if not call.is_seeded:
             plain = name if isinstance(name, (list, tuple)) else [name]
@@ -137,7 +137,7 @@ def number_of_prompt(balancer: Any, request_id: str, digest: str) -> tuple[str, 
     if request_id not in samples:
         number = prompts.pop(digest, 0)
         prompts[digest], samples[request_id] = number + 1, (digest, number)
-    for begun, most in ((samples, MAX_SAMPLES), (prompts, MAX_PROMPTS)):
+    for begun, most in ((samples, MAX_OPEN_SAMPLES), (prompts, MAX_PROMPTS)):
         if len(begun) > most:
             begun.popitem(last=False)
     found: tuple[str, int] = samples[request_id]

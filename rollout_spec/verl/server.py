@@ -14,12 +14,14 @@ from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.placement import GroupPlacement
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
-from rollout_spec.verl.drafters import Drafters, ServerHistory, SpecWorkerExtension
-from rollout_spec.verl.recorder import Recorder
 from rollout_spec.verl.router import RankRouter
 from rollout_spec.verl.samples import kind_of
-from rollout_spec.verl.server_windows import MAX_WAIT_S, Windows
+from rollout_spec.verl.server_drafters import Drafters
+from rollout_spec.verl.server_history import ServerHistory
+from rollout_spec.verl.server_recorder import Recorder
+from rollout_spec.verl.server_windows import ABORTED_END_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
+from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.keys import NAME_KEY, names_of
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
@@ -72,7 +74,7 @@ class SpecHttpServer(vLLMHttpServer):
             self._failure = error
             raise
 
-    async def require_engine(self) -> None:
+    async def raise_if_dead(self) -> None:
         """Raise what the engine of this server has died of, or what one of its workers has failed with."""
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -102,7 +104,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             has_decoded = counters is not None and counters.num_decode_steps > 0
             self._drafters.end_request(request_id, is_aborted, core, has_decoded)
-            self._drafters.note_sample(names_of(extra_args).sample)
+            self._drafters.note_request_of(names_of(extra_args).sample)
         if not is_aborted and is_training:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -142,7 +144,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self.node_rank == 0 and not kwargs.get("abort_only"):
             if not await self._windows.wait_until_quiet():
                 late = "some aborted requests still run; their tokens count in the next step's metrics"
-                logger.warning("rollout_spec: after %g s %s", MAX_WAIT_S, late)
+                logger.warning("rollout_spec: after %g s %s", ABORTED_END_S, late)
             await self._end_window()
         return result
 
@@ -229,16 +231,16 @@ def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
 
 
 class SpecReplica(vLLMReplica):
-    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s (`is_watched`)."""
+    """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s."""
 
-    is_watched = False
+    has_spec_servers = False
 
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
             _require_v1_trainer()  # before the engines start, which takes minutes
             self.server_class = ray.remote(SpecHttpServer)
-            self.is_watched = True
+            self.has_spec_servers = True
 
 
 def _require_v1_trainer() -> None:

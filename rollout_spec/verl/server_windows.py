@@ -16,7 +16,7 @@ from contextvars import ContextVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters, RolloutReport
 
-MAX_WAIT_S = 30.0  # for aborted requests to hand in their counts
+ABORTED_END_S = 30.0  # for aborted requests to hand in their counts
 _POLL_S = 0.005
 # By asyncio task, not by request id: with full_determinism verl gives many requests one id.
 _current: ContextVar[Request] = ContextVar("_current")
@@ -75,8 +75,8 @@ class Windows:
         return not any(request.is_admitted for request in self._requests)
 
     async def wait_until_quiet(self) -> bool:
-        """Whether all requests, which were aborted, end in MAX_WAIT_S."""
-        end = time.monotonic() + MAX_WAIT_S
+        """Whether all requests, which were aborted, end in ABORTED_END_S."""
+        end = time.monotonic() + ABORTED_END_S
         while not self.is_quiet and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
         return self.is_quiet
@@ -88,7 +88,7 @@ class Windows:
         self._open.num_generated_tokens += num_tokens
         self._open.num_interrupted += stop == "aborted"
         if counts is not None:
-            self._open.requests.append(counts)
+            self._open.requests.add(counts)
 
     def end(self, engine: EngineCounters | None, aborted: RequestCounters) -> None:
         """The weights may change now. `engine`: what the drafter has counted since the last window ended, if

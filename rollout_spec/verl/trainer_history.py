@@ -14,19 +14,13 @@ from rollout_spec.config import UserError
 from rollout_spec.drafting.history import HistoryError, read_file
 from rollout_spec.files import write_files
 from rollout_spec.verl.settings import ROLLOUT, number, value
+from rollout_spec.verl.trainer_servers import servers
 
 FILE = "rollout_spec_history"
 
 _with_actor: set[Path] = set()  # checkpoints that this process has seen complete
 
 logger = logging.getLogger(__name__)
-
-
-def servers(trainer: Any) -> list[Any]:
-    """Handles of the rollout servers, `SpecHttpServer`s, one for each replica; [] without rollout.spec."""
-    if value(trainer.config, "rollout.spec.method") is None:
-        return []
-    return [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
 
 
 def keeps_history(trainer: Any) -> bool:

@@ -1,10 +1,6 @@
-"""Hooks into verl's V1 trainer: it names rows, watches its servers, logs metrics, and keeps the history."""
+"""Hooks into verl's V1 trainer: rows get names, servers are watched, metrics logged, texts kept."""
 
-import functools
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -12,20 +8,17 @@ import ray
 from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import PatchError, when_imported, wrap
 from rollout_spec.verl import trainer_history as history
-from rollout_spec.verl.changes import DEATHS, TRAINER
+from rollout_spec.verl.changes import TRAINER
 from rollout_spec.verl.samples import RowNames
 from rollout_spec.verl.settings import ROLLOUT, value
-from rollout_spec.verl.trainer_history import servers
-
-POLL_S = 5.0  # between two looks at the servers
-_ANSWER_S = 1.0  # for which a look waits
+from rollout_spec.verl.trainer_servers import Watch, servers, watch_servers
 
 logger = logging.getLogger(f"verl.{__name__}")  # which verl shows in its trainer
 
 
 def install() -> None:
     """Called in the trainer's process, when it asks for its replica class."""
-    _watch_servers()
+    watch_servers()
     _wrap_trainer()
     when_imported("uni_agent.framework.entry", _name_sessions)
 
@@ -38,25 +31,6 @@ def _name_sessions(_: Any) -> None:
         uni_agent.install()
     except (PatchError, ImportError, AttributeError) as error:
         logger.warning("rollout_spec: uni-agent's sessions are named by their first prompts: %s", error)
-
-
-def _watch_servers() -> None:
-    from verl.checkpoint_engine.base import CheckpointEngineManager
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-
-    @wrap(CheckpointEngineManager, "update_weights", DEATHS)
-    def update_weights(update: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        replicas = [each for each in self.replicas if getattr(each, "is_watched", False)]
-        handles = [server for replica in replicas for server in replica.servers]
-        call = functools.partial(update, self, *args, **kwargs)
-        return call_and_watch(handles, call) if handles else call()
-
-    @wrap(ReplayBuffer, "_wait_for_next_poll", DEATHS)
-    def wait_and_watch(wait: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where a trainer waits for samples. Not in a thread: an agent loop manager may be asked for more."""
-        if (watch := getattr(self, "rollout_spec_watch", None)) is not None:
-            watch.check()
-        return wait(self, *args, **kwargs)
 
 
 def _wrap_trainer() -> None:
@@ -112,40 +86,3 @@ def _say_uncounted(trainer: Any, metrics: dict[str, Any]) -> None:
             "rollout_spec: verl's rollout servers have seen no request of the first step, so rollout/spec_* "
             "stay empty: the agent loop manager sends its requests past them, as through a proxy"
         )
-
-
-class Watch:
-    """Asks rollout servers whether they and their engines live."""
-
-    def __init__(self, handles: Sequence[Any]) -> None:
-        self._servers, self._asked = handles, list[Any]()
-
-    def check(self) -> None:
-        """Ask, or see who has answered. A server may be too busy to answer at once.
-
-        Raises:
-            ActorDiedError, EngineDeadError: a server, or the engine of one, has died.
-            Exception: that of a server's worker which could not take what it was sent.
-        """
-        self._asked = self._asked or [server.require_engine.remote() for server in self._servers]
-        answered, self._asked = ray.wait(self._asked, num_returns=len(self._asked), timeout=_ANSWER_S)
-        ray.get(answered)
-
-
-def call_and_watch(handles: Sequence[Any], call: Callable[[], Any]) -> Any:
-    """What `call` returns, which may wait for these servers: they are watched meanwhile.
-
-    Raises what `Watch.check` does, while `call` goes on in a thread; or what `call` raises.
-    """
-    result, watch = Future[Any](), Watch(handles)
-
-    def keep_result() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=keep_result, daemon=True).start()
-    while not wait([result], timeout=POLL_S).done:
-        watch.check()
-    return result.result()

@@ -19,9 +19,9 @@ GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
 # A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.
 SAMPLE_KEY = "rollout_spec_sample"
-TURN_KEY = "rollout_spec_turn"  # which call of the sample it is, from 0
-# How many of the prompt's tokens are this turn's prompt; what follows was said before an abort.
-TURN_TOKENS_KEY = "rollout_spec_turn_tokens"
+CALL_KEY = "rollout_spec_call"  # which call of the sample it is, from 0
+# How many of the prompt's tokens are this call's prompt; what follows was said before an abort.
+CALL_TOKENS_KEY = "rollout_spec_call_tokens"
 
 # Why either model runner is patched for it.
 WHY_COUPLED = (
@@ -42,9 +42,9 @@ class RequestNames(NamedTuple):
     """The noise key of its name."""
     group: str | None
     num_group_tokens: int | None
-    num_turn_tokens: int | None
+    num_call_tokens: int | None
     sample: str | None = None
-    turn: int | None = None
+    call: int | None = None
 
 
 def names_of(extra_args: Any) -> RequestNames:
@@ -60,8 +60,8 @@ def names_of(extra_args: Any) -> RequestNames:
         group=group,
         num_group_tokens=None if group is None else _count(said.get(GROUP_TOKENS_KEY)),
         sample=_text(said.get(SAMPLE_KEY)),
-        turn=_count(said.get(TURN_KEY)),
-        num_turn_tokens=_count(said.get(TURN_TOKENS_KEY)),
+        call=_count(said.get(CALL_KEY)),
+        num_call_tokens=_count(said.get(CALL_TOKENS_KEY)),
     )
 
 

@@ -16,7 +16,7 @@ from vllm_ascend.device_allocator.camem import CaMemAllocator  # noqa: E402
 from vllm_ascend.worker.worker import NPUWorker  # noqa: E402
 
 from rollout_spec.config import ConfigError  # noqa: E402
-from rollout_spec.verl.drafters import SpecWorkerExtension  # noqa: E402
+from rollout_spec.verl.worker_extension import SpecWorkerExtension  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, siblings  # noqa: E402
 from tests.engine.conftest import core_of, proposer_of  # noqa: E402
 from tests.engine.rollout_server import EXTENSION  # noqa: E402

@@ -1,7 +1,7 @@
 """The worker extension of several engine cores; it brings what experts need and vLLM's CPU engine lacks."""
 
 import tests.engine.cpu_collectives  # noqa: F401
-from rollout_spec.verl.drafters import SpecWorkerExtension
+from rollout_spec.verl.worker_extension import SpecWorkerExtension
 
 
 class Extension(SpecWorkerExtension):

@@ -8,7 +8,7 @@ import pytest
 
 from rollout_spec.vllm import SCHEDULER
 
-EXTENSION = "rollout_spec.verl.drafters.SpecWorkerExtension"
+EXTENSION = "rollout_spec.verl.worker_extension.SpecWorkerExtension"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 from vllm import SamplingParams
 
 from rollout_spec.vllm.control import Ended, ProposerControl
-from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY, TURN_KEY
+from rollout_spec.vllm.keys import CALL_KEY, GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY
 from tests.engine.conftest import core_of, proposer_of, token_ids
 from tests.native.checks import check_index
 from tests.text import save_corpus
@@ -39,7 +39,7 @@ def test_turns_go_on_where_their_sample_stands(make_engine):
         proposer_of(drafted).take_counters()
         prompt = [*PROMPTS[0], len(names) + 20]
         for turn in range(3):
-            params = greedy(20, extra_args={**names, TURN_KEY: turn})
+            params = greedy(20, extra_args={**names, CALL_KEY: turn})
             [said], [same] = (generate(llm, [prompt], params) for llm in (plain, drafted))
             assert said == same
             prompt = [*prompt, *said, 30, 31 + turn]

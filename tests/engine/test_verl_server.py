@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
-from rollout_spec.verl import trainer_hooks
+from rollout_spec.verl import trainer_hooks, trainer_servers
 from rollout_spec.verl.server import SpecHttpServer
 from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
@@ -195,9 +195,10 @@ def test_a_weight_sync_ends_when_what_it_sends_to_fails_or_dies(tiny_model, monk
     try:
         server, sender = ray.remote(Server).remote(), ray.remote(Sender).remote()
         trainer_hooks.install()
-        monkeypatch.setattr(trainer_hooks, "POLL_S", 0.2)
+        monkeypatch.setattr(trainer_servers, "POLL_S", 0.2)
         manager = object.__new__(CheckpointEngineManager)
-        manager.backend, manager.replicas = "naive", [SimpleNamespace(is_watched=True, servers=[server])]
+        manager.backend = "naive"
+        manager.replicas = [SimpleNamespace(has_spec_servers=True, servers=[server])]
         manager.actor_wg = SimpleNamespace(update_weights=lambda **_: sender.update_weights.remote())
         engine, own = ray.get(server.start.remote(engine_settings(tiny_model)))
         with pytest.raises(Exception, match="no_such_method"):

@@ -73,7 +73,7 @@ class Recorder:
         if self._file is None:
             return
         names = names_of(named)
-        begin = len(prompt_ids) if names.num_turn_tokens is None else names.num_turn_tokens
+        begin = len(prompt_ids) if names.num_call_tokens is None else names.num_call_tokens
         tokens = np.concatenate([np.asarray(part, np.int32) for part in (prompt_ids, token_ids)])
         if begin >= len(tokens):
             return
@@ -87,7 +87,7 @@ class Recorder:
                 chain.turns.append((begin, len(tokens)))
                 return
         name = _plain(named.get(NAME_KEY))
-        sample.chains.append(_Chain(names.turn or 0, name, tokens, [(begin, len(tokens))]))
+        sample.chains.append(_Chain(names.call or 0, name, tokens, [(begin, len(tokens))]))
 
     def end(self, sample: str) -> None:
         """The sample of this name makes no more calls."""
