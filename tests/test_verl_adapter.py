@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_spec.config import ConfigError
 from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
-from rollout_spec.predict.dumps import read_rollouts
+from rollout_spec.predict.rollout_files import read_rollouts
 from rollout_spec.verification.noise import make_key
 from rollout_spec.verl import sample_calls, samples, server_drafters, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server

@@ -73,7 +73,7 @@ def prompt_rows(option: str, file: Path, num_rows: int) -> list[dict[str, Any]]:
     """The first rows of the verl parquet file that `option` names."""
     import pyarrow.parquet
 
-    from rollout_spec.predict.dumps import is_chat
+    from rollout_spec.predict.row_fields import is_chat
 
     if not file.is_file():
         raise UserError(f"{option} {file}: no such file")

@@ -32,7 +32,8 @@ def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
 
 def read(args: argparse.Namespace, paths: Sequence[Path], limit: int | None = None) -> Iterator[Rollout]:
     """The rollouts of `add_rollouts_arguments`, or of some of its files, or only the first."""
-    from rollout_spec.predict.dumps import NAMES, read_rollouts
+    from rollout_spec.predict.rollout_files import read_rollouts
+    from rollout_spec.predict.row_fields import NAMES
 
     columns = {}
     for pair in filter(None, (args.columns or "").split(",")):

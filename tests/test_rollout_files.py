@@ -11,8 +11,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from rollout_spec.cli import main
-from rollout_spec.predict import dumps
-from rollout_spec.predict.dumps import NAMES, read_rollouts
+from rollout_spec.predict import rollout_files
+from rollout_spec.predict.rollout_files import read_rollouts
+from rollout_spec.predict.row_fields import NAMES
 from rollout_spec.trace import TraceError, to_line
 
 WORDS = ["?", "user", "p", "q", "a", "b", "c"]
@@ -66,7 +67,7 @@ def test_a_limit_reads_a_recording_no_further_and_holds_no_other_rows(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [known] = read_rollouts([file], limit=1)
     assert [response.tolist() for response in known.responses] == [[7, 0], [7, 3], [7, 6]]
-    assert len(dumps._read(file, {}, 1, ())) == 3
+    assert len(rollout_files._read(file, {}, 1, ())) == 3
 
 
 GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]
