@@ -18,10 +18,11 @@ from ray.exceptions import ActorDiedError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from rollout_spec.sample_names import split_of
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.sample_calls import Call, SampleCalls, number_of_prompt, prompt_digest
-from rollout_spec.verl.samples import ROW, RowNames, kind_of, prompt_name
+from rollout_spec.verl.samples import ROW, RowNames, prompt_name
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -401,9 +402,9 @@ def test_a_rows_name_is_its_own_and_the_same_in_every_run():
     ]
     assert len({json.dumps(other) for other in [[name], *others]}) == len(others) + 1
     assert rows_of(RowNames(7), ["2 + 2"], [4], 3, tools_kwargs=[{}]) == [name]
-    assert kind_of(name) == "train" and kind_of(others[2][0]) == "val"
+    assert split_of(name) == "train" and split_of(others[2][0]) == "val"
     of_no_row = (None, "val", ["unnamed", 0, 0, 3], ["prompt", 7, "ab", 0])
-    assert [kind_of(each) for each in of_no_row] == [None] * 4
+    assert [split_of(each) for each in of_no_row] == [None] * 4
 
 
 def test_prompts_that_are_drawn_again_in_a_step_are_numbered():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rollout_spec import trace
+from rollout_spec.sample_names import is_repeated
 
 # A loop's longest n-gram, how many times in a row that stands at the end, and the tokens of all of
 # them, which keep short runs of one token ("----") from counting.
@@ -64,7 +65,7 @@ def _first_step_responses(run: Path) -> dict[str, list[int]]:
         (line.step or 0, name, response)
         for line in _rollouts(run)
         for name, response in zip(line.names, line.responses, strict=False)
-        if isinstance(name, list) and (name[2:3] == ["train"] or name[:1] == ["prompt"])
+        if is_repeated(name)
     ]
     first = min((step for step, _, _ in named), default=0)
     return {json.dumps(name): response.tolist() for step, name, response in named if step == first}

@@ -96,8 +96,8 @@ def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
                 [parsed] = OverridesParser.create().parse_overrides([argument])
                 # Hydra checks a job of a sweep in its turn: after hours.
                 values = parsed.sweep_iterator(_AS_IT_IS) if parsed.is_sweep_override() else [parsed.value()]
-                for value in values:
-                    SpecConfig.from_mapping({name: value})
+                for one in values:
+                    SpecConfig.from_mapping({name: one})
 
 
 def check_config(config: DictConfig) -> SpecConfig:
@@ -161,14 +161,14 @@ def _check_arguments(config: DictConfig, spec: SpecConfig) -> None:
     asked = value(config, "rollout.spec"), value(config, MTP)
     if value(config, f"{ENGINE}.additional_config.{OPTIONS_KEY}") != model_drafter.spec_options(*asked):
         raise ConfigError(f"{ENGINE}.additional_config.{OPTIONS_KEY}: {_OURS}")
-    drafter = model_drafter.engine_speculative_config(*asked)
+    speculative = model_drafter.engine_speculative_config(*asked)
     scheduler = model_drafter.engine_scheduler(*asked)
     off = f"remove it; with rollout.spec=off only rollout.spec.{model_drafter.OPTION} may draft"
-    require(config, f"{ENGINE}.speculative_config", (drafter,), _OURS if spec.enabled else off)
+    require(config, f"{ENGINE}.speculative_config", (speculative,), _OURS if spec.enabled else off)
     if scheduler is not None:
         require(config, f"{ENGINE}.scheduler_cls", (scheduler,), _OURS)
     backend = f"{ROLLOUT}.checkpoint_engine.backend"
-    if drafter is not None and value(config, backend) == "delta_sharded":
+    if speculative is not None and value(config, backend) == "delta_sharded":
         refusal = "verl's delta weight transfer refuses any speculative_config"
         raise ConfigError(f"{backend}=delta_sharded: {refusal}")
 

@@ -37,7 +37,7 @@ _NUM_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local
 _Fields = Mapping[str, Any]  # of a config.json
 
 
-class _Model(NamedTuple):
+class ModelDrafter(NamedTuple):
     """A model that drafts, as it is asked for."""
 
     method: str
@@ -54,43 +54,45 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     """Raise a ConfigError for what drafts cannot be combined with; warn of what hurts them."""
     options = value(config, "rollout.spec")
     asked = asked_model(options, value(config, MTP))
-    drafter = _Model(**asked) if asked else None
-    if not (spec.enabled or options.get(OPTION) or (spec.coupled and drafter)):
+    model = ModelDrafter(**asked) if asked else None
+    if not (spec.enabled or options.get(OPTION) or (spec.coupled and model)):
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
-    if drafter is not None:  # first what no other setting puts right
-        _refuse_weights(config, drafter, policy)
-    refuse(_facts(config, spec, drafter, policy), drafter.option if drafter else "", f"{ENGINE}.")
+    if model is not None:  # first what no other setting puts right
+        _refuse_weights(config, model, policy)
+    refuse(_facts(config, spec, model, policy), model.option if model else "", f"{ENGINE}.")
     if spec.enabled and has_recurrent_state(config):
         recurrent.check_settings(spec, value(config, f"{ENGINE}.mamba_cache_mode"), states_of(config))
     mode = entry(config, f"{ENGINE}.compilation_config", "cudagraph_mode")
     if spec.enabled and mode == "FULL_DECODE_ONLY" and not is_for_npus(config):  # there, drafts are padded
         but = "On MRV2 from vLLM 0.29 on they may have some: the engine's log says so"
         say(f"{ENGINE}.{WITHOUT_GRAPHS}. {but}")
-    if drafter and not (_is_synced(config, drafter) and value(config, f"{MTP}.enable_train")):
+    if model and not (_is_synced(config, model) and value(config, f"{MTP}.enable_train")):
         watch = "; watch rollout/spec_model_acceptance_rate" if spec.enabled else ""
         doubt = "this drafter is not trained, so it will be right less often when the policy has changed"
-        say(f"{drafter.option}: {doubt}{watch}")
+        say(f"{model.option}: {doubt}{watch}")
 
 
-def _facts(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> dict[str, Any]:
+def _facts(
+    config: DictConfig, spec: SpecConfig, model: ModelDrafter | None, policy: _Fields
+) -> dict[str, Any]:
     facts = {
         "processors": value(config, f"{ENGINE}.logits_processors"),
         "min_p": entry(config, f"{ENGINE}.override_generation_config", "min_p"),
-        "ahead": _ahead(config, spec, drafter, policy),
+        "ahead": _ahead(config, spec, model, policy),
     }
     if spec.enabled:
         named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
         longest_piece = value(config, f"{ENGINE}.long_prefill_token_threshold")
         facts |= of_our_drafter(spec, named, is_for_npus(config), longest_piece)
-    if drafter is not None and spec.coupled:
-        facts |= _of_model(config, spec, drafter, policy)
+    if model is not None and spec.coupled:
+        facts |= _of_model(config, spec, model, policy)
     return facts
 
 
-def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy: _Fields) -> str | None:
+def _ahead(config: DictConfig, spec: SpecConfig, model: ModelDrafter | None, policy: _Fields) -> str | None:
     """Which MRV1 is asked to schedule ahead, in words."""
-    is_small = drafter is not None and drafter.method == "draft_model"
+    is_small = model is not None and model.method == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
     allowed = (None, False) if spec.enabled or is_small else (False,)
     is_ahead = spec.coupled and value(config, f"{ENGINE}.async_scheduling") not in allowed
@@ -98,42 +100,42 @@ def _ahead(config: DictConfig, spec: SpecConfig, drafter: _Model | None, policy:
     return f"vLLM's MRV1, which vLLM {version()} has for this model" if is_so else None
 
 
-def _of_model(config: DictConfig, spec: SpecConfig, drafter: _Model, policy: _Fields) -> dict[str, Any]:
-    model = model_fields(drafter.model) if drafter.model else policy
-    num_positions = _num_positions(of_text(model)) if drafter.model else None
+def _of_model(config: DictConfig, spec: SpecConfig, model: ModelDrafter, policy: _Fields) -> dict[str, Any]:
+    fields = model_fields(model.model) if model.model else policy
+    num_positions = _num_positions(of_text(fields)) if model.model else None
     most = value(config, f"{ROLLOUT}.max_model_len") or of_text(policy).get("max_position_embeddings")
     num_ranks = value(config, f"{ROLLOUT}.data_parallel_size") or 1
-    num_tokens = (spec if spec.enabled else drafter).num_speculative_tokens
-    is_mtp, kind = drafter.method == "mtp", model.get("model_type")
+    num_tokens = (spec if spec.enabled else model).num_speculative_tokens
+    is_mtp, kind = model.method == "mtp", fields.get("model_type")
     return {
         "model_on_own_runner": is_for_npus(config),
         "gemma4_head": is_mtp and kind in _GEMMA4,
         "step3p5_head": is_mtp and kind in _STEP3P5,
-        "several_modules": is_mtp and _has_modules(model, num_tokens),
+        "several_modules": is_mtp and _has_modules(fields, num_tokens),
         "adapters": _has_adapters(config) and "LoRA",
         "parallel_experts": num_ranks > 1 and any(map(of_text(policy).get, _NUM_EXPERTS)),
         "few_positions": num_positions and most and num_positions < most and (num_positions, most),
     }
 
 
-def _refuse_weights(config: DictConfig, drafter: _Model, policy: _Fields) -> None:
+def _refuse_weights(config: DictConfig, model: ModelDrafter, policy: _Fields) -> None:
     """Raise for a model whose weights cannot come, or do not go with the policy's tokens."""
-    if not drafter.model and policy.get("model_type") in _WHOLE_HEADS:
+    if not model.model and policy.get("model_type") in _WHOLE_HEADS:
         whole = "vLLM updates the MTP head of this model as a whole, verl syncs it in parts"
-        raise ConfigError(f"{drafter.option}: {whole}")
+        raise ConfigError(f"{model.option}: {whole}")
     load_format = value(config, f"{ROLLOUT}.load_format") or ""
-    if "dummy" in load_format and not _is_synced(config, drafter):
+    if "dummy" in load_format and not _is_synced(config, model):
         random = "the drafter would keep random weights, because no weight sync brings its own; set auto"
         raise ConfigError(f"{ROLLOUT}.load_format={load_format}: {random}")
-    if drafter.method == "draft_model":
-        own, other = (of_text(each).get("vocab_size") for each in (model_fields(str(drafter.model)), policy))
+    if model.method == "draft_model":
+        own, other = (of_text(each).get("vocab_size") for each in (model_fields(str(model.model)), policy))
         if own and other and own != other:
-            raise ConfigError(f"{drafter.option}: its vocabulary is of {own} tokens, the policy's of {other}")
+            raise ConfigError(f"{model.option}: its vocabulary is of {own} tokens, the policy's of {other}")
 
 
-def _is_synced(config: DictConfig, drafter: _Model) -> bool:
+def _is_synced(config: DictConfig, model: ModelDrafter) -> bool:
     """verl trains MTP heads with Megatron only, and syncs their weights then."""
-    return not drafter.model and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
+    return not model.model and value(config, "actor_rollout_ref.actor.strategy") == "megatron"
 
 
 def _has_modules(head: _Fields, num_tokens: int) -> bool:

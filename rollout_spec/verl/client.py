@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from verl.utils import normalize_token_ids
 
 from rollout_spec.patches import wrap
+from rollout_spec.sample_names import BY_PROMPT
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_CALLS
 from rollout_spec.verl.sample_calls import Call, number_of_prompt, prompt_digest
@@ -132,7 +133,7 @@ async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
     if hasattr(balancer := client._load_balancer, "__ray_call__"):
         with contextlib.suppress(RayError):
             begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
-    return ["prompt", value(client.config, f"{ROLLOUT}.seed"), *begun]
+    return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 
 def _is_ours(client: Any) -> bool:

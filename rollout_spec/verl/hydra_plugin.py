@@ -40,7 +40,10 @@ def install() -> None:
     # OmegaConf keeps no mappings but its own.
     for name, resolve in (
         ("options", lambda *asked: OmegaConf.create(spec_options(*asked))),
-        ("drafter", lambda *asked: (found := engine_speculative_config(*asked)) and OmegaConf.create(found)),
+        (
+            "speculative_config",
+            lambda *asked: (found := engine_speculative_config(*asked)) and OmegaConf.create(found),
+        ),
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
         ("group_router", group_router),

@@ -33,19 +33,19 @@ def asked_model(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
 def spec_options(spec: _Options, mtp: _Options | None) -> dict[str, Any]:
     """The options of our drafter in an engine, for `SpecConfig`."""
     options = {name: value for name, value in spec.items() if name != OPTION}
-    drafter = asked_model(spec, mtp) if spec["method"] == "sam" else None
-    return options | ({"model_tokens": drafter["num_speculative_tokens"]} if drafter else {})
+    asked = asked_model(spec, mtp) if spec["method"] == "sam" else None
+    return options | ({"model_tokens": asked["num_speculative_tokens"]} if asked else {})
 
 
 def engine_speculative_config(spec: _Options, mtp: _Options | None) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None leaves it to verl."""
-    drafter = asked_model(spec, mtp)
+    asked = asked_model(spec, mtp)
     if spec["method"] != "sam":
-        return drafter if spec.get(OPTION) else None
+        return asked if spec.get(OPTION) else None
     num_speculative_tokens = spec["num_speculative_tokens"]
-    if drafter is None:
+    if asked is None:
         return speculative_config(num_speculative_tokens)
-    return drafter | {"num_speculative_tokens": num_speculative_tokens}
+    return asked | {"num_speculative_tokens": num_speculative_tokens}
 
 
 def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:

@@ -18,6 +18,7 @@ import verl.utils.tensordict_utils as tu
 from tensordict import TensorDict  # type: ignore[import-untyped]
 
 from rollout_spec.patches import wrap
+from rollout_spec.sample_names import RowName
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SAMPLES
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
@@ -38,8 +39,7 @@ class RowNames:
     def add_to(self, prompts: TensorDict) -> TensorDict:
         """A copy of the batch, with the column `ROW`; the batch itself where it has no `raw_prompt`.
 
-        A row's name is [seed, step, train or val, the prompt's index and digest, occurrence]: no other row of
-        a run has it, and a run that repeats this one gives it again.
+        A row's name is a `RowName`: no other row of a run has it, and a repeated run gives it again.
         """
         if "raw_prompt" not in prompts:
             return prompts
@@ -50,7 +50,7 @@ class RowNames:
         of_rows = (tu.get(prompts, key, none) for key in ("index", "raw_prompt", "tools_kwargs"))
         for index, raw_prompt, tools in zip(*of_rows, strict=True):
             prompt = ("val" if validate else "train", *prompt_name(index, raw_prompt, tools))
-            names.append(json.dumps([self._seed, int(step or 0), *prompt, self._num_drawn[prompt]]))
+            names.append(json.dumps(RowName(self._seed, int(step or 0), *prompt, self._num_drawn[prompt])))
             self._num_drawn[prompt] += 1
         prompts = prompts.clone(recurse=False)
         tu.assign_non_tensor_stack(prompts, ROW, names)
@@ -60,15 +60,10 @@ class RowNames:
 def named(row: str, number: Any, sampling_params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The name of a sample, of which row (its name, from the column `ROW`) and which of its samples; and its
     sampling parameters with the name and the group."""
-    name = [*json.loads(row), int(number)]
-    extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: ":".join(name[3:5])}
+    of_row = RowName(*json.loads(row))
+    name = [*of_row, int(number)]
+    extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: of_row.group}
     return name, {**sampling_params, "extra_args": extra_args}
-
-
-def kind_of(name: Any) -> str | None:
-    """`train` or `val`; None of a name that does not follow from a row's."""
-    is_of_row = isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val")
-    return name[2] if is_of_row else None
 
 
 def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, str]:

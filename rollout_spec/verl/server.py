@@ -13,9 +13,9 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from rollout_spec.patches import guard_all, guard_parameters, record
 from rollout_spec.placement import GroupPlacement
+from rollout_spec.sample_names import split_of
 from rollout_spec.verl.changes import GROUPED, PRIVATE_METHODS
 from rollout_spec.verl.router import RankRouter
-from rollout_spec.verl.samples import kind_of
 from rollout_spec.verl.server_drafters import Drafters
 from rollout_spec.verl.server_history import ServerHistory
 from rollout_spec.verl.server_recorder import Recorder
@@ -88,9 +88,9 @@ class SpecHttpServer(vLLMHttpServer):
         extra_args = dict(sampling_params.get("extra_args") or {})
         if self._spec.coupled and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
             extra_args[NAME_KEY] = self._name_unnamed()
-        kind = kind_of(extra_args.get(NAME_KEY))
-        is_training = not (self._windows.is_validating if kind is None else kind == "val")
-        if kind is None and not self._has_said_unknown:
+        split = split_of(extra_args.get(NAME_KEY))
+        is_training = not (self._windows.is_validating if split is None else split == "val")
+        if split is None and not self._has_said_unknown:
             self._say_unknown_rows()
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
