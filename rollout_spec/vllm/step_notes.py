@@ -23,8 +23,8 @@ class Plan(NamedTuple):
         return self.num_in_flight is not None
 
     @property
-    def drafts_wanted(self) -> bool:
-        """Whether drafts that are made from its tokens can be verified; else the next step goes without."""
+    def next_step_takes_drafts(self) -> bool:
+        """Whether the next step can verify drafts that are made from this one's tokens."""
         return self.room > 0 or not self.is_ahead
 
 

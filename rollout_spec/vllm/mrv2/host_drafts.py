@@ -80,7 +80,7 @@ class HostDrafts:
         self._plan = plan = plan_of(scheduler_output)
         self._draft_after_arrivals(num_in_flight=plan.num_in_flight or 0)
         most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
-        self.num_passes = most if plan.drafts_wanted else 0
+        self.num_passes = most if plan.next_step_takes_drafts else 0
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
