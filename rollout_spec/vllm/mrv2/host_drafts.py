@@ -40,9 +40,13 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order.
-    `_draft_after_arrivals` waits for the tokens of `report`, and drafts after them. As the runner's
-    `draft_tokens_handler` it gives the drafts to a scheduler that waits.
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. The tokens of
+    a step are on their way since `report`, as an `Arrival`, which `_draft_after` waits for:
+
+    - in `report` itself, if the scheduler waits. As the runner's `draft_tokens_handler` this object gives it
+      the drafts;
+    - in the next step's `give_drafts`, if that step has room for drafts;
+    - else in a later `begin_step`, or when counters are asked for, to index them only.
 
     Attributes:
         undrafted: the runner's own SchedulerOutput of the step that begins; None once `give_drafts` has put
@@ -57,7 +61,7 @@ class HostDrafts:
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
         self.proposer = SuffixProposer(runner.vllm_config)
-        self.proposer.bind(self._batch, config, self._draft_after_arrivals)
+        self.proposer.bind(self._batch, config, self._index_arrivals)
         self.launching = threading.Lock()
         self.model_drafts: tuple[torch.Tensor, ...] = ()
         self._most_passes = self.num_passes = self.proposer.most_model_tokens
@@ -78,7 +82,7 @@ class HostDrafts:
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
-        self._draft_after_arrivals(num_in_flight=plan.num_in_flight or 0)
+        self._index_arrivals(plan.num_in_flight or 0)
         most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
         self.num_passes = most if plan.next_step_takes_drafts else 0
         try:
@@ -140,7 +144,7 @@ class HostDrafts:
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
-        drafts = self._draft_after_arrivals(NextStep(room=of_rows))
+        drafts = self._draft_after_last(NextStep(room=of_rows))
         return Drafts(drafts.tokens[rows], drafts.numbers[rows]), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -148,31 +152,40 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _draft_after_arrivals(self, next_step: NextStep = TAKES_NONE, num_in_flight: int = 0) -> Drafts:
-        """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
-
-        next_step: what can be taken after the last step, but for the model's drafts.
-        """
-        drafts = Drafts.none(len(self._batch.input_batch.req_ids))
+    def _index_arrivals(self, num_in_flight: int = 0) -> None:
+        """Index the tokens of all steps but the last `num_in_flight`; what is drafted after them is too late."""
         while len(self._arrivals) > num_in_flight:
-            arrival = self._arrivals.popleft()
-            ends, is_last = self._batch.ends(arrival.request_ids), not self._arrivals
-            tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
-            try:
-                nums_new = self._batch.extend(ends, tokens, nums)
-                has_model_drafts = bool(drafted) or not self._most_passes
-                drafts = self._latest = self.proposer.draft(
-                    nums_new, self._batch.tokens, self._batch.levels,
-                    arrival.work and arrival.work._replace(ended=arrival.ended),
-                    NextStep(
-                        self._batch.by_row(ends, nums, *drafted) if drafted else None,
-                        next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
-                    ),
-                    may_end=any((tokens == end).any() for end in self.proposer.ends),
-                )  # fmt: skip
-            except Exception as error:
-                self.proposer.fail(error)
-        return drafts
+            self._draft_after(self._arrivals.popleft(), TAKES_NONE)
+
+    def _draft_after_last(self, next_step: NextStep) -> Drafts:
+        """Index the tokens of all steps, and draft after the last; next_step: as `_draft_after` has it."""
+        self._index_arrivals(num_in_flight=1)
+        if not self._arrivals:
+            return Drafts.none(len(self._batch.input_batch.req_ids))
+        return self._draft_after(self._arrivals.popleft(), next_step)
+
+    def _draft_after(self, arrival: Arrival, next_step: NextStep) -> Drafts:
+        """Wait for a step's tokens, index them, and draft after them.
+
+        next_step: what it can take, but for the model's drafts, which have come with the tokens.
+        """
+        ends = self._batch.ends(arrival.request_ids)
+        tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
+        work = arrival.work and arrival.work._replace(ended=arrival.ended)
+        try:
+            nums_new = self._batch.extend(ends, tokens, nums)
+            model_drafts = self._batch.by_row(ends, nums, *drafted) if drafted else None
+            # Beside a model that has drafted nothing, the step has begun without drafts.
+            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_passes)
+            may_end = any((tokens == end).any() for end in self.proposer.ends)
+            self._latest = self.proposer.draft(
+                nums_new, self._batch.tokens, self._batch.levels, work,
+                NextStep(model_drafts, takes_drafts, next_step.room), may_end,
+            )  # fmt: skip
+            return self._latest
+        except Exception as error:
+            self.proposer.fail(error)
+            return Drafts.none(len(self._batch.input_batch.req_ids))
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
@@ -184,7 +197,7 @@ class HostDrafts:
             output.arrival, output.launching = arrival, self.launching
             put_before(TimedOutput, output, SPECULATOR)
             if not self._plan.is_ahead:
-                drafts = self._draft_after_arrivals(TAKES_ANY)
+                drafts = self._draft_after_last(TAKES_ANY)
                 self._drafts = DraftTokenIds([*self._batch.input_batch.req_ids], drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
