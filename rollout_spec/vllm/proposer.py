@@ -64,7 +64,7 @@ class SuffixProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = 0
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
-        self.ends = set[int]()  # the tokens that end one of them
+        self.end_token_ids = set[int]()  # the tokens that end one of them
         self._counts = Counts()
 
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
@@ -152,7 +152,7 @@ class SuffixProposer:
     ) -> Drafts:
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
-        may_end: False where no token of the step is in `ends`, which saves a look at all rows.
+        may_end: False where no token of the step is in `end_token_ids`, which saves a look at all rows.
         """
         try:
             if self.drafter is not None:
@@ -178,9 +178,9 @@ class SuffixProposer:
         """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
         nums_new, levels = nums_new.copy(), levels.copy()
         for row in np.flatnonzero(nums_new > 1).tolist():
-            num, ends = int(nums_new[row]), _ends(self._requests[request_ids[row]])
+            num, end_token_ids = int(nums_new[row]), _end_token_ids(self._requests[request_ids[row]])
             tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
-            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
+            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in end_token_ids), num)
             nums_new[row] -= num_after
             levels[row] -= num_after
         return nums_new, levels
@@ -222,7 +222,7 @@ class SuffixProposer:
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)
-        self.ends = set[int]().union(*map(_ends, live.values()))
+        self.end_token_ids = set[int]().union(*map(_end_token_ids, live.values()))
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 
@@ -236,7 +236,7 @@ class SuffixProposer:
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
 
 
-def _ends(request: Any) -> set[int]:
+def _end_token_ids(request: Any) -> set[int]:
     """The tokens that end a request."""
     params = request.sampling_params
     return {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if params else set()

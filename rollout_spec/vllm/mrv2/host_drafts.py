@@ -40,8 +40,8 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. The tokens of
-    a step are on their way since `report`, as an `Arrival`, which `_draft_after` waits for:
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. From `report`
+    on, a step's tokens are on their way: an `Arrival`. `_draft_after` waits for it, and is called
 
     - in `report` itself, if the scheduler waits. As the runner's `draft_tokens_handler` this object gives it
       the drafts;
@@ -153,7 +153,7 @@ class HostDrafts:
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
     def _index_arrivals(self, num_in_flight: int = 0) -> None:
-        """Index the tokens of all steps but the last `num_in_flight`; what is drafted after them is too late."""
+        """Index the tokens of all steps but the last `num_in_flight`, and draft nothing after them."""
         while len(self._arrivals) > num_in_flight:
             self._draft_after(self._arrivals.popleft(), TAKES_NONE)
 
@@ -169,15 +169,15 @@ class HostDrafts:
 
         next_step: what it can take, but for the model's drafts, which have come with the tokens.
         """
-        ends = self._batch.ends(arrival.request_ids)
+        places = self._batch.places_to_append(arrival.request_ids)
         tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
         work = arrival.work and arrival.work._replace(ended=arrival.ended)
         try:
-            nums_new = self._batch.extend(ends, tokens, nums)
-            model_drafts = self._batch.by_row(ends, nums, *drafted) if drafted else None
-            # Beside a model that has drafted nothing, the step has begun without drafts.
+            nums_new = self._batch.extend(places, tokens, nums)
+            model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
+            # A step for which a model has drafted nothing gets no drafts of the text either.
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_passes)
-            may_end = any((tokens == end).any() for end in self.proposer.ends)
+            may_end = any((tokens == end).any() for end in self.proposer.end_token_ids)
             self._latest = self.proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, work,
                 NextStep(model_drafts, takes_drafts, next_step.room), may_end,

@@ -67,7 +67,7 @@ class KeyedRunner(GPUModelRunner):
             sampler.couple(self.sampler, self.rejection_sampler, self.keys)
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        self.keys.end(scheduler_output.finished_req_ids)
+        self.keys.remove(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
 
 
