@@ -228,7 +228,7 @@ class SuffixProposer:
 
     def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
         # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
-        max_level = last_level(request, self._runner.max_model_len)
+        max_level = max_level_of(request, self._runner.max_model_len)
         prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
@@ -242,7 +242,7 @@ def _end_token_ids(request: Any) -> set[int]:
     return {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if params else set()
 
 
-def last_level(request: Any, max_model_len: int) -> int:
+def max_level_of(request: Any, max_model_len: int) -> int:
     """The most tokens, prompt included, that a request can have."""
     max_tokens = getattr(request.sampling_params, "max_tokens", None)
     return max_model_len if max_tokens is None else min(max_model_len, _num_prompt(request) + max_tokens)

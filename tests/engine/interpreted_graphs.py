@@ -53,7 +53,7 @@ def noted_drafts():
                 continue
             level, request = int(self.levels[row]), self.requests[self.input_batch.req_ids[row]]
             name = (request.sampling_params.extra_args or {}).get(NAME_KEY)
-            is_whole = level < self._last_levels[row]  # else more tokens may have come
+            is_whole = level < self._max_levels[row]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
         return by_row(self, places, nums, tokens, log_odds)

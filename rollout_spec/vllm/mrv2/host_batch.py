@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.drafting.drafts import ModelDrafts
-from rollout_spec.vllm.proposer import last_level
+from rollout_spec.vllm.proposer import max_level_of
 
 
 class AppendPlaces(NamedTuple):
@@ -36,7 +36,7 @@ class HostBatch:
         # Untouched pages take no memory.
         self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.levels = np.zeros(runner.max_num_reqs, np.int32)
-        self._last_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
+        self._max_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
 
     @property
     def max_model_len(self) -> int:
@@ -66,7 +66,7 @@ class HostBatch:
             rows[row] = rows[last]
             rows.pop()
             level = self.levels[row] = self.levels[last]
-            self._last_levels[row] = self._last_levels[last]
+            self._max_levels[row] = self._max_levels[last]
             self.tokens[row, :level] = self.tokens[last, :level]
 
     def _add(self, request: Any) -> None:
@@ -77,7 +77,7 @@ class HostBatch:
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
-        self._last_levels[row] = last_level(request, self.max_model_len)
+        self._max_levels[row] = max_level_of(request, self.max_model_len)
 
     def rows(self, request_ids: list[str]) -> npt.NDArray[np.int64]:
         """[num_requests]: the row of each; -1 of one that has none."""
@@ -87,8 +87,8 @@ class HostBatch:
     def places_to_append(self, request_ids: list[str]) -> AppendPlaces:
         rows = self.rows(request_ids)
         # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
-        # tokens: cut them at `_last_levels`.
-        most = np.where(rows < 0, 0, np.maximum(self._last_levels - self.levels, 0)[rows])
+        # tokens: cut them at `_max_levels`.
+        most = np.where(rows < 0, 0, np.maximum(self._max_levels - self.levels, 0)[rows])
         return AppendPlaces(rows, rows * self.max_model_len + self.levels[rows], most)
 
     def extend(self, places: AppendPlaces, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:

@@ -40,8 +40,8 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. From `report`
-    on, a step's tokens are on their way: an `Arrival`. `_draft_after` waits for it, and is called
+    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. After
+    `report` a step's tokens are on their way: an `Arrival`. `_draft_after` waits for it, and is called
 
     - in `report` itself, if the scheduler waits. As the runner's `draft_tokens_handler` this object gives it
       the drafts;
