@@ -25,11 +25,11 @@ class IdleHost:
     """Lets the host work while it waits for the device: once in a step, where it waits first.
 
     Args:
-        work: asks before each piece of it whether there is time.
+        while_waiting: what it does; asks before each piece of it whether there is time.
     """
 
-    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        self._work, self._may_work = work, False
+    def __init__(self, while_waiting: Callable[[Callable[[], bool]], None]) -> None:
+        self._while_waiting, self._may_work = while_waiting, False
 
     def begin_step(self) -> None:
         self._may_work = True
@@ -40,7 +40,7 @@ class IdleHost:
             self._may_work = False
             event = torch.cuda.Event()
             event.record()
-            self._work(lambda: not event.query())
+            self._while_waiting(lambda: not event.query())
 
 
 def just_wait() -> None:
