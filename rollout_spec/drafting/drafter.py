@@ -232,8 +232,8 @@ class Drafter:
         """These, and what the steps to come are to have. No room shortly before the gate measures a plain
         step, which must not wait for drafts."""
         are_wanted, gate = self._drafts_wanted, self._gate
-        num_passes = gate.num_passes if are_wanted else 0
-        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
+        num_model_tokens = gate.num_model_tokens if are_wanted else 0
+        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_model_tokens)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.drafts import ModelDrafts, passes_for
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
@@ -30,21 +30,21 @@ class ModelPasses:
     """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
     proposer: of the suffix drafts, if the model drafts beside it.
-    num_now: its passes in this step that draft; 0: its first pass drafts nothing.
+    num_model_tokens: how many it drafts for every row in this step; 0: its first pass drafts nothing.
     """
 
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
         self._sampling, self.proposer = sampling, proposer
-        self._most = self.num_now = 0 if proposer is None else proposer.most_model_tokens
+        self._most = self.num_model_tokens = 0 if proposer is None else proposer.most_model_tokens
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
         """A step begins, and nothing is drafted yet."""
         self._drafted = []
 
-    def plan(self, num_passes: int | None) -> None:
-        """Take so many in this step; None: as many as it can."""
-        self.num_now = self._most if num_passes is None else num_passes
+    def plan(self, num_model_tokens: int | None) -> None:
+        """Draft so many tokens in this step; None: as many as it can."""
+        self.num_model_tokens = self._most if num_model_tokens is None else num_model_tokens
 
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
@@ -67,7 +67,7 @@ class ModelPasses:
     def note_passes(self) -> None:
         """The model has taken the passes of the step."""
         assert self.proposer is not None
-        num = max(self.num_now, 1)  # the first pass, for no token
+        num = passes_for(self.num_model_tokens)
         self.proposer.note_passes(num, self._most - num)
 
     def on_host(self) -> ModelDrafts | None:
@@ -101,6 +101,6 @@ class ModelBesideDrafter(SharedNoiseModel):
     """
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = super().propose(self.passes.num_now, *args, **kwargs)
+        drafts = super().propose(self.passes.num_model_tokens, *args, **kwargs)
         self.passes.note_passes()
         return drafts

@@ -155,7 +155,7 @@ class TwoDraftersRunner(SharedNoiseRunner):
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        self.model_passes.plan(plan_of(scheduler_output).num_passes)
+        self.model_passes.plan(plan_of(scheduler_output).num_model_tokens)
         return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -165,12 +165,12 @@ class TwoDraftersRunner(SharedNoiseRunner):
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, self.rollout_spec_proposer
             nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
-            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_now > 0)
+            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_model_tokens > 0)
             drafts = proposer.draft(
                 nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step
             )
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(drafts.num_passes))
+            attach(output, Report(drafts.num_model_tokens))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

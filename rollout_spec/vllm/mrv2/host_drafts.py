@@ -54,8 +54,8 @@ class HostDrafts:
         launching: held while a step begins that waits for drafts.
         model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
             log-odds; empty: nothing.
-        num_passes: how many passes a model drafts in the step that runs; 0: its first pass drafts nothing,
-            as nothing can be verified in the next step. All workers are told the same.
+        num_model_tokens: how many a model drafts for every row in the step that runs; 0: its first pass
+            drafts nothing, as nothing can be verified in the next step. All workers are told the same.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -64,7 +64,7 @@ class HostDrafts:
         self.proposer.bind(self._batch, config, self._index_arrivals)
         self.launching = threading.Lock()
         self.model_drafts: tuple[torch.Tensor, ...] = ()
-        self._most_passes = self.num_passes = self.proposer.most_model_tokens
+        self._most_model_tokens = self.num_model_tokens = self.proposer.most_model_tokens
         self._device, self._num_tokens = runner.device, config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
         self._sent = torch.zeros(
@@ -83,8 +83,9 @@ class HostDrafts:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
         self._index_arrivals(plan.num_in_flight or 0)
-        most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
-        self.num_passes = most if plan.next_step_takes_drafts else 0
+        told = plan.num_model_tokens
+        most = self._most_model_tokens if told is None else max(1, told)  # the first pass runs anyway
+        self.num_model_tokens = most if plan.next_step_takes_drafts else 0
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
@@ -176,7 +177,7 @@ class HostDrafts:
             nums_new = self._batch.extend(places, tokens, nums)
             model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
             # A step for which a model has drafted nothing gets no drafts of the text either.
-            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_passes)
+            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_model_tokens)
             may_end = any((tokens == end).any() for end in self.proposer.end_token_ids)
             self._latest = self.proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, work,
@@ -202,7 +203,7 @@ class HostDrafts:
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             nums_drafts = self._nums_drafts if self._plan.is_ahead else None
-            attach(said, Report(self._latest.num_passes, nums_drafts, self._latest.drafts_wanted))
+            attach(said, Report(self._latest.num_model_tokens, nums_drafts, self._latest.drafts_wanted))
         return output
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:

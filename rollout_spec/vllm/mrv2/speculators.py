@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
+from rollout_spec.drafting.drafts import passes_for
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before, temporarily
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
@@ -123,12 +124,12 @@ class ModelBesideDrafter(SharedNoiseModel):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = max(1, self.host.num_passes)
+        num = passes_for(self.host.num_model_tokens)
         with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num, self.num_tokens - num)
         assert self.log_odds is not None
-        if self.host.num_passes:
+        if self.host.num_model_tokens:
             # Both are overwritten by the next passes, which may come before they are on the host.
             self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
         return self.host.no_drafts(input_batch)
