@@ -13,10 +13,10 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
 from rollout_spec.drafting.drafts import passes_for
-from rollout_spec.patches import Patch, guard_all, guard_class, put_before, temporarily
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before, record, temporarily
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
-from rollout_spec.vllm.mrv2 import versions
+from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
 
@@ -27,11 +27,21 @@ SHARED_NOISE = Patch(
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
+PASS_BY_PASS = Patch(
+    name="vllm-mrv2-pass-by-pass",
+    reason="from 0.29 on vLLM takes all passes of a model after the first in one CUDA graph, which could "
+    "leave none out",
+    upstream="vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py",
+    until="vLLM takes as many passes as it is told in each step",
+)
+# Methods of a speculator (vLLM 0.29, 0.32) that choose such a graph.
+_FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
+
 
 def check_speculator() -> None:
     """Raise a PatchError if the installed vLLM's speculators draft in another way."""
     guard_class(SHARED_NOISE, ModelBesideDrafter, DraftModelSpeculator)
-    guard_all(SHARED_NOISE, versions.OF_SPECULATOR)
+    guard_all(SHARED_NOISE, signatures.OF_SPECULATOR)
 
 
 def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
@@ -52,8 +62,15 @@ def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> N
     speculator.log_odds = torch.zeros(
         speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
     )
-    versions.draft_pass_by_pass(speculator)
+    _draft_pass_by_pass(speculator)
     put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
+
+
+def _draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
+    """Let a speculator run its passes one by one."""
+    for name in (each for each in _FUSES if hasattr(speculator, each)):
+        setattr(speculator, name, lambda: None)
+        record(PASS_BY_PASS)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -92,7 +109,7 @@ class SharedNoiseModel(DraftModelSpeculator):
         positions, idx_mapping, temperature, seeds, draft_step, *_ = given
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = self.model.compute_logits(hidden_states)
-        tokens = versions.draw_as_target(self, logits, positions, idx_mapping, temperature, seeds)
+        tokens = signatures.draw_as_target(self, logits, positions, idx_mapping, temperature, seeds)
         if self.log_odds is not None:
             self.log_odds[: len(tokens)].index_copy_(
                 1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)

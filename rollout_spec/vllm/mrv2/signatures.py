@@ -1,0 +1,84 @@
+"""How our speculator and sampler call vLLM's, where the MRV2 of 0.24, 0.29 and 0.32 take other arguments.
+
+What is installed is asked for its parameters. Arguments go by the names that vLLM 0.32 has for them.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from rollout_spec.vllm.mrv2 import sampler_24
+
+HAS_VERIFY = hasattr(RejectionSampler, "_verify")
+_VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
+_SAMPLE_NAMES = frozenset(inspect.signature(Sampler.sample).parameters)
+
+# What we call and replace, for `guard_all`: owner, name, and the parameters in each version.
+_VERIFY = (
+    (RejectionSampler, "_verify",
+     ("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping",
+      "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos")),
+)  # fmt: skip
+_ROWS = ("self", "logits", "expanded_idx_mapping")
+_INPUTS = ("idx_mapping_np", "pos", "input_ids", "expanded_local_pos")
+OF_SAMPLER: tuple[tuple[Any, ...], ...] = (
+    (Sampler, "add_request",
+     ("self", "req_idx", "prompt_len", "sampling_params"),
+     ("self", "req_idx", "sampling_params")),
+    (Sampler, "sample",
+     (*_ROWS, *_INPUTS, "return_logprobs"),
+     (*_ROWS, "idx_mapping", *_INPUTS, "return_logprobs"),
+     (*_ROWS, "idx_mapping", *_INPUTS, "seq_lens_upper_bound_np", "return_logprobs")),
+    *(_VERIFY if HAS_VERIFY else sampler_24.CALLED),
+)  # fmt: skip
+_DRAW = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
+OF_SPECULATOR: tuple[tuple[Any, ...], ...] = (
+    (DraftModelSpeculator, "sample_draft",
+     ("self", "hidden_states", "positions", *_DRAW),
+     ("self", "hidden_states", "sample_src_positions", *_DRAW)),
+    (gumbel, "gumbel_sample",
+     ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
+)  # fmt: skip
+HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
+
+
+def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Sampler.sample` at every position: tokens and processed logits. given: of `verify_arguments`."""
+    inputs = {**given, "input_ids": given["draft_sampled"]}
+    return sampler.sample(**{name: inputs[name] for name in inputs if name in _SAMPLE_NAMES})
+
+
+def draw_as_target(
+    speculator: DraftModelSpeculator,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+) -> torch.Tensor:
+    """Draw a draft's tokens, int64 [num_rows], with the noise that the target draws with where it verifies
+    them.
+
+    logits: [num_rows, vocab_size], of the target's vocabulary.
+    positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
+    """
+    # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
+    where = {"pos": positions, "is_drafting": False} if HAS_SALT else {"pos": positions + 1}
+    return gumbel.gumbel_sample(
+        logits, idx_mapping, temperature, seeds, apply_temperature=True,
+        use_fp64=speculator.use_fp64_gumbel, **where,
+    )  # fmt: skip
+
+
+def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
+    """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
+    given = dict(zip(_VERIFY_NAMES, values, strict=True))
+    # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the row
+    # had before, and the model has read them: one that is right may stay.
+    return {"verify_draft_sampled": given["draft_sampled"], **given}
