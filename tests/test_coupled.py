@@ -186,7 +186,7 @@ def test_a_step_draws_at_each_place_what_a_plain_step_draws_there():
     expected_after = keyed_sample(after, keys, tensor([12, 3, 43, 9])).tolist()
     assert len(set(expected)) > 3 and len(set(expected_after)) > 2
     for is_first in (True, False):
-        step = coupled.CoupledStep(keys, positions, counts)
+        step = coupled.StepNoise(keys, positions, counts)
         if is_first:
             assert step.sample(logits).tolist() == expected
         assert step.sample_after(after).tolist() == expected_after
@@ -207,7 +207,7 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     bonus, no = [201, 202, 203, 204], prefixes.PLACEHOLDER_TOKEN_ID
 
     def rows(draft):
-        step = coupled.CoupledStep(keys, positions, counts)
+        step = coupled.StepNoise(keys, positions, counts)
         given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
         asked = sampling(torch.tensor(temperature))
         output = coupled.coupled_sample(tensor(draft), 3, logits, given, asked, step)
@@ -313,7 +313,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device):
     try:
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            step = coupled.CoupledStep(keys, keys, counts)
+            step = coupled.StepNoise(keys, keys, counts)
             own = step.sample_after(logits[:4]).unsqueeze(-1)
             outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
     finally:

@@ -370,7 +370,7 @@ def coupled_step(temperature):
     sampling = SimpleNamespace(all_greedy=not temperature, all_random=bool(temperature))
     with accelerator:
         accelerator.start()
-        step = coupled.CoupledStep(range(count), range(count), counts)
+        step = coupled.StepNoise(range(count), range(count), counts)
         if temperature:
             bonus = step.sample_after(after).unsqueeze(-1)
         coupled.coupled_sample(drafts, 8, logits, bonus, sampling, step)

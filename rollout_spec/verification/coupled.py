@@ -24,7 +24,7 @@ SUM_SIZE = 16
 WINNING_DISTANCE = 32
 
 
-class CoupledStep:
+class StepNoise:
     """The noise of a step's rows: of all draft positions, then of the positions after the drafts.
 
     Args:
@@ -71,7 +71,7 @@ def coupled_sample(
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
     sampling_metadata: Any,
-    step: CoupledStep,
+    step_noise: StepNoise,
 ) -> torch.Tensor:
     """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
 
@@ -87,13 +87,18 @@ def coupled_sample(
     if sampling_metadata.all_greedy:
         own = blocks.argmax(target_logits)
     else:
-        own = step.sample(target_logits)
+        own = step_noise.sample(target_logits)
         if not sampling_metadata.all_random:
-            requests = sent(step.draft_requests, own.device)
+            requests = sent(step_noise.draft_requests, own.device)
             is_sampled = sampling_metadata.temperature[requests] > 0
             own = torch.where(is_sampled, own, blocks.argmax(target_logits))
     return matching_prefixes(
-        own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len, step.before_wait
+        own,
+        draft_token_ids,
+        bonus_token_ids,
+        step_noise.num_draft_tokens,
+        max_spec_len,
+        step_noise.before_wait,
     )
 
 
@@ -163,7 +168,7 @@ def race(
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         noise_values: Exp(1) noise, float32 [n, num_noise_values(vocab_size)]: of a block's tokens,
             then of the blocks.
-        before_wait: see `CoupledStep`.
+        before_wait: see `StepNoise`.
 
     Returns int64 [n]. A row's token does not depend on the other rows.
 

@@ -32,9 +32,9 @@ class RowGenerators(dict[int, torch.Generator]):
     """The noise of a step's rows, in the place of the batch's generators, which vLLM hands to all that draws.
     It has none of vLLM's."""
 
-    def __init__(self, step: coupled.CoupledStep) -> None:
+    def __init__(self, step_noise: coupled.StepNoise) -> None:
         super().__init__()
-        self.step = step
+        self.step_noise = step_noise
 
 
 def keep_from_fused_kernel(module: Any) -> None:
@@ -68,7 +68,7 @@ def couple_rejection_sample(module: Any) -> None:
             logits,
             given["bonus_token_ids"],
             given["sampling_metadata"],
-            generators.step,
+            generators.step_noise,
         )
 
 

@@ -96,8 +96,8 @@ class RowSampling:
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens, self.before_wait)
-        return dataclasses.replace(metadata, generators=RowGenerators(step))
+        step_noise = coupled.StepNoise(self._row_keys, positions, num_draft_tokens, self.before_wait)
+        return dataclasses.replace(metadata, generators=RowGenerators(step_noise))
 
 
 # Before Sampler, 1: forward
@@ -118,7 +118,7 @@ class RowSampler(Sampler):
         if not isinstance(generators, RowGenerators):
             sampling_metadata = self.sampling.with_generators(sampling_metadata, [0] * logits.shape[0])
         elif predict_bonus_token:
-            sampling_metadata = counting_drafts(sampling_metadata, generators.step.num_draft_tokens)
+            sampling_metadata = counting_drafts(sampling_metadata, generators.step_noise.num_draft_tokens)
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
@@ -157,7 +157,7 @@ class CoupledTopKTopPSampler(torch.nn.Module):
             processed = logits
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return generators.step.sample_after(logits), processed
+        return generators.step_noise.sample_after(logits), processed
 
 
 def check_engine_patches() -> None:
