@@ -367,13 +367,12 @@ def coupled_step(temperature):
     put, count = accelerator.put, len(counts)
     logits, after = put(flat(sum(counts))), put(flat(count))
     drafts, bonus = put(torch.zeros(sum(counts), dtype=torch.int32)), put(torch.zeros(count, 1))
-    sampling = SimpleNamespace(all_greedy=not temperature, all_random=bool(temperature))
     with accelerator:
         accelerator.start()
         step = coupled.StepNoise(range(count), range(count), counts)
         if temperature:
             bonus = step.sample_after(after).unsqueeze(-1)
-        coupled.coupled_sample(drafts, 8, logits, bonus, sampling, step)
+        coupled.coupled_sample(drafts, 8, logits, bonus, bool(temperature), step)
     return accelerator
 
 

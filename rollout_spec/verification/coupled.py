@@ -7,7 +7,6 @@ exactly as often as by rejection sampling: with the target's probability of it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +69,7 @@ def coupled_sample(
     max_spec_len: int,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata: Any,
+    is_sampled: torch.Tensor | bool,
     step_noise: StepNoise,
 ) -> torch.Tensor:
     """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
@@ -80,18 +79,17 @@ def coupled_sample(
         max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
         bonus_token_ids: int [batch_size, 1], the target's token after each draft (`sample_after`).
-        sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
+        is_sampled: bool [batch_size], or one for all: else a request gets the likeliest tokens.
 
     Returns int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1. Memory: see `race`.
     """
-    if sampling_metadata.all_greedy:
+    if is_sampled is False:
         own = blocks.argmax(target_logits)
     else:
         own = step_noise.sample(target_logits)
-        if not sampling_metadata.all_random:
+        if is_sampled is not True:
             requests = sent(step_noise.draft_requests, own.device)
-            is_sampled = sampling_metadata.temperature[requests] > 0
-            own = torch.where(is_sampled, own, blocks.argmax(target_logits))
+            own = torch.where(is_sampled[requests], own, blocks.argmax(target_logits))
     return matching_prefixes(
         own,
         draft_token_ids,

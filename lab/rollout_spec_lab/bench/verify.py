@@ -72,11 +72,11 @@ class Step:
     def _coupled(self) -> torch.Tensor:
         step_noise = coupled.StepNoise(self.keys, self.positions, self.counts)
         verify = functools.partial(coupled.coupled_sample, self.drafts, self.k)
-        return self._tokens(verify, step_noise.sample_after, step_noise)
+        return self._tokens(verify, step_noise.sample_after, True, step_noise)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
         verify = functools.partial(verify, self.drafts, self.counts, self.k, self.ends, None)
-        return self._tokens(verify, sample)
+        return self._tokens(verify, sample, self.metadata)
 
     def _tokens(self, verify: Callable[..., Any], sample: Callable[..., Any], *further: Any) -> torch.Tensor:
         """In float32: `sample` draws after the drafts."""
@@ -84,7 +84,7 @@ class Step:
         bonus = sample(self.logits[ahead:].float()).view(-1, 1)
         if not self.k:
             return bonus
-        return verify(self.logits[:ahead].float(), bonus, self.metadata, *further)
+        return verify(self.logits[:ahead].float(), bonus, *further)
 
 
 @functools.cache

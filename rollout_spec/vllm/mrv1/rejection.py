@@ -57,18 +57,19 @@ def couple_rejection_sample(module: Any) -> None:
     @wrap(module, "rejection_sample", COUPLED)
     def rejection_sample(reject: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        generators, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(generators, RowGenerators):  # another engine's
+        metadata, logits = given["sampling_metadata"], given[target]
+        if not isinstance(metadata.generators, RowGenerators):  # another engine's
             return reject(*args, **kwargs)
         if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.PARTIAL_LOGITS` sees to
             logits, _ = logits
+        is_sampled = not metadata.all_greedy and (metadata.all_random or metadata.temperature > 0)
         return coupled.coupled_sample(
             given["draft_token_ids"],
             given["max_spec_len"],
             logits,
             given["bonus_token_ids"],
-            given["sampling_metadata"],
-            generators.step_noise,
+            is_sampled,
+            metadata.generators.step_noise,
         )
 
 
