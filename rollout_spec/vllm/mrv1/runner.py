@@ -21,11 +21,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
-from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv1 import proposers, sampler
+from rollout_spec.vllm.mrv1.idle_host import IdleHost
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
