@@ -3,6 +3,7 @@
 vLLM's own samplers, with our hooks, run on `tests.accelerator`; docs/how-it-works/verification.md quotes it.
 """
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -273,7 +274,8 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
     keep_from_fused_kernel(module)
     engine = Engine(SAMPLED)
-    keyed = engine.row_sampling.with_generators(engine.sampling, [0] * len(DRAFTS))
+    generators = engine.row_sampling.begin_step([0] * len(DRAFTS))
+    keyed = dataclasses.replace(engine.sampling, generators=generators)
     assert [module.mixed_sample_eligible(each, False) for each in (engine.sampling, keyed)] == [True, False]
     keep_from_fused_kernel(SimpleNamespace())  # of another vLLM
 

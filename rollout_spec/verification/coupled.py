@@ -26,7 +26,7 @@ WINNING_DISTANCE = 32
 class StepNoise:
     """The noise of a step's rows: of all draft positions, then of the positions after the drafts.
 
-    Args:
+    Attributes:
         keys: int64 [batch_size], each request's (`noise.make_key`).
         positions: int64 [batch_size], of each request's first token in this step.
         num_draft_tokens: per request, 0 included.
@@ -41,12 +41,13 @@ class StepNoise:
         before_wait: Callable[[], None] = just_wait,
     ) -> None:
         counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
+        self.keys, self.positions = np.asarray(keys, np.int64), np.asarray(positions, np.int64)
         self.num_draft_tokens, self.before_wait = num_draft_tokens, before_wait
         self.draft_requests = requests.repeat(counts)  # the request of each draft token, int64 [num_tokens]
         num_tokens = len(self.draft_requests)
         offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
         rows, ahead = np.concatenate([self.draft_requests, requests]), np.concatenate([offsets, counts])
-        self._seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
+        self._seeds = noise.row_seeds(self.keys[rows], self.positions[rows] + ahead)
         self._noise_values: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from rollout_spec.drafting.drafts import ModelDrafts, passes_for
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
+from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -48,7 +49,9 @@ class ModelPasses:
 
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
-        self._keys, self._ends = self._sampling.keys_and_ends((sampled_token_ids >= 0).sum(1))
+        of_step, nums_sampled = self._sampling.step_noise, (sampled_token_ids >= 0).sum(1)
+        self._keys, positions = sent(np.stack([of_step.keys, of_step.positions]), nums_sampled.device)
+        self._positions = positions + nums_sampled
         self._drafted = []
 
     def draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -57,7 +60,7 @@ class ModelPasses:
         if not metadata.all_greedy:
             is_sampled = metadata.temperature > 0
             scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
-            seeds = noise.seeds_at(self._keys, self._ends + len(self._drafted))
+            seeds = noise.seeds_at(self._keys, self._positions + len(self._drafted))
             num = coupled.num_noise_values(logits.shape[1])
             noise_values = noise.exponential(seeds, num, logits.device)
             tokens = torch.where(is_sampled, coupled.race(scaled, noise_values), tokens)
