@@ -256,6 +256,6 @@ def _num_prompt(request: Any) -> int:
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner; `drafter` may be that of a model, on MRV1."""
-    found = getattr(runner, "rollout_spec_proposer", getattr(runner, "drafter", None))
-    return found if isinstance(found, SuffixProposer) else None
+    """The proposer of a model runner, once it is bound; None: the engine has none."""
+    proposer: SuffixProposer | None = getattr(runner, "rollout_spec_proposer", None)
+    return proposer

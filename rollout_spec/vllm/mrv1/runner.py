@@ -30,7 +30,7 @@ from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.prompt_rows import in_prompt
-from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -208,21 +208,23 @@ def bind(worker: Any, config: SpecConfig) -> None:
 
 def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
     """Give our drafter its runner; None: the engine has none."""
-    has_model = drafts_with_model(runner.vllm_config)
-    proposer = SuffixProposer(runner.vllm_config) if has_model else proposer_of(runner)
-    if proposer is not None:
-        if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
-            most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
-            config = dataclasses.replace(config, max_draft_tokens=most)
-        runner.rollout_spec_proposer = proposer
-        proposer.bind(runner, config)
-        record(LAST_TOKENS)
-        runner.effective_drafter_max_model_len = 1 << 31
-        put_before(NotingRunner, runner, WORK)
-        if current_platform.is_cuda_alike() and proposer.is_used:
-            runner.idle_host = IdleHost(proposer.catch_up)
-            sampling.before_wait = runner.idle_host.before_wait
-            put_before(CatchingUpRunner, runner, IDLE_HOST)
+    proposer = getattr(runner, "drafter", None)
+    if drafts_with_model(runner.vllm_config):
+        proposer = SuffixProposer(runner.vllm_config)
+    if not isinstance(proposer, SuffixProposer):
+        return None
+    if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
+        most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
+        config = dataclasses.replace(config, max_draft_tokens=most)
+    runner.rollout_spec_proposer = proposer
+    proposer.bind(runner, config)
+    record(LAST_TOKENS)
+    runner.effective_drafter_max_model_len = 1 << 31
+    put_before(NotingRunner, runner, WORK)
+    if current_platform.is_cuda_alike() and proposer.is_used:
+        runner.idle_host = IdleHost(proposer.catch_up)
+        sampling.before_wait = runner.idle_host.before_wait
+        put_before(CatchingUpRunner, runner, IDLE_HOST)
     return proposer
 
 

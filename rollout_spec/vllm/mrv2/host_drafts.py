@@ -76,7 +76,7 @@ class HostDrafts:
         self.undrafted: Any = None
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
-        runner.drafter = self.proposer  # where MRV1 has it
+        runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
         runner.draft_tokens_handler = self
 
     def begin_step(self, scheduler_output: Any) -> None:
