@@ -54,28 +54,6 @@ def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, to
     return sampler.sample(**{name: inputs[name] for name in inputs if name in _SAMPLE_NAMES})
 
 
-def draw_as_target(
-    speculator: DraftModelSpeculator,
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-) -> torch.Tensor:
-    """Draw a draft's tokens, int64 [num_rows], with the noise that the target draws with where it verifies
-    them.
-
-    logits: [num_rows, vocab_size], of the target's vocabulary.
-    positions, idx_mapping, temperature, seeds: what `DraftModelSpeculator.sample_draft` is given.
-    """
-    # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
-    where = {"pos": positions, "is_drafting": False} if HAS_SALT else {"pos": positions + 1}
-    return gumbel.gumbel_sample(
-        logits, idx_mapping, temperature, seeds, apply_temperature=True,
-        use_fp64=speculator.use_fp64_gumbel, **where,
-    )  # fmt: skip
-
-
 def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
     """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
     given = dict(zip(_VERIFY_NAMES, values, strict=True))

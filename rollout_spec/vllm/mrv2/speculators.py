@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
 from rollout_spec.drafting.drafts import passes_for
@@ -109,7 +110,12 @@ class SharedNoiseModel(DraftModelSpeculator):
         positions, idx_mapping, temperature, seeds, draft_step, *_ = given
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = self.model.compute_logits(hidden_states)
-        tokens = signatures.draw_as_target(self, logits, positions, idx_mapping, temperature, seeds)
+        # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
+        where = {"pos": positions, "is_drafting": False} if signatures.HAS_SALT else {"pos": positions + 1}
+        tokens = gumbel.gumbel_sample(
+            logits, idx_mapping, temperature, seeds, apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel, **where,
+        )  # fmt: skip
         if self.log_odds is not None:
             self.log_odds[: len(tokens)].index_copy_(
                 1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)
