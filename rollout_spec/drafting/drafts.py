@@ -80,10 +80,7 @@ class NextStep(NamedTuple):
 
 
 def passes_for(num_model_tokens: int) -> int:
-    """How many passes a model takes to draft so many tokens: one each.
-
-    The first is that of every step, which keeps its KV cache complete, also where it drafts nothing.
-    """
+    """How many passes a model takes for so many tokens: the first is that of every step, even for none."""
     return max(1, num_model_tokens)
 
 

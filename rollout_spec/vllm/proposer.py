@@ -192,11 +192,11 @@ class SuffixProposer:
         self._counts.count_failed_step()
         self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
-    def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside our drafter: how many passes it took, and how many it left out."""
+    def note_passes(self, num: int) -> None:
+        """A model has drafted beside our drafter, in so many passes of those that it can take."""
         if self.drafter is not None:
             self.drafter.counters.num_model_passes += num
-            self.drafter.counters.num_model_passes_left_out += num_left_out
+            self.drafter.counters.num_model_passes_left_out += self.most_model_tokens - num
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, while the device works and there is time."""

@@ -67,12 +67,6 @@ class ModelPasses:
         self._drafted.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
 
-    def note_passes(self) -> None:
-        """The model has taken the passes of the step."""
-        assert self.proposer is not None
-        num = passes_for(self.num_model_tokens)
-        self.proposer.note_passes(num, self._most - num)
-
     def on_host(self) -> ModelDrafts | None:
         """All that the model has drafted, for the proposer; waits for the device. None: nothing was."""
         assert self.proposer is not None
@@ -104,6 +98,8 @@ class ModelBesideDrafter(SharedNoiseModel):
     """
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = super().propose(self.passes.num_model_tokens, *args, **kwargs)
-        self.passes.note_passes()
+        proposer, num_tokens = self.passes.proposer, self.passes.num_model_tokens
+        assert proposer is not None
+        drafts = super().propose(num_tokens, *args, **kwargs)
+        proposer.note_passes(passes_for(num_tokens))
         return drafts

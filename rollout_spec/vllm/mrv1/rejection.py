@@ -64,13 +64,9 @@ def couple_rejection_sample(module: Any) -> None:
             logits, _ = logits
         is_sampled = not metadata.all_greedy and (metadata.all_random or metadata.temperature > 0)
         return coupled.coupled_sample(
-            given["draft_token_ids"],
-            given["max_spec_len"],
-            logits,
-            given["bonus_token_ids"],
-            is_sampled,
+            given["draft_token_ids"], given["max_spec_len"], logits, given["bonus_token_ids"], is_sampled,
             metadata.generators.step_noise,
-        )
+        )  # fmt: skip
 
 
 _ARGUMENTS = (

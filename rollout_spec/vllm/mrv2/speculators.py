@@ -150,7 +150,7 @@ class ModelBesideDrafter(SharedNoiseModel):
         num = passes_for(self.host.num_model_tokens)
         with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
-        self.host.proposer.note_passes(num, self.num_tokens - num)
+        self.host.proposer.note_passes(num)
         assert self.log_odds is not None
         if self.host.num_model_tokens:
             # Both are overwritten by the next passes, which may come before they are on the host.
