@@ -51,8 +51,9 @@ PROMPTS = Patch(
 )
 WORK = Patch(
     name="vllm-note-work",
-    reason="the gate learns what steps take from the tokens that they process, and a proposer is not told",
-    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model",
+    reason="the gate learns what steps take from the tokens that they process, and a proposer is not told; "
+    "vLLM profiles the memory of one draft token a row, and a step of ours may have more",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model, _dummy_sampler_run",
     until="vLLM hands a proposer the scheduler's output",
 )
 IDLE_HOST = Patch(
@@ -104,7 +105,7 @@ class PromptsRunner(GPUModelRunner):
 
 # Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
 class NotingRunner(GPUModelRunner):
-    """It tells the proposer what a step processes."""
+    """It tells the proposer what a step processes, and profiles the logits of the longest step."""
 
     rollout_spec_proposer: SuffixProposer
 
