@@ -73,7 +73,7 @@ def _joined(outputs: list[SamplerOutput], input_batch: Any) -> SamplerOutput:
 
 
 def _inputs_of(input_batch: Any) -> dict[str, Any]:
-    """What `signatures.verify_arguments` gives, but for the logits, of a batch."""
+    """What `_verify` of later versions is given, but for the logits, of a batch."""
     inputs = input_batch.input_ids[input_batch.logits_indices]
     names = ("cu_num_logits", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos")
     return {

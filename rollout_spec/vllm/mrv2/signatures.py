@@ -4,7 +4,7 @@ What is installed is asked for its parameters. Arguments go by the names that vL
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.vllm.mrv2 import sampler_24
 
 HAS_VERIFY = hasattr(RejectionSampler, "_verify")
-_VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
+VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
 _SAMPLE_NAMES = frozenset(inspect.signature(Sampler.sample).parameters)
 
 # What we call and replace, for `guard_all`: owner, name, and the parameters in each version.
@@ -49,14 +49,6 @@ HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 
 
 def sample(sampler: Sampler, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.sample` at every position: tokens and processed logits. given: of `verify_arguments`."""
+    """`Sampler.sample` at every position: tokens and processed logits. given: of `_verify`, by name."""
     inputs = {**given, "input_ids": given["draft_sampled"]}
     return sampler.sample(**{name: inputs[name] for name in inputs if name in _SAMPLE_NAMES})
-
-
-def verify_arguments(values: Sequence[Any]) -> dict[str, Any]:
-    """What `RejectionSampler._verify` is called with, from vLLM 0.29 on, by name."""
-    given = dict(zip(_VERIFY_NAMES, values, strict=True))
-    # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the row
-    # had before, and the model has read them: one that is right may stay.
-    return {"verify_draft_sampled": given["draft_sampled"], **given}
