@@ -209,7 +209,7 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
         step = coupled.StepNoise(keys, positions, counts)
         given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
         asked = is_sampled(torch.tensor(temperature))
-        output = coupled.coupled_sample(tensor(draft), 3, logits, given, asked, step)
+        output = coupled.coupled_verify(tensor(draft), 3, logits, given, asked, step)
         assert output.dtype == torch.int32
         return output.tolist()
 
@@ -314,7 +314,7 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device):
             torch.use_deterministic_algorithms(deterministic)
             step = coupled.StepNoise(keys, keys, counts)
             own = step.sample_after(logits[:4]).unsqueeze(-1)
-            outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
+            outputs.append(coupled.coupled_verify(logits.argmax(dim=-1), 3, logits, own, asked, step))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*outputs)

@@ -380,7 +380,7 @@ def coupled_step(temperature):
         step = coupled.StepNoise(range(count), range(count), counts)
         if temperature:
             bonus = step.sample_after(after).unsqueeze(-1)
-        coupled.coupled_sample(drafts, 8, logits, bonus, bool(temperature), step)
+        coupled.coupled_verify(drafts, 8, logits, bonus, bool(temperature), step)
     return accelerator
 
 

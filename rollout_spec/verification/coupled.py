@@ -1,6 +1,6 @@
 """Coupled verification: what is sampled does not depend on drafts.
 
-`coupled_sample` draws the target's own token at every position of a draft and keeps the draft as far as it
+`coupled_verify` draws the target's own token at every position of a draft and keeps the draft as far as it
 is the same. A token's noise is a function of the request's key and the position. Plain steps draw with the
 same noise, so a request gets the same tokens whatever was drafted, in any batch. A draft token is accepted
 exactly as often as by rejection sampling: with the target's probability of it.
@@ -65,7 +65,7 @@ class StepNoise:
         return self._noise_values
 
 
-def coupled_sample(
+def coupled_verify(
     draft_token_ids: torch.Tensor,
     max_spec_len: int,
     target_logits: torch.Tensor,

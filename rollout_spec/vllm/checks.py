@@ -36,7 +36,7 @@ def check_options(vllm_config: VllmConfig) -> None:
     refuse_unsupported(vllm_config, config)
     if config.enabled and config.corpus:
         _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
-    if config.coupled and not vllm_config.use_v2_model_runner:
+    if config.keyed and not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
         check_engine_patches()
@@ -76,7 +76,7 @@ def unsupported_on_mrv2(vllm_config: VllmConfig) -> list[str]:
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all; a PatchError
     where a model drafts in another way."""
-    if not config.coupled:
+    if not config.keyed:
         return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner

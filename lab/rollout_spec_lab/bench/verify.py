@@ -71,7 +71,7 @@ class Step:
 
     def _coupled(self) -> torch.Tensor:
         step_noise = coupled.StepNoise(self.keys, self.positions, self.counts)
-        verify = functools.partial(coupled.coupled_sample, self.drafts, self.k)
+        verify = functools.partial(coupled.coupled_verify, self.drafts, self.k)
         return self._tokens(verify, step_noise.sample_after, True, step_noise)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:

@@ -63,7 +63,7 @@ def couple_rejection_sample(module: Any) -> None:
         if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.PARTIAL_LOGITS` sees to
             logits, _ = logits
         is_sampled = not metadata.all_greedy and (metadata.all_random or metadata.temperature > 0)
-        return coupled.coupled_sample(
+        return coupled.coupled_verify(
             given["draft_token_ids"], given["max_spec_len"], logits, given["bonus_token_ids"], is_sampled,
             metadata.generators.step_noise,
         )  # fmt: skip

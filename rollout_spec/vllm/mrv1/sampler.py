@@ -2,9 +2,10 @@
 
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
 the tokens after the drafts, then calls `rejection_sample`. Both get `SamplingMetadata`, whose `generators`
-say what noise a row has: `RowSampler` and `RowVerifier` put a `RowGenerators` there. `CoupledTopKTopPSampler`
-draws with it in plain steps and after drafts, `couple_rejection_sample` at the draft positions. Penalties,
-masks, temperature and log-probabilities stay vLLM's.
+say what noise a row has: `KeyedSampler` and `CoupledVerifier` put a `RowGenerators` there. With it
+`KeyedTopKTopPSampler` draws in plain steps and after drafts, and `coupled_verify`, by way of
+`couple_rejection_sample`, at the draft positions. Penalties, masks, temperature and log-probabilities stay
+vLLM's.
 """
 
 import dataclasses
@@ -59,10 +60,10 @@ class RowSampling:
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         sampler.sampling = self
-        put_before(RowSampler, sampler, KEYED)
+        put_before(KeyedSampler, sampler, KEYED)
         if verifier is not None:
             verifier.sampling = self
-            put_before(RowVerifier, verifier, COUPLED)
+            put_before(CoupledVerifier, verifier, COUPLED)
             record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
@@ -70,7 +71,7 @@ class RowSampling:
         for module in rejection_samplers():
             couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
-        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.logprobs_mode)
+        sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def begin_step(self, num_draft_tokens: list[int]) -> RowGenerators:
@@ -92,7 +93,7 @@ class RowSampling:
 
 
 # Before Sampler, 1: forward
-class RowSampler(Sampler):
+class KeyedSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
     sampling: RowSampling
@@ -115,7 +116,7 @@ class RowSampler(Sampler):
 
 
 # Before RejectionSampler, 1: forward
-class RowVerifier(RejectionSampler):
+class CoupledVerifier(RejectionSampler):
     """It gives a step with drafts its `RowGenerators`."""
 
     sampling: RowSampling
@@ -128,7 +129,7 @@ class RowVerifier(RejectionSampler):
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
 
-class CoupledTopKTopPSampler(torch.nn.Module):
+class KeyedTopKTopPSampler(torch.nn.Module):
     """In place of vLLM's top-k-top-p sampler; it draws with keyed noise."""
 
     def __init__(self, logprobs_mode: str) -> None:
@@ -155,8 +156,8 @@ class CoupledTopKTopPSampler(torch.nn.Module):
 
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
-    guard_class(KEYED, RowSampler, Sampler)
-    guard_class(COUPLED, RowVerifier, RejectionSampler)
+    guard_class(KEYED, KeyedSampler, Sampler)
+    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
     guard_parameters(
         MIN_TOKENS, MinTokensLogitsProcessor, "apply_with_spec_decode", ("self", "logits", "num_draft_tokens")
     )
