@@ -268,7 +268,7 @@ def noted_steps(scheduler, runner):
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def fill_and_note():
-        output = host.undrafted
+        output = host._undrafted
         fill()
         if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)

@@ -40,8 +40,9 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order. After
-    `report` a step's tokens are on their way: an `Arrival`. `_draft_after` waits for it, and is called
+    In a step vLLM calls `begin_step`, `note_step`, `give_drafts`, `no_drafts` and `report`, in this order; a
+    model's speculator calls `take_model_drafts` before `no_drafts`. After `report` the step's tokens are on
+    their way: an `Arrival`. `_draft_after` waits for it, and is called
 
     - in `report` itself, if the scheduler waits. As the runner's `draft_tokens_handler` this object gives it
       the drafts;
@@ -49,11 +50,7 @@ class HostDrafts:
     - else in a later `begin_step`, or when counters are asked for, to index them only.
 
     Attributes:
-        undrafted: the runner's own SchedulerOutput of the step that begins; None once `give_drafts` has put
-            drafts into it.
         launching: held while a step begins that waits for drafts.
-        model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
-            log-odds; empty: nothing.
         num_model_tokens: how many a model drafts for every row in the step that runs; 0: its first pass
             drafts nothing, as nothing can be verified in the next step. All workers are told the same.
     """
@@ -63,7 +60,7 @@ class HostDrafts:
         self.proposer = SuffixProposer(runner.vllm_config)
         self.proposer.bind(self._batch, config, self._index_arrivals)
         self.launching = threading.Lock()
-        self.model_drafts: tuple[torch.Tensor, ...] = ()
+        self._model_drafts: tuple[torch.Tensor, ...] = ()  # after the step that runs; empty: nothing
         self._most_model_tokens = self.num_model_tokens = self.proposer.most_model_tokens
         self._device, self._num_tokens = runner.device, config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
@@ -73,7 +70,7 @@ class HostDrafts:
         self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._latest = Drafts.none(0)  # what the drafter has answered last
-        self.undrafted: Any = None
+        self._undrafted: Any = None  # the SchedulerOutput of the step that begins, until it has its drafts
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
         runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
@@ -94,9 +91,13 @@ class HostDrafts:
         except Exception as error:
             self.proposer.fail(error)
 
+    def note_step(self, scheduler_output: Any) -> None:
+        """The runner has taken in this step. The output is its own: `give_drafts` puts drafts into it."""
+        self._undrafted = scheduler_output
+
     def give_drafts(self) -> None:
         """Put a step's drafts where the runner reads them, before it reads how long the rows are; once."""
-        step, self.undrafted = self.undrafted, None
+        step, self._undrafted = self._undrafted, None
         if step is None:
             return
         given, self._nums_drafts = step.scheduled_spec_decode_tokens, {}
@@ -188,10 +189,16 @@ class HostDrafts:
             self.proposer.fail(error)
             return Drafts.none(len(self._batch.input_batch.req_ids))
 
+    def take_model_drafts(self, tokens: torch.Tensor, log_odds: torch.Tensor) -> None:
+        """What a model has drafted after the step that runs: int64 and float32 [num_rows, m]."""
+        if self.num_model_tokens:
+            # Both are overwritten by the next passes, which may come before they are on the host.
+            self._model_drafts = tokens.clone(), log_odds.clone()
+
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
         what was drafted, what is to be next, and when the step had ended."""
-        model_drafts, self.model_drafts = self.model_drafts, ()
+        model_drafts, self._model_drafts = self._model_drafts, ()
         if isinstance(output, AsyncOutput) and self.proposer.is_used:
             arrival = Arrival(output, self.proposer.work, self._runner.output_copy_stream, model_drafts)
             self._arrivals.append(arrival)

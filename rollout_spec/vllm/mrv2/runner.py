@@ -110,7 +110,7 @@ class DraftingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.host_drafts.undrafted = scheduler_output
+        self.host_drafts.note_step(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))

@@ -152,7 +152,5 @@ class ModelBesideDrafter(SharedNoiseModel):
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num)
         assert self.log_odds is not None
-        if self.host.num_model_tokens:
-            # Both are overwritten by the next passes, which may come before they are on the host.
-            self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
+        self.host.take_model_drafts(drafts[:, :num], self.log_odds[: len(drafts), :num])
         return self.host.no_drafts(input_batch)
