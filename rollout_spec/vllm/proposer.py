@@ -257,5 +257,4 @@ def _num_prompt(request: Any) -> int:
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
     """The proposer of a model runner, once it is bound; None: the engine has none."""
-    proposer: SuffixProposer | None = getattr(runner, "rollout_spec_proposer", None)
-    return proposer
+    return getattr(runner, "rollout_spec_proposer", None)

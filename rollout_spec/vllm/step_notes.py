@@ -44,8 +44,7 @@ def attach(output: Any, note: Plan | Report) -> None:
 
 
 def plan_of(scheduler_output: Any) -> Plan:
-    plan: Plan = getattr(scheduler_output, _KEY, Plan())
-    return plan
+    return getattr(scheduler_output, _KEY, Plan())
 
 
 def report_of(model_runner_output: Any) -> Report | None:
