@@ -137,7 +137,7 @@ class SpecConfig:
         return self.method == "sam"
 
     @property
-    def coupled(self) -> bool:
+    def keyed(self) -> bool:
         """Whether tokens are drawn with our noise, drafts or not."""
         return self.method != "off"
 

@@ -11,7 +11,7 @@ def test_defaults_are_valid_and_survive_a_round_trip():
     for name, value in (("batch_threshold", "auto"), ("min_survival", 1)):
         assert getattr(SpecConfig.from_mapping({name: value}), name) == value
     configs = [SpecConfig(method=method) for method in METHODS]
-    assert [(each.enabled, each.coupled) for each in configs] == [(True, True), (False, False), (False, True)]
+    assert [(each.enabled, each.keyed) for each in configs] == [(True, True), (False, False), (False, True)]
 
 
 NUMBERS = [field for field in dataclasses.fields(SpecConfig) if field.metadata["low"] is not None]

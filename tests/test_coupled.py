@@ -1,7 +1,6 @@
 """Coupled verification: the noise, the keyed sampler's distribution, and its independence of the drafts."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ def tensor(values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def sampling(temperature):
-    """As far as verification reads vLLM's metadata."""
-    greedy, hot = bool((temperature == 0).all()), bool((temperature != 0).all())
-    return SimpleNamespace(temperature=temperature, all_greedy=greedy, all_random=hot, generators={})
+def is_sampled(temperature):
+    """By row; one value where it is the same for all."""
+    hot = temperature > 0
+    return hot if hot.any() and not hot.all() else bool(hot.all())
 
 
 CPU = torch.device("cpu")
@@ -186,7 +185,7 @@ def test_a_step_draws_at_each_place_what_a_plain_step_draws_there():
     expected_after = keyed_sample(after, keys, tensor([12, 3, 43, 9])).tolist()
     assert len(set(expected)) > 3 and len(set(expected_after)) > 2
     for is_first in (True, False):
-        step = coupled.CoupledStep(keys, positions, counts)
+        step = coupled.StepNoise(keys, positions, counts)
         if is_first:
             assert step.sample(logits).tolist() == expected
         assert step.sample_after(after).tolist() == expected_after
@@ -207,10 +206,10 @@ def test_a_step_keeps_the_targets_own_tokens_up_to_the_first_other(temperature):
     bonus, no = [201, 202, 203, 204], prefixes.PLACEHOLDER_TOKEN_ID
 
     def rows(draft):
-        step = coupled.CoupledStep(keys, positions, counts)
+        step = coupled.StepNoise(keys, positions, counts)
         given = torch.tensor(bonus, dtype=torch.int32).unsqueeze(-1)
-        asked = sampling(torch.tensor(temperature))
-        output = coupled.coupled_sample(tensor(draft), 3, logits, given, asked, step)
+        asked = is_sampled(torch.tensor(temperature))
+        output = coupled.coupled_verify(tensor(draft), 3, logits, given, asked, step)
         assert output.dtype == torch.int32
         return output.tolist()
 
@@ -308,14 +307,14 @@ def test_deterministic_algorithms_give_the_same_tokens(torch_device):
     """verl's full_determinism asks torch for them; an operation that has none would raise."""
     counts, keys = [2, 0, 3, 1], torch.arange(4)
     logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(0)).to(torch_device) * 3
-    asked = sampling(torch.tensor([1.0, 0.0, 0.7, 1.0], device=torch_device))
+    asked = is_sampled(torch.tensor([1.0, 0.0, 0.7, 1.0], device=torch_device))
     outputs = []
     try:
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)
-            step = coupled.CoupledStep(keys, keys, counts)
+            step = coupled.StepNoise(keys, keys, counts)
             own = step.sample_after(logits[:4]).unsqueeze(-1)
-            outputs.append(coupled.coupled_sample(logits.argmax(dim=-1), 3, logits, own, asked, step))
+            outputs.append(coupled.coupled_verify(logits.argmax(dim=-1), 3, logits, own, asked, step))
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*outputs)

@@ -294,7 +294,7 @@ class Model:
         return [self._step() for _ in range(num)]
 
     def _step(self):
-        num = self.gate.num_passes if self._num_drafted else 1
+        num = self.gate.num_model_tokens if self._num_drafted else 1
         accepted = self.gains[:num] * self._rng.lognormal(0.0, 0.3, num)
         shares = (np.ones(num), accepted) if self._num_drafted else None
         seconds = (0.1 + self.seconds * num + 0.001 * self._num_drafted) * self._rng.lognormal(0.0, 0.05)

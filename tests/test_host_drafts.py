@@ -25,7 +25,7 @@ from rollout_spec.vllm.mrv2 import host_drafts, speculators
 from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
-from rollout_spec.vllm.mrv2.versions import gumbel
+from rollout_spec.vllm.mrv2.speculators import gumbel
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
 from tests import test_device_waits as waits

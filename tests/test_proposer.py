@@ -17,7 +17,7 @@ from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
-from rollout_spec.vllm.proposer import SuffixProposer, last_level
+from rollout_spec.vllm.proposer import SuffixProposer, max_level_of
 from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -202,7 +202,7 @@ def test_a_prompt_of_embeddings_has_drafts():
     for token in said:
         drafts = engine.step({"embeddings": [token]})
     assert drafts["embeddings"][:2] == TEXT[:2]
-    assert last_level(request, 1000) == len(PROMPT) + 20 and last_level(request, 21) == 21
+    assert max_level_of(request, 1000) == len(PROMPT) + 20 and max_level_of(request, 21) == 21
 
 
 @pytest.mark.parametrize(("max_tokens", "model_len"), [(6, 200), (None, 9), (50, 9), (7, 9)])

@@ -198,7 +198,7 @@ def _explained(
     key, position = key_of_name(pair.sample.name(plan.seed)), len(_before(plan, pair))
     shortfall = coupled.shortfall
     if is_mrv2:
-        from rollout_spec.vllm.mrv2.versions import shortfall
+        from rollout_spec.vllm.mrv2.shortfall import shortfall
     sampling = where.temperature, plan.top_k, plan.top_p
     gap = explain(logits, *sampling, key, position, pair.tokens, allowed, shortfall)
     return dataclasses.asdict(where) | {

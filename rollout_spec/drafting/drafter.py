@@ -35,9 +35,9 @@ class _Rows:
     As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
-    def __init__(self, numbers: Int32Array, sequences: Int32Array, last_levels: Int32Array) -> None:
+    def __init__(self, numbers: Int32Array, sequences: Int32Array, max_draft_levels: Int32Array) -> None:
         self.numbers, self.sequences = numbers, sequences
-        self._last_levels = last_levels  # at which drafts end at the latest
+        self._max_draft_levels = max_draft_levels  # at which drafts end at the latest
         self.levels, self.max_draft_tokens = np.zeros((2, len(numbers)), np.int32)
 
     def __len__(self) -> int:
@@ -46,12 +46,12 @@ class _Rows:
     def among(self, kept: npt.NDArray[np.bool_]) -> _Rows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.numbers]
-        return _Rows(self.numbers[chosen], self.sequences[chosen], self._last_levels[chosen])
+        return _Rows(self.numbers[chosen], self.sequences[chosen], self._max_draft_levels[chosen])
 
     def set_levels(self, levels: Int32Array, may_draft: bool, room: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
         np.take(levels, self.numbers, out=self.levels)
-        self.max_draft_tokens[:] = np.maximum(self._last_levels - self.levels, 0) if may_draft else 0
+        self.max_draft_tokens[:] = np.maximum(self._max_draft_levels - self.levels, 0) if may_draft else 0
         if room is not None:
             np.minimum(self.max_draft_tokens, room[self.numbers], out=self.max_draft_tokens)
 
@@ -232,8 +232,8 @@ class Drafter:
         """These, and what the steps to come are to have. No room shortly before the gate measures a plain
         step, which must not wait for drafts."""
         are_wanted, gate = self._drafts_wanted, self._gate
-        num_passes = gate.num_passes if are_wanted else 0
-        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
+        num_model_tokens = gate.num_model_tokens if are_wanted else 0
+        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_model_tokens)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""

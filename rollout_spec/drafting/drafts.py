@@ -18,9 +18,9 @@ class Drafts(NamedTuple):
     """[num_rows], most often 0."""
     drafts_wanted: bool = False
     """Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts."""
-    num_passes: int = 0
-    """How many passes a model drafts in the next step, each a token for every row; 0: its first pass drafts
-    nothing. Where ranks share a model all take the same passes: the scheduler tells them."""
+    num_model_tokens: int = 0
+    """How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
+    ranks share a model all take the same passes: the scheduler tells them."""
 
     @classmethod
     def none(cls, num_rows: int, width: int = 1) -> Drafts:
@@ -71,12 +71,17 @@ class NextStep(NamedTuple):
     """What the next step can take of drafts."""
 
     model_drafts: ModelDrafts | None = None
-    """What a model drafts after the tokens that each row has now, row for row, with as many columns as it has
-    taken passes in the step that has ended; None: it has taken the first one only, which drafts nothing."""
+    """What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
+    row; None: nothing."""
     takes_drafts: bool = True
     """False: it has begun without, or a model has drafted nothing for it."""
     room: Int32Array | None = None
     """int32 [num_rows], for how many draft tokens each row has room; None: any number."""
+
+
+def passes_for(num_model_tokens: int) -> int:
+    """How many passes a model takes for so many tokens: the first is that of every step, even for none."""
+    return max(1, num_model_tokens)
 
 
 TAKES_ANY, TAKES_NONE = NextStep(), NextStep(takes_drafts=False)

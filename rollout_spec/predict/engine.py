@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.drafts import ModelDrafts, NextStep
+from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
@@ -88,8 +88,8 @@ class Engine:
                 config, lambda: self.total.seconds, pads_drafts=cluster.pads_drafts, most_model_tokens=most
             )
             num_draft_tokens = config.num_speculative_tokens
-        # The model's passes in the step that runs that draft: as the drafter says, or all.
-        self._num_passes = 0 if self.drafter is not None or model is None else model.num_tokens
+        # What the model drafts for a row in the step that runs: as the drafter says, or all.
+        self._num_model_tokens = 0 if self.drafter is not None or model is None else model.num_tokens
         self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
@@ -137,7 +137,8 @@ class Engine:
         seconds = self.times.seconds(num_tokens, step.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        return seconds + self._model.seconds(num_tokens, num_rows, context, max(1, self._num_passes))
+        num_passes = passes_for(self._num_model_tokens)
+        return seconds + self._model.seconds(num_tokens, num_rows, context, num_passes)
 
     def end_step(self, seconds: float, step: Step) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
@@ -178,7 +179,7 @@ class Engine:
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
             drafts = self.drafter.draft(names, nums_new, self._token_ids, self._levels, step, next_step)
-            self._num_passes = drafts.num_passes
+            self._num_model_tokens = drafts.num_model_tokens
             return drafts.lists()
         if model is None:
             return [[] for _ in self._running]
@@ -189,11 +190,12 @@ class Engine:
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:
-        if not self._num_passes:
+        if not self._num_model_tokens:
             return None
         prompt_lens = [len(request.prompt_token_ids) for request in self._running]
         nums_done = (self._levels[: len(prompt_lens)] - np.array(prompt_lens, np.int32)).tolist()
-        return drafts_at([request.model_drafts for request in self._running], nums_done, self._num_passes)
+        drafts = [request.model_drafts for request in self._running]
+        return drafts_at(drafts, nums_done, self._num_model_tokens)
 
     @property
     def _num_context(self) -> int:

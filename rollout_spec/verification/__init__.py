@@ -9,9 +9,5 @@ taken from here.
 Read in this order: `coupled`, how drafts are verified; `prefixes`, what each request gets; `noise`, random
 numbers by request and position; `blocks`, long rows in parts; `transfers`, between host and device.
 
-The operations of `coupled` but `log_odds`, views and copies apart, all of which torch_npu has (read in its
-op-plugin's list, op_plugin/config/op_plugin_functions.yaml, for torch 2.1 to 2.8; not run): add, amax,
-arange, argmax, bitwise_and, bitwise_xor, cat, clamp, div, exp, floor_divide, gather, ge, gt, index,
-index_put, index_select, irshift, log, log1p, lt, masked_fill, mul, neg, nonzero, ones, remainder, sub, sum,
-where, zeros.
+It uses operations only that torch_npu has too: `tests/test_device_waits.py` lists them.
 """

@@ -1,13 +1,12 @@
 """Coupled verification: what is sampled does not depend on drafts.
 
-`coupled_sample` draws the target's own token at every position of a draft and keeps the draft as far as it
+`coupled_verify` draws the target's own token at every position of a draft and keeps the draft as far as it
 is the same. A token's noise is a function of the request's key and the position. Plain steps draw with the
 same noise, so a request gets the same tokens whatever was drafted, in any batch. A draft token is accepted
 exactly as often as by rejection sampling: with the target's probability of it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +23,10 @@ SUM_SIZE = 16
 WINNING_DISTANCE = 32
 
 
-class CoupledStep:
+class StepNoise:
     """The noise of a step's rows: of all draft positions, then of the positions after the drafts.
 
-    Args:
+    Attributes:
         keys: int64 [batch_size], each request's (`noise.make_key`).
         positions: int64 [batch_size], of each request's first token in this step.
         num_draft_tokens: per request, 0 included.
@@ -42,12 +41,13 @@ class CoupledStep:
         before_wait: Callable[[], None] = just_wait,
     ) -> None:
         counts, requests = np.array(num_draft_tokens), np.arange(len(num_draft_tokens))
+        self.keys, self.positions = np.asarray(keys, np.int64), np.asarray(positions, np.int64)
         self.num_draft_tokens, self.before_wait = num_draft_tokens, before_wait
         self.draft_requests = requests.repeat(counts)  # the request of each draft token, int64 [num_tokens]
         num_tokens = len(self.draft_requests)
         offsets = np.arange(num_tokens) - (counts.cumsum() - counts)[self.draft_requests]
         rows, ahead = np.concatenate([self.draft_requests, requests]), np.concatenate([offsets, counts])
-        self._seeds = noise.row_seeds(np.asarray(keys)[rows], np.asarray(positions)[rows] + ahead)
+        self._seeds = noise.row_seeds(self.keys[rows], self.positions[rows] + ahead)
         self._noise_values: torch.Tensor | None = None
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -65,13 +65,13 @@ class CoupledStep:
         return self._noise_values
 
 
-def coupled_sample(
+def coupled_verify(
     draft_token_ids: torch.Tensor,
     max_spec_len: int,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata: Any,
-    step: CoupledStep,
+    is_sampled: torch.Tensor | bool,
+    step_noise: StepNoise,
 ) -> torch.Tensor:
     """Draw the target's own tokens; keep them up to and with the first that differs from the draft.
 
@@ -80,20 +80,24 @@ def coupled_sample(
         max_spec_len: the largest number of a request's draft tokens, or more.
         target_logits: float32 [num_tokens, vocab_size], temperature, top-k and top-p applied.
         bonus_token_ids: int [batch_size, 1], the target's token after each draft (`sample_after`).
-        sampling_metadata: vLLM's; `temperature`, `all_greedy` and `all_random` are read.
+        is_sampled: bool [batch_size], or one for all: else a request gets the likeliest tokens.
 
     Returns int32 [batch_size, max_spec_len + 1]: the target's tokens, then -1. Memory: see `race`.
     """
-    if sampling_metadata.all_greedy:
+    if is_sampled is False:
         own = blocks.argmax(target_logits)
     else:
-        own = step.sample(target_logits)
-        if not sampling_metadata.all_random:
-            requests = sent(step.draft_requests, own.device)
-            is_sampled = sampling_metadata.temperature[requests] > 0
-            own = torch.where(is_sampled, own, blocks.argmax(target_logits))
+        own = step_noise.sample(target_logits)
+        if is_sampled is not True:
+            requests = sent(step_noise.draft_requests, own.device)
+            own = torch.where(is_sampled[requests], own, blocks.argmax(target_logits))
     return matching_prefixes(
-        own, draft_token_ids, bonus_token_ids, step.num_draft_tokens, max_spec_len, step.before_wait
+        own,
+        draft_token_ids,
+        bonus_token_ids,
+        step_noise.num_draft_tokens,
+        max_spec_len,
+        step_noise.before_wait,
     )
 
 
@@ -163,7 +167,7 @@ def race(
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
         noise_values: Exp(1) noise, float32 [n, num_noise_values(vocab_size)]: of a block's tokens,
             then of the blocks.
-        before_wait: see `CoupledStep`.
+        before_wait: see `StepNoise`.
 
     Returns int64 [n]. A row's token does not depend on the other rows.
 

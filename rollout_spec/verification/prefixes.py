@@ -26,7 +26,7 @@ def matching_prefixes(
 
     Args:
         own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
-        the others: those of `coupled_sample` and of its step.
+        the others: those of `coupled_verify` and of its step.
 
     Returns int32 [batch_size, max_spec_len + 1] where `own` is; PLACEHOLDER_TOKEN_ID after the tokens.
     """

@@ -21,28 +21,6 @@ def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tens
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class IdleHost:
-    """Lets the host work while it waits for the device: once in a step, where it waits first.
-
-    Args:
-        work: asks before each piece of it whether there is time.
-    """
-
-    def __init__(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        self._work, self._may_work = work, False
-
-    def begin_step(self) -> None:
-        self._may_work = True
-
-    def before_wait(self) -> None:
-        """All that the host is about to wait for has been launched."""
-        if self._may_work:
-            self._may_work = False
-            event = torch.cuda.Event()
-            event.record()
-            self._work(lambda: not event.query())
-
-
 def just_wait() -> None:
     """A `before_wait` where the host has nothing to do."""
 

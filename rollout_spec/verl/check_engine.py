@@ -55,7 +55,7 @@ def check_engine(config: DictConfig, spec: SpecConfig) -> None:
     options = value(config, "rollout.spec")
     asked = asked_model(options, value(config, MTP))
     model = ModelDrafter(**asked) if asked else None
-    if not (spec.enabled or options.get(OPTION) or (spec.coupled and model)):
+    if not (spec.enabled or options.get(OPTION) or (spec.keyed and model)):
         return  # without drafts, or with those that verl configures itself
     policy = policy_fields(config)
     if model is not None:  # first what no other setting puts right
@@ -85,7 +85,7 @@ def _facts(
         named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
         longest_piece = value(config, f"{ENGINE}.long_prefill_token_threshold")
         facts |= of_our_drafter(spec, named, is_for_npus(config), longest_piece)
-    if model is not None and spec.coupled:
+    if model is not None and spec.keyed:
         facts |= _of_model(config, spec, model, policy)
     return facts
 
@@ -95,7 +95,7 @@ def _ahead(config: DictConfig, spec: SpecConfig, model: ModelDrafter | None, pol
     is_small = model is not None and model.method == "draft_model"
     # By default vLLM schedules ahead beside a head, not beside our drafter or a small model.
     allowed = (None, False) if spec.enabled or is_small else (False,)
-    is_ahead = spec.coupled and value(config, f"{ENGINE}.async_scheduling") not in allowed
+    is_ahead = spec.keyed and value(config, f"{ENGINE}.async_scheduling") not in allowed
     is_so = is_ahead and _has_mrv1(config, policy, is_small)
     return f"vLLM's MRV1, which vLLM {version()} has for this model" if is_so else None
 

@@ -86,7 +86,7 @@ class SpecHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
         extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.coupled and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
+        if self._spec.keyed and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
             extra_args[NAME_KEY] = self._name_unnamed()
         split = split_of(extra_args.get(NAME_KEY))
         is_training = not (self._windows.is_validating if split is None else split == "val")

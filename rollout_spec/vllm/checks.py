@@ -36,7 +36,7 @@ def check_options(vllm_config: VllmConfig) -> None:
     refuse_unsupported(vllm_config, config)
     if config.enabled and config.corpus:
         _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
-    if config.coupled and not vllm_config.use_v2_model_runner:
+    if config.keyed and not vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv1.sampler import check_engine_patches
 
         check_engine_patches()
@@ -76,7 +76,7 @@ def unsupported_on_mrv2(vllm_config: VllmConfig) -> list[str]:
 def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     """Raise a ConfigError for what vLLM would refuse only request by request, or not use at all; a PatchError
     where a model drafts in another way."""
-    if not config.coupled:
+    if not config.keyed:
         return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
@@ -91,8 +91,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         "partial_logits": next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None),
     }
     refuse(others | ours | model | drafts, option)
+    # The rest is asked only now: to find some of it, kernels of vLLM are imported.
     if has_model:
-        refuse(_settings_against_model(vllm_config, misfit), option)
+        refuse(_further_facts_of_model(vllm_config, misfit), option)
         if is_mrv2:
             from rollout_spec.vllm.mrv2.speculators import check_speculator as check_model_drafter
         else:
@@ -101,7 +102,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if config.enabled:
         if vllm_config.model_config.is_hybrid:
             recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
-        refuse(_settings_against_our_drafter(vllm_config, config), option)
+        refuse(_further_facts_of_our_drafter(vllm_config, config), option)
 
 
 def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
     return (model.max_model_len, most) if model.max_model_len > most else None
 
 
-def _settings_against_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
+def _further_facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
@@ -219,8 +220,7 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
         )
 
 
-def _settings_against_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
-    """What a model drafter of vLLM's cannot be combined with."""
+def _further_facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
     speculative = vllm_config.speculative_config
     return {
         "parallel_drafting": speculative.parallel_drafting,

@@ -106,7 +106,7 @@ class RequestKeys:
     """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival.
 
     MRV1 asks for the keys of all `rows` in every step, and shows which requests there are. MRV2 asks for the
-    key `of` a request that joins, and says which requests `end`.
+    key `of` a request that joins, and says which requests have ended.
 
     Args:
         engine: what tells engines apart that count arrivals.
@@ -121,19 +121,19 @@ class RequestKeys:
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
         """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
         # A caller may give the name of a request that has ended to a new one.
-        self.end([name for name, request in self._live.items() if live.get(name) is not request])
+        self.remove([name for name, request in self._live.items() if live.get(name) is not request])
         self._live = dict(live)
         for name in [name for name in live if name not in self._keys]:
             self.of(name, live[name].sampling_params)
         return [self._keys[name] for name in request_ids]
 
     def of(self, name: str, params: Any) -> int:
-        """The key of one request, which it keeps until `end`; params: its sampling parameters."""
+        """The key of one request, which it keeps until `remove`; params: its sampling parameters."""
         if name not in self._keys:
             self._keys[name] = self.new_key(params)
         return self._keys[name]
 
-    def end(self, names: Collection[str]) -> None:
+    def remove(self, names: Collection[str]) -> None:
         """Requests have ended; their names may come again."""
         for name in names:
             self._keys.pop(name, None)

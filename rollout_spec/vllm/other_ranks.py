@@ -32,7 +32,10 @@ class OtherRanks:
         self._runner: Any = None
 
     def watch(self, runner: Any) -> None:
-        """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way."""
+        """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way.
+
+        runner: has the `cudagraph_manager` (MRV2) or the `parallel_config` by which we know whom vLLM tells.
+        """
         self._runner = runner
         _watching.add(self)
         if self._is_mrv2:

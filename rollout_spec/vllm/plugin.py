@@ -164,7 +164,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     if failure:
         raise ConfigError(failure)
     fixes.fix_recurrent_states(worker.vllm_config)
-    if not config.coupled:
+    if not config.keyed:
         return
     if not current_platform.is_out_of_tree():
         cut_rows_alike(most_rows(worker.vllm_config, config) if config.enabled else None)

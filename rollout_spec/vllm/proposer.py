@@ -64,7 +64,7 @@ class SuffixProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = 0
         self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
-        self.ends = set[int]()  # the tokens that end one of them
+        self.end_token_ids = set[int]()  # the tokens that end one of them
         self._counts = Counts()
 
     def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
@@ -152,7 +152,7 @@ class SuffixProposer:
     ) -> Drafts:
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
-        may_end: False where no token of the step is in `ends`, which saves a look at all rows.
+        may_end: False where no token of the step is in `end_token_ids`, which saves a look at all rows.
         """
         try:
             if self.drafter is not None:
@@ -178,9 +178,9 @@ class SuffixProposer:
         """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
         nums_new, levels = nums_new.copy(), levels.copy()
         for row in np.flatnonzero(nums_new > 1).tolist():
-            num, ends = int(nums_new[row]), _ends(self._requests[request_ids[row]])
+            num, end_token_ids = int(nums_new[row]), _end_token_ids(self._requests[request_ids[row]])
             tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
-            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in ends), num)
+            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in end_token_ids), num)
             nums_new[row] -= num_after
             levels[row] -= num_after
         return nums_new, levels
@@ -192,11 +192,11 @@ class SuffixProposer:
         self._counts.count_failed_step()
         self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
-    def note_passes(self, num: int, num_left_out: int) -> None:
-        """A model has drafted beside our drafter: how many passes it took, and how many it left out."""
+    def note_passes(self, num: int) -> None:
+        """A model has drafted beside our drafter, in so many passes of those that it can take."""
         if self.drafter is not None:
             self.drafter.counters.num_model_passes += num
-            self.drafter.counters.num_model_passes_left_out += num_left_out
+            self.drafter.counters.num_model_passes_left_out += self.most_model_tokens - num
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, while the device works and there is time."""
@@ -222,13 +222,13 @@ class SuffixProposer:
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)
-        self.ends = set[int]().union(*map(_ends, live.values()))
+        self.end_token_ids = set[int]().union(*map(_end_token_ids, live.values()))
         for request_id in [r for r in live if r not in known]:
             self._add(drafter, request_id, live[request_id])
 
     def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
         # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
-        max_level = last_level(request, self._runner.max_model_len)
+        max_level = max_level_of(request, self._runner.max_model_len)
         prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
@@ -236,13 +236,13 @@ class SuffixProposer:
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
 
 
-def _ends(request: Any) -> set[int]:
+def _end_token_ids(request: Any) -> set[int]:
     """The tokens that end a request."""
     params = request.sampling_params
     return {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if params else set()
 
 
-def last_level(request: Any, max_model_len: int) -> int:
+def max_level_of(request: Any, max_model_len: int) -> int:
     """The most tokens, prompt included, that a request can have."""
     max_tokens = getattr(request.sampling_params, "max_tokens", None)
     return max_model_len if max_tokens is None else min(max_model_len, _num_prompt(request) + max_tokens)
@@ -256,6 +256,5 @@ def _num_prompt(request: Any) -> int:
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner; `drafter` may be that of a model, on MRV1."""
-    found = getattr(runner, "rollout_spec_proposer", getattr(runner, "drafter", None))
-    return found if isinstance(found, SuffixProposer) else None
+    """The proposer of a model runner, once it is bound; None: the engine has none."""
+    return getattr(runner, "rollout_spec_proposer", None)

@@ -37,7 +37,7 @@ class SpecScheduler(Scheduler):
         self._aborted = RequestCounters()
         # Not data_parallel_rank: the engine cores of a dense model all have rank 0 of 1.
         self._core = self.parallel_config.data_parallel_index
-        self._num_passes: int | None = None
+        self._num_model_tokens: int | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -46,12 +46,12 @@ class SpecScheduler(Scheduler):
 
     def _plan(self) -> Plan:
         """What to tell the workers with the step that has just been scheduled."""
-        return Plan(self._num_passes)
+        return Plan(self._num_model_tokens)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         report = report_of(model_runner_output)
         if report is not None:
-            self._num_passes = report.num_passes
+            self._num_model_tokens = report.num_model_tokens
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(  # type: ignore[no-untyped-def]

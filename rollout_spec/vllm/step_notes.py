@@ -11,8 +11,8 @@ class Plan(NamedTuple):
     A scheduler of vLLM's own tells nothing, which is read as this.
     """
 
-    num_passes: int | None = None
-    """How many passes a model takes in it; None: the drafting worker has not said so yet."""
+    num_model_tokens: int | None = None
+    """How many tokens a model drafts in it for every row; None: the drafting worker has not said so yet."""
     num_in_flight: int | None = None
     """Earlier steps whose tokens it does not have yet; None: it waits for the tokens of every step."""
     room: int = 0
@@ -23,16 +23,16 @@ class Plan(NamedTuple):
         return self.num_in_flight is not None
 
     @property
-    def drafts_wanted(self) -> bool:
-        """Whether drafts that are made from its tokens can be verified; else the next step goes without."""
+    def next_step_takes_drafts(self) -> bool:
+        """Whether the next step can verify drafts that are made from this one's tokens."""
         return self.room > 0 or not self.is_ahead
 
 
 class Report(NamedTuple):
     """What the worker that drafts tells a `SpecScheduler` with a step's tokens."""
 
-    num_passes: int
-    """How many passes a model is to take in the next step."""
+    num_model_tokens: int
+    """How many tokens a model is to draft for every row in the next step."""
     nums_drafts: dict[str, int] | None = None
     """Draft tokens that the step has verified, of each request that had some; None: the scheduler waits."""
     drafts_wanted: bool = False
@@ -44,8 +44,7 @@ def attach(output: Any, note: Plan | Report) -> None:
 
 
 def plan_of(scheduler_output: Any) -> Plan:
-    plan: Plan = getattr(scheduler_output, _KEY, Plan())
-    return plan
+    return getattr(scheduler_output, _KEY, Plan())
 
 
 def report_of(model_runner_output: Any) -> Report | None:

@@ -47,16 +47,16 @@ def noted_drafts():
     drafts: dict[str, Any] = {}
     by_row = HostBatch.by_row
 
-    def by_row_and_note(self, ends, nums, tokens, log_odds):
-        for row, num, *draft in zip(ends.rows.tolist(), nums, tokens, log_odds, strict=True):
+    def by_row_and_note(self, places, nums, tokens, log_odds):
+        for row, num, *draft in zip(places.rows.tolist(), nums, tokens, log_odds, strict=True):
             if num == 0 or row < 0:
                 continue
             level, request = int(self.levels[row]), self.requests[self.input_batch.req_ids[row]]
             name = (request.sampling_params.extra_args or {}).get(NAME_KEY)
-            is_whole = level < self._last_levels[row]  # else more tokens may have come
+            is_whole = level < self._max_levels[row]  # else more tokens may have come
             if isinstance(name, list) and is_whole:  # examples of the table share a name
                 drafts[f"{name}, {level}"] = [each.tolist() for each in draft]
-        return by_row(self, ends, nums, tokens, log_odds)
+        return by_row(self, places, nums, tokens, log_odds)
 
     HostBatch.by_row = by_row_and_note
     try:

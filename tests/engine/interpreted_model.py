@@ -41,11 +41,11 @@ def virtual_time():
     nums: list[int] = []
     now, note_passes = 0.0, SuffixProposer.note_passes
 
-    def note_and_go_on(self, num, num_left_out):
+    def note_and_go_on(self, num):
         nonlocal now
         now += 10.0 + num
         nums.append(num)
-        note_passes(self, num, num_left_out)
+        note_passes(self, num)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SuffixProposer, "note_passes", note_and_go_on)

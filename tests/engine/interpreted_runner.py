@@ -90,9 +90,9 @@ def verify_in_pieces(num_rows=20):
     """Logits of so many rows at a time."""
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-    from rollout_spec.vllm.mrv2 import versions
+    from rollout_spec.vllm.mrv2 import sampler_24
 
-    versions.PIECE_BYTES = rejection_sampler.MAX_CHUNK_BYTES = num_rows * 4 * VOCAB_SIZE
+    sampler_24.PIECE_BYTES = rejection_sampler.MAX_CHUNK_BYTES = num_rows * 4 * VOCAB_SIZE
 
 
 def images():
@@ -268,7 +268,7 @@ def noted_steps(scheduler, runner):
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def fill_and_note():
-        output = host.undrafted
+        output = host._undrafted
         fill()
         if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)

@@ -92,7 +92,7 @@ def test_a_wrong_sampler_is_not_certified(chat_model, tmp_path, monkeypatch, cap
     def with_the_next_rows_noise(step, logits):
         return coupled.race(logits, step._noise(logits)[1 : len(step.draft_requests) + 1])
 
-    monkeypatch.setattr(coupled.CoupledStep, "sample", with_the_next_rows_noise)
+    monkeypatch.setattr(coupled.StepNoise, "sample", with_the_next_rows_noise)
     code, record = certified(chat_model, tmp_path, *BFLOAT16)
     assert (code, record["verdict"]) == (1, "not certified")
     assert record["unexplained_differences"] > 0.5 * len(record["differences"])

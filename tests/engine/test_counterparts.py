@@ -37,7 +37,7 @@ def test_what_coupled_verification_does_not_know_is_refused():
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    rows = RowGenerators(coupled.CoupledStep(range(2), range(2), counts))
+    rows = RowGenerators(coupled.StepNoise(range(2), range(2), counts))
     metadata = types.SimpleNamespace(
         temperature=torch.ones(2), all_greedy=False, all_random=True, generators=rows, top_k=None, top_p=None
     )

@@ -102,7 +102,7 @@ def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     params = SamplingParams()
     for row in (5, 6, 5, 7):  # of the last there is no request
         sampler.add_request(row, params)
-    keys.end({"a"})
+    keys.remove({"a"})
     sampler.add_request(5, params)
     expected = [make_key("arrival", 3, number) for number in (1, 2, 3)]
     assert seeds == [expected[0], expected[1], expected[0], None, expected[2]]

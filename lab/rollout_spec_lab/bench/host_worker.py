@@ -46,7 +46,7 @@ class Ours(Stopwatch):
 
     def __init__(self, clock: Clock, v2: bool) -> None:
         super().__init__(clock.host_s)
-        self.time(RowSampling, "with_generators")
+        self.time(RowSampling, "begin_step")
         vars(proposer)["Drafter"] = functools.partial(Drafter, clock=clock.now)
         if v2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts

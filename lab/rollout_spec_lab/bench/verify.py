@@ -70,13 +70,13 @@ class Step:
         return cut(logits, number, None) if kind == "top-k" else cut(logits, None, number)
 
     def _coupled(self) -> torch.Tensor:
-        step = coupled.CoupledStep(self.keys, self.positions, self.counts)
-        verify = functools.partial(coupled.coupled_sample, self.drafts, self.k)
-        return self._tokens(verify, step.sample_after, step)
+        step_noise = coupled.StepNoise(self.keys, self.positions, self.counts)
+        verify = functools.partial(coupled.coupled_verify, self.drafts, self.k)
+        return self._tokens(verify, step_noise.sample_after, True, step_noise)
 
     def _rejecting(self, verify: Callable[..., Any], sample: Callable[..., Any]) -> torch.Tensor:
         verify = functools.partial(verify, self.drafts, self.counts, self.k, self.ends, None)
-        return self._tokens(verify, sample)
+        return self._tokens(verify, sample, self.metadata)
 
     def _tokens(self, verify: Callable[..., Any], sample: Callable[..., Any], *further: Any) -> torch.Tensor:
         """In float32: `sample` draws after the drafts."""
@@ -84,7 +84,7 @@ class Step:
         bonus = sample(self.logits[ahead:].float()).view(-1, 1)
         if not self.k:
             return bonus
-        return verify(self.logits[:ahead].float(), bonus, self.metadata, *further)
+        return verify(self.logits[:ahead].float(), bonus, *further)
 
 
 @functools.cache
@@ -218,7 +218,7 @@ def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
 
 
 def _drawn(logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return coupled.CoupledStep(keys, positions, [0] * len(logits)).sample_after(logits)
+    return coupled.StepNoise(keys, positions, [0] * len(logits)).sample_after(logits)
 
 
 def sentences(record: Mapping[str, Any]) -> Iterator[str]:

@@ -43,10 +43,10 @@ class DraftGains:
         before = self._of_passes[unseen.start - 1 : -1]
         self._of_passes[unseen] += (before - self._of_passes[unseen]) / (4 * MEMORY)
 
-    def num_passes(self, cost: float) -> int:
-        """How many passes pay, where the time of one would give `cost` tokens a row otherwise.
+    def num_model_tokens(self, cost: float) -> int:
+        """How many tokens pay, where the time of a pass would give `cost` tokens a row otherwise.
 
-        The first always runs, since it keeps the model's KV cache complete.
+        The first always does: its pass runs anyway, since it keeps the model's KV cache complete.
         """
         pays = self._of_passes[1:] >= WORTH * cost
         return min(len(self._of_passes), 1 + int(np.argmin(np.append(pays, False))))

@@ -30,13 +30,13 @@ class Gate:
         counters: the steps that it left without drafts, and what it believed of them.
         pads: whether, where drafts are padded, the step has some in all rows.
         probe_in_two: whether the step after the next one goes without drafts, to be measured.
-        num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
+        num_model_tokens: how many tokens a model drafts for each row in the next step that waits for drafts.
     """
 
     pads = probe_in_two = False
 
     def __init__(self, most_model_tokens: int) -> None:
-        self.counters, self.num_passes = EngineCounters(), most_model_tokens
+        self.counters, self.num_model_tokens = EngineCounters(), most_model_tokens
 
     def begin(self, step: Step) -> float | None:
         """A step has ended. The least survival at which a token is proposed now; None: draft nothing."""
@@ -191,7 +191,7 @@ class AutoGate(Gate):
         rate = float(tokens[best] / seconds[best])
         if self._step.num_passes:
             cost = rate * self._seconds.expected_pass(num_rows) / num_rows
-            self.num_passes = self._gains.num_passes(cost)
+            self.num_model_tokens = self._gains.num_model_tokens(cost)
         pays = rate * plain > (1.0 + MARGIN) * num_rows
         if not (pays or self._is_trial):
             return self._refuse(numbers)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.drafts import ModelDrafts
+from rollout_spec.drafting.drafts import ModelDrafts, passes_for
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
+from rollout_spec.verification.transfers import sent
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -30,25 +31,27 @@ class ModelPasses:
     """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
 
     proposer: of the suffix drafts, if the model drafts beside it.
-    num_now: its passes in this step that draft; 0: its first pass drafts nothing.
+    num_model_tokens: how many it drafts for every row in this step; 0: its first pass drafts nothing.
     """
 
     def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
         self._sampling, self.proposer = sampling, proposer
-        self._most = self.num_now = 0 if proposer is None else proposer.most_model_tokens
+        self._most = self.num_model_tokens = 0 if proposer is None else proposer.most_model_tokens
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forget(self) -> None:
         """A step begins, and nothing is drafted yet."""
         self._drafted = []
 
-    def plan(self, num_passes: int | None) -> None:
-        """Take so many in this step; None: as many as it can."""
-        self.num_now = self._most if num_passes is None else num_passes
+    def plan(self, num_model_tokens: int | None) -> None:
+        """Draft so many tokens in this step; None: as many as it can."""
+        self.num_model_tokens = self._most if num_model_tokens is None else num_model_tokens
 
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
-        self._keys, self._ends = self._sampling.keys_and_ends((sampled_token_ids >= 0).sum(1))
+        of_step, nums_sampled = self._sampling.step_noise, (sampled_token_ids >= 0).sum(1)
+        self._keys, positions = sent(np.stack([of_step.keys, of_step.positions]), nums_sampled.device)
+        self._positions = positions + nums_sampled
         self._drafted = []
 
     def draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
@@ -57,18 +60,12 @@ class ModelPasses:
         if not metadata.all_greedy:
             is_sampled = metadata.temperature > 0
             scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
-            seeds = noise.seeds_at(self._keys, self._ends + len(self._drafted))
+            seeds = noise.seeds_at(self._keys, self._positions + len(self._drafted))
             num = coupled.num_noise_values(logits.shape[1])
             noise_values = noise.exponential(seeds, num, logits.device)
             tokens = torch.where(is_sampled, coupled.race(scaled, noise_values), tokens)
         self._drafted.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
-
-    def note_passes(self) -> None:
-        """The model has taken the passes of the step."""
-        assert self.proposer is not None
-        num = max(self.num_now, 1)  # the first pass, for no token
-        self.proposer.note_passes(num, self._most - num)
 
     def on_host(self) -> ModelDrafts | None:
         """All that the model has drafted, for the proposer; waits for the device. None: nothing was."""
@@ -101,6 +98,8 @@ class ModelBesideDrafter(SharedNoiseModel):
     """
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = super().propose(self.passes.num_now, *args, **kwargs)
-        self.passes.note_passes()
+        proposer, num_tokens = self.passes.proposer, self.passes.num_model_tokens
+        assert proposer is not None
+        drafts = super().propose(num_tokens, *args, **kwargs)
+        proposer.note_passes(passes_for(num_tokens))
         return drafts

@@ -32,9 +32,9 @@ class RowGenerators(dict[int, torch.Generator]):
     """The noise of a step's rows, in the place of the batch's generators, which vLLM hands to all that draws.
     It has none of vLLM's."""
 
-    def __init__(self, step: coupled.CoupledStep) -> None:
+    def __init__(self, step_noise: coupled.StepNoise) -> None:
         super().__init__()
-        self.step = step
+        self.step_noise = step_noise
 
 
 def keep_from_fused_kernel(module: Any) -> None:
@@ -57,19 +57,16 @@ def couple_rejection_sample(module: Any) -> None:
     @wrap(module, "rejection_sample", COUPLED)
     def rejection_sample(reject: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        generators, logits = given["sampling_metadata"].generators, given[target]
-        if not isinstance(generators, RowGenerators):  # another engine's
+        metadata, logits = given["sampling_metadata"], given[target]
+        if not isinstance(metadata.generators, RowGenerators):  # another engine's
             return reject(*args, **kwargs)
         if isinstance(logits, tuple):  # vllm-ascend's; of all tokens, as `ascend.PARTIAL_LOGITS` sees to
             logits, _ = logits
-        return coupled.coupled_sample(
-            given["draft_token_ids"],
-            given["max_spec_len"],
-            logits,
-            given["bonus_token_ids"],
-            given["sampling_metadata"],
-            generators.step,
-        )
+        is_sampled = not metadata.all_greedy and (metadata.all_random or metadata.temperature > 0)
+        return coupled.coupled_verify(
+            given["draft_token_ids"], given["max_spec_len"], logits, given["bonus_token_ids"], is_sampled,
+            metadata.generators.step_noise,
+        )  # fmt: skip
 
 
 _ARGUMENTS = (

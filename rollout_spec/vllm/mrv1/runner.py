@@ -21,16 +21,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
-from rollout_spec.verification.transfers import IdleHost
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv1 import proposers, sampler
+from rollout_spec.vllm.mrv1.idle_host import IdleHost
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
 from rollout_spec.vllm.prompt_rows import in_prompt
-from rollout_spec.vllm.proposer import SuffixProposer, proposer_of
+from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -51,8 +51,9 @@ PROMPTS = Patch(
 )
 WORK = Patch(
     name="vllm-note-work",
-    reason="the gate learns what steps take from the tokens that they process, and a proposer is not told",
-    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model",
+    reason="the gate learns what steps take from the tokens that they process, and a proposer is not told; "
+    "vLLM profiles the memory of one draft token a row, and a step of ours may have more",
+    upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model, _dummy_sampler_run",
     until="vLLM hands a proposer the scheduler's output",
 )
 IDLE_HOST = Patch(
@@ -104,7 +105,7 @@ class PromptsRunner(GPUModelRunner):
 
 # Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
 class NotingRunner(GPUModelRunner):
-    """It tells the proposer what a step processes."""
+    """It tells the proposer what a step processes, and profiles the logits of the longest step."""
 
     rollout_spec_proposer: SuffixProposer
 
@@ -155,7 +156,7 @@ class TwoDraftersRunner(SharedNoiseRunner):
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        self.model_passes.plan(plan_of(scheduler_output).num_passes)
+        self.model_passes.plan(plan_of(scheduler_output).num_model_tokens)
         return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -165,12 +166,12 @@ class TwoDraftersRunner(SharedNoiseRunner):
         if getattr(output, "req_ids", None):
             batch, proposer = self.input_batch, self.rollout_spec_proposer
             nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
-            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_now > 0)
+            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_model_tokens > 0)
             drafts = proposer.draft(
                 nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step
             )
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(drafts.num_passes))
+            attach(output, Report(drafts.num_model_tokens))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -208,21 +209,23 @@ def bind(worker: Any, config: SpecConfig) -> None:
 
 def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
     """Give our drafter its runner; None: the engine has none."""
-    has_model = drafts_with_model(runner.vllm_config)
-    proposer = SuffixProposer(runner.vllm_config) if has_model else proposer_of(runner)
-    if proposer is not None:
-        if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
-            most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
-            config = dataclasses.replace(config, max_draft_tokens=most)
-        runner.rollout_spec_proposer = proposer
-        proposer.bind(runner, config)
-        record(LAST_TOKENS)
-        runner.effective_drafter_max_model_len = 1 << 31
-        put_before(NotingRunner, runner, WORK)
-        if current_platform.is_cuda_alike() and proposer.is_used:
-            runner.idle_host = IdleHost(proposer.catch_up)
-            sampling.before_wait = runner.idle_host.before_wait
-            put_before(CatchingUpRunner, runner, IDLE_HOST)
+    proposer = getattr(runner, "drafter", None)
+    if drafts_with_model(runner.vllm_config):
+        proposer = SuffixProposer(runner.vllm_config)
+    if not isinstance(proposer, SuffixProposer):
+        return None
+    if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
+        most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
+        config = dataclasses.replace(config, max_draft_tokens=most)
+    runner.rollout_spec_proposer = proposer
+    proposer.bind(runner, config)
+    record(LAST_TOKENS)
+    runner.effective_drafter_max_model_len = 1 << 31
+    put_before(NotingRunner, runner, WORK)
+    if current_platform.is_cuda_alike() and proposer.is_used:
+        runner.idle_host = IdleHost(proposer.catch_up)
+        sampling.before_wait = runner.idle_host.before_wait
+        put_before(CatchingUpRunner, runner, IDLE_HOST)
     return proposer
 
 

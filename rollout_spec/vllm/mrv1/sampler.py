@@ -2,9 +2,10 @@
 
 A plain step calls vLLM's `Sampler`. A step with drafts calls its `RejectionSampler`, which asks `Sampler` for
 the tokens after the drafts, then calls `rejection_sample`. Both get `SamplingMetadata`, whose `generators`
-say what noise a row has: `RowSampler` and `RowVerifier` put a `RowGenerators` there. `CoupledTopKTopPSampler`
-draws with it in plain steps and after drafts, `couple_rejection_sample` at the draft positions. Penalties,
-masks, temperature and log-probabilities stay vLLM's.
+say what noise a row has: `KeyedSampler` and `CoupledVerifier` put a `RowGenerators` there. With it
+`KeyedTopKTopPSampler` draws in plain steps and after drafts, and `coupled_verify`, by way of
+`couple_rejection_sample`, at the draft positions. Penalties, masks, temperature and log-probabilities stay
+vLLM's.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rollout_spec.patches import guard_class, guard_parameters, put_before, record
 from rollout_spec.verification import coupled, noise
-from rollout_spec.verification.transfers import just_wait, sent
+from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm.keys import keys_of
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
@@ -45,10 +46,11 @@ ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 class RowSampling:
     """Gives a model runner's samplers a `RowGenerators`, step by step."""
 
+    step_noise: coupled.StepNoise  # of the step that was sampled last
+
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._keys = keys_of(runner)
-        self._row_keys: list[int] = []
         self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
@@ -58,10 +60,10 @@ class RowSampling:
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         sampler.sampling = self
-        put_before(RowSampler, sampler, KEYED)
+        put_before(KeyedSampler, sampler, KEYED)
         if verifier is not None:
             verifier.sampling = self
-            put_before(RowVerifier, verifier, COUPLED)
+            put_before(CoupledVerifier, verifier, COUPLED)
             record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
@@ -69,39 +71,29 @@ class RowSampling:
         for module in rejection_samplers():
             couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
-        sampler.topk_topp_sampler = CoupledTopKTopPSampler(sampler.logprobs_mode)
+        sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
-    def keys_and_ends(self, nums_sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's key, and the position after the tokens that it has: int64 [num_rows], on the device.
-
-        nums_sampled: likewise, sampled tokens that the batch does not have yet.
-        """
-        levels = self._runner.input_batch.num_tokens_no_spec[: len(nums_sampled)].astype(np.int64)
-        known = np.stack([np.array(self._row_keys, np.int64), levels])
-        keys, positions = sent(known, nums_sampled.device)
-        return keys, positions + nums_sampled
-
-    def with_generators(self, metadata: SamplingMetadata, num_draft_tokens: list[int]) -> SamplingMetadata:
-        """The metadata with the noise of its rows. The batch's own generators are cleared."""
+    def begin_step(self, num_draft_tokens: list[int]) -> RowGenerators:
+        """The noise of the rows that a step samples. The batch's own generators are cleared."""
         batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
         if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
                 f"rollout_spec: {num_rows} rows are sampled, the batch has {batch.num_reqs}; "
                 "take rollout.spec=off, and run `rollout-spec doctor`"
             )
-        self._row_keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
+        keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
         # A warm-up may have more rows than there are.
         positions = np.resize(batch.num_tokens_no_spec, num_rows)
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         batch.generators.clear()
-        step = coupled.CoupledStep(self._row_keys, positions, num_draft_tokens, self.before_wait)
-        return dataclasses.replace(metadata, generators=RowGenerators(step))
+        self.step_noise = coupled.StepNoise(keys, positions, num_draft_tokens, self.before_wait)
+        return RowGenerators(self.step_noise)
 
 
 # Before Sampler, 1: forward
-class RowSampler(Sampler):
+class KeyedSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
     sampling: RowSampling
@@ -116,14 +108,15 @@ class RowSampler(Sampler):
     ) -> Any:
         generators = sampling_metadata.generators
         if not isinstance(generators, RowGenerators):
-            sampling_metadata = self.sampling.with_generators(sampling_metadata, [0] * logits.shape[0])
+            generators = self.sampling.begin_step([0] * logits.shape[0])
+            sampling_metadata = dataclasses.replace(sampling_metadata, generators=generators)
         elif predict_bonus_token:
-            sampling_metadata = counting_drafts(sampling_metadata, generators.step.num_draft_tokens)
+            sampling_metadata = counting_drafts(sampling_metadata, generators.step_noise.num_draft_tokens)
         return super().forward(logits, sampling_metadata, predict_bonus_token, *args, **kwargs)
 
 
 # Before RejectionSampler, 1: forward
-class RowVerifier(RejectionSampler):
+class CoupledVerifier(RejectionSampler):
     """It gives a step with drafts its `RowGenerators`."""
 
     sampling: RowSampling
@@ -131,11 +124,12 @@ class RowVerifier(RejectionSampler):
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> Any:
-        sampling_metadata = self.sampling.with_generators(sampling_metadata, metadata.num_draft_tokens)
+        generators = self.sampling.begin_step(metadata.num_draft_tokens)
+        sampling_metadata = dataclasses.replace(sampling_metadata, generators=generators)
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
 
-class CoupledTopKTopPSampler(torch.nn.Module):
+class KeyedTopKTopPSampler(torch.nn.Module):
     """In place of vLLM's top-k-top-p sampler; it draws with keyed noise."""
 
     def __init__(self, logprobs_mode: str) -> None:
@@ -157,13 +151,13 @@ class CoupledTopKTopPSampler(torch.nn.Module):
             processed = logits
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return generators.step.sample_after(logits), processed
+        return generators.step_noise.sample_after(logits), processed
 
 
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
-    guard_class(KEYED, RowSampler, Sampler)
-    guard_class(COUPLED, RowVerifier, RejectionSampler)
+    guard_class(KEYED, KeyedSampler, Sampler)
+    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
     guard_parameters(
         MIN_TOKENS, MinTokensLogitsProcessor, "apply_with_spec_decode", ("self", "logits", "num_draft_tokens")
     )

@@ -6,5 +6,5 @@ May import: `config`, `drafting`, `patches`, `verification`, `vllm`, numpy, torc
 It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it. A worker begins with `runner`,
 whose classes stand before vLLM's; they call `host_drafts`, which waits for `arrivals` and has the tokens in
 `host_batch`. `sampler` stands before vLLM's own. `speculators` has ours, and what stands before a model's.
-`graphs` captures; `graphs_24` has what only vLLM 0.24 needs for it.
+`graphs` captures; `graphs_24` and `sampler_24` have what only vLLM 0.24 needs. `shortfall` is for `certify`.
 """

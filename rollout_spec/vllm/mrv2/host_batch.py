@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.drafting.drafts import ModelDrafts
-from rollout_spec.vllm.proposer import last_level
+from rollout_spec.vllm.proposer import max_level_of
 
 
-class RowEnds(NamedTuple):
+class AppendPlaces(NamedTuple):
     """Where the next tokens of requests go."""
 
     rows: npt.NDArray[np.int64]  # of each; -1: it has left
@@ -36,7 +36,7 @@ class HostBatch:
         # Untouched pages take no memory.
         self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.levels = np.zeros(runner.max_num_reqs, np.int32)
-        self._last_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
+        self._max_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
 
     @property
     def max_model_len(self) -> int:
@@ -66,7 +66,7 @@ class HostBatch:
             rows[row] = rows[last]
             rows.pop()
             level = self.levels[row] = self.levels[last]
-            self._last_levels[row] = self._last_levels[last]
+            self._max_levels[row] = self._max_levels[last]
             self.tokens[row, :level] = self.tokens[last, :level]
 
     def _add(self, request: Any) -> None:
@@ -77,39 +77,39 @@ class HostBatch:
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
-        self._last_levels[row] = last_level(request, self.max_model_len)
+        self._max_levels[row] = max_level_of(request, self.max_model_len)
 
     def rows(self, request_ids: list[str]) -> npt.NDArray[np.int64]:
         """[num_requests]: the row of each; -1 of one that has none."""
         number = {request_id: row for row, request_id in enumerate(self.input_batch.req_ids)}
         return np.array([number.get(request_id, -1) for request_id in request_ids], np.int64)
 
-    def ends(self, request_ids: list[str]) -> RowEnds:
+    def places_to_append(self, request_ids: list[str]) -> AppendPlaces:
         rows = self.rows(request_ids)
         # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
-        # tokens: cut them at `_last_levels`.
-        most = np.where(rows < 0, 0, np.maximum(self._last_levels - self.levels, 0)[rows])
-        return RowEnds(rows, rows * self.max_model_len + self.levels[rows], most)
+        # tokens: cut them at `_max_levels`.
+        most = np.where(rows < 0, 0, np.maximum(self._max_levels - self.levels, 0)[rows])
+        return AppendPlaces(rows, rows * self.max_model_len + self.levels[rows], most)
 
-    def extend(self, ends: RowEnds, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:
+    def extend(self, places: AppendPlaces, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:
         """Append a step's tokens; returns how many each row of `self.tokens` got.
 
         tokens: int64 [num_requests, K + 1], of which the first nums[i] are request i's.
         """
-        nums, columns = np.minimum(nums, ends.most), np.arange(tokens.shape[1])
+        nums, columns = np.minimum(nums, places.most), np.arange(tokens.shape[1])
         is_new = columns < nums[:, None]
-        self.tokens.reshape(-1)[(ends.first[:, None] + columns)[is_new]] = tokens[is_new]
+        self.tokens.reshape(-1)[(places.first[:, None] + columns)[is_new]] = tokens[is_new]
         nums_new, has_some = np.zeros(len(self.input_batch.req_ids), np.int32), nums > 0
-        nums_new[ends.rows[has_some]] = nums[has_some]
+        nums_new[places.rows[has_some]] = nums[has_some]
         self.levels[: len(nums_new)] += nums_new
         return nums_new
 
-    def by_row(self, ends: RowEnds, nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
+    def by_row(self, places: AppendPlaces, nums: Any, tokens: Any, log_odds: Any) -> ModelDrafts:
         """A step's drafts of a model, [num_requests, m] each, row for row of `self.tokens`.
 
         nums: int32 [num_requests], how many tokens each has got: what got none drafts nothing.
         """
-        rows, drafts = ends.rows, (ends.rows >= 0) & (nums > 0)
+        rows, drafts = places.rows, (places.rows >= 0) & (nums > 0)
         shape = len(self.input_batch.req_ids), tokens.shape[1]
         placed = ModelDrafts(np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
         placed.tokens[rows[drafts]], placed.log_odds[rows[drafts]] = tokens[drafts], log_odds[drafts]

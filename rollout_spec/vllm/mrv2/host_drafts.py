@@ -40,27 +40,28 @@ SPECULATOR = Patch(
 class HostDrafts:
     """Drafts of `SuffixProposer` for the rows of a runner.
 
-    In each step vLLM calls `begin_step`, `give_drafts`, `no_drafts` and `report`, in this order.
-    `_draft_after_arrivals` waits for the tokens of `report`, and drafts after them. As the runner's
-    `draft_tokens_handler` it gives the drafts to a scheduler that waits.
+    In a step vLLM calls `begin_step`, `note_step`, `give_drafts`, `no_drafts` and `report`, in this order; a
+    model's speculator calls `take_model_drafts` before `no_drafts`. After `report` the step's tokens are on
+    their way: an `Arrival`. `_draft_after` waits for it, and is called
+
+    - in `report` itself, if the scheduler waits. As the runner's `draft_tokens_handler` this object gives it
+      the drafts;
+    - in the next step's `give_drafts`, if that step has room for drafts;
+    - else in a later `begin_step`, or when counters are asked for, to index them only.
 
     Attributes:
-        undrafted: the runner's own SchedulerOutput of the step that begins; None once `give_drafts` has put
-            drafts into it.
         launching: held while a step begins that waits for drafts.
-        model_drafts: int64 and float32 [num_rows, m], what a model drafts after the step that runs, and its
-            log-odds; empty: nothing.
-        num_passes: how many passes a model drafts in the step that runs; 0: its first pass drafts nothing,
-            as nothing can be verified in the next step. All workers are told the same.
+        num_model_tokens: how many a model drafts for every row in the step that runs; 0: its first pass
+            drafts nothing, as nothing can be verified in the next step. All workers are told the same.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, self._batch = runner, HostBatch(runner)
         self.proposer = SuffixProposer(runner.vllm_config)
-        self.proposer.bind(self._batch, config, self._draft_after_arrivals)
+        self.proposer.bind(self._batch, config, self._index_arrivals)
         self.launching = threading.Lock()
-        self.model_drafts: tuple[torch.Tensor, ...] = ()
-        self._most_passes = self.num_passes = self.proposer.most_model_tokens
+        self._model_drafts: tuple[torch.Tensor, ...] = ()  # after the step that runs; empty: nothing
+        self._most_model_tokens = self.num_model_tokens = self.proposer.most_model_tokens
         self._device, self._num_tokens = runner.device, config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
         self._sent = torch.zeros(
@@ -69,18 +70,19 @@ class HostDrafts:
         self._arrivals: deque[Arrival] = deque()
         self._drafts = DraftTokenIds([], [])
         self._latest = Drafts.none(0)  # what the drafter has answered last
-        self.undrafted: Any = None
+        self._undrafted: Any = None  # the SchedulerOutput of the step that begins, until it has its drafts
         self._plan = Plan()  # of the step that runs
         self._nums_drafts: dict[str, int] = {}  # of its requests
-        runner.drafter = self.proposer  # where MRV1 has it
+        runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
         runner.draft_tokens_handler = self
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         self._plan = plan = plan_of(scheduler_output)
-        self._draft_after_arrivals(num_in_flight=plan.num_in_flight or 0)
-        most = self._most_passes if plan.num_passes is None else max(1, plan.num_passes)
-        self.num_passes = most if plan.drafts_wanted else 0
+        self._index_arrivals(plan.num_in_flight or 0)
+        told = plan.num_model_tokens
+        most = self._most_model_tokens if told is None else max(1, told)  # the first pass runs anyway
+        self.num_model_tokens = most if plan.next_step_takes_drafts else 0
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
@@ -89,9 +91,13 @@ class HostDrafts:
         except Exception as error:
             self.proposer.fail(error)
 
+    def note_step(self, scheduler_output: Any) -> None:
+        """The runner has taken in this step. The output is its own: `give_drafts` puts drafts into it."""
+        self._undrafted = scheduler_output
+
     def give_drafts(self) -> None:
         """Put a step's drafts where the runner reads them, before it reads how long the rows are; once."""
-        step, self.undrafted = self.undrafted, None
+        step, self._undrafted = self._undrafted, None
         if step is None:
             return
         given, self._nums_drafts = step.scheduled_spec_decode_tokens, {}
@@ -140,7 +146,7 @@ class HostDrafts:
         rows = self._batch.rows(names)
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
-        drafts = self._draft_after_arrivals(NextStep(room=of_rows))
+        drafts = self._draft_after_last(NextStep(room=of_rows))
         return Drafts(drafts.tokens[rows], drafts.numbers[rows]), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
@@ -148,48 +154,63 @@ class HostDrafts:
         # A new one each time: vLLM 0.33 writes into it.
         return torch.zeros(input_batch.num_reqs, self._num_tokens, dtype=torch.int64, device=self._device)
 
-    def _draft_after_arrivals(self, next_step: NextStep = TAKES_NONE, num_in_flight: int = 0) -> Drafts:
-        """Index the tokens of all steps but the last `num_in_flight`, and draft after the last of these.
-
-        next_step: what can be taken after the last step, but for the model's drafts.
-        """
-        drafts = Drafts.none(len(self._batch.input_batch.req_ids))
+    def _index_arrivals(self, num_in_flight: int = 0) -> None:
+        """Index the tokens of all steps but the last `num_in_flight`, and draft nothing after them."""
         while len(self._arrivals) > num_in_flight:
-            arrival = self._arrivals.popleft()
-            ends, is_last = self._batch.ends(arrival.request_ids), not self._arrivals
-            tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
-            try:
-                nums_new = self._batch.extend(ends, tokens, nums)
-                has_model_drafts = bool(drafted) or not self._most_passes
-                drafts = self._latest = self.proposer.draft(
-                    nums_new, self._batch.tokens, self._batch.levels,
-                    arrival.work and arrival.work._replace(ended=arrival.ended),
-                    NextStep(
-                        self._batch.by_row(ends, nums, *drafted) if drafted else None,
-                        next_step.takes_drafts and is_last and has_model_drafts, next_step.room,
-                    ),
-                    may_end=any((tokens == end).any() for end in self.proposer.ends),
-                )  # fmt: skip
-            except Exception as error:
-                self.proposer.fail(error)
-        return drafts
+            self._draft_after(self._arrivals.popleft(), TAKES_NONE)
+
+    def _draft_after_last(self, next_step: NextStep) -> Drafts:
+        """Index the tokens of all steps, and draft after the last; next_step: as `_draft_after` has it."""
+        self._index_arrivals(num_in_flight=1)
+        if not self._arrivals:
+            return Drafts.none(len(self._batch.input_batch.req_ids))
+        return self._draft_after(self._arrivals.popleft(), next_step)
+
+    def _draft_after(self, arrival: Arrival, next_step: NextStep) -> Drafts:
+        """Wait for a step's tokens, index them, and draft after them.
+
+        next_step: what it can take, but for the model's drafts, which have come with the tokens.
+        """
+        places = self._batch.places_to_append(arrival.request_ids)
+        tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
+        work = arrival.work and arrival.work._replace(ended=arrival.ended)
+        try:
+            nums_new = self._batch.extend(places, tokens, nums)
+            model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
+            # A step for which a model has drafted nothing gets no drafts of the text either.
+            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_model_tokens)
+            may_end = any((tokens == end).any() for end in self.proposer.end_token_ids)
+            self._latest = self.proposer.draft(
+                nums_new, self._batch.tokens, self._batch.levels, work,
+                NextStep(model_drafts, takes_drafts, next_step.room), may_end,
+            )  # fmt: skip
+            return self._latest
+        except Exception as error:
+            self.proposer.fail(error)
+            return Drafts.none(len(self._batch.input_batch.req_ids))
+
+    def take_model_drafts(self, tokens: torch.Tensor, log_odds: torch.Tensor) -> None:
+        """What a model has drafted after the step that runs: int64 and float32 [num_rows, m]."""
+        if self.num_model_tokens:
+            # Both are overwritten by the next passes, which may come before they are on the host.
+            self._model_drafts = tokens.clone(), log_odds.clone()
 
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
         what was drafted, what is to be next, and when the step had ended."""
-        model_drafts, self.model_drafts = self.model_drafts, ()
+        model_drafts, self._model_drafts = self._model_drafts, ()
         if isinstance(output, AsyncOutput) and self.proposer.is_used:
             arrival = Arrival(output, self.proposer.work, self._runner.output_copy_stream, model_drafts)
             self._arrivals.append(arrival)
             output.arrival, output.launching = arrival, self.launching
             put_before(TimedOutput, output, SPECULATOR)
             if not self._plan.is_ahead:
-                drafts = self._draft_after_arrivals(TAKES_ANY)
+                drafts = self._draft_after_last(TAKES_ANY)
                 self._drafts = DraftTokenIds([*self._batch.input_batch.req_ids], drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             nums_drafts = self._nums_drafts if self._plan.is_ahead else None
-            attach(said, Report(self._latest.num_passes, nums_drafts, self._latest.drafts_wanted))
+            attach(said, Report(self._latest.num_model_tokens, nums_drafts, self._latest.drafts_wanted))
         return output
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:

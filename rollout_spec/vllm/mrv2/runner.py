@@ -29,7 +29,6 @@ from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
-from rollout_spec.vllm.mrv2.versions import PASS_BY_PASS
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
 from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 from rollout_spec.vllm.step_notes import plan_of
@@ -43,7 +42,7 @@ _WARM_UP = Patch(
 )
 # What engines apply to themselves.
 ENGINE_PATCHES = (
-    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, PASS_BY_PASS, graphs.GRAPHS,
+    SPECULATOR, _WARM_UP, sampler.COUPLED, speculators.SHARED_NOISE, speculators.PASS_BY_PASS, graphs.GRAPHS,
 )  # fmt: skip
 
 # What we call, wrap or stand in for, beside the methods that our classes override.
@@ -67,7 +66,7 @@ class KeyedRunner(GPUModelRunner):
             sampler.couple(self.sampler, self.rejection_sampler, self.keys)
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        self.keys.end(scheduler_output.finished_req_ids)
+        self.keys.remove(scheduler_output.finished_req_ids)
         super().finish_requests(scheduler_output)
 
 
@@ -111,7 +110,7 @@ class DraftingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.host_drafts.undrafted = scheduler_output
+        self.host_drafts.note_step(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))

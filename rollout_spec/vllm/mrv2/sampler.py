@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
 from rollout_spec.vllm.keys import WHY_COUPLED, RequestKeys
-from rollout_spec.vllm.mrv2 import versions
+from rollout_spec.vllm.mrv2 import sampler_24, signatures
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -31,8 +31,8 @@ COUPLED = Patch(
 def check_sampler() -> None:
     """Raise a PatchError if the installed MRV2 samples in another way."""
     guard_class(COUPLED, KeyedSampler, Sampler)
-    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
-    guard_all(COUPLED, versions.OF_SAMPLER)
+    guard_class(COUPLED, _VERIFIER, RejectionSampler)
+    guard_all(COUPLED, signatures.OF_SAMPLER)
 
 
 def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKeys) -> None:
@@ -40,7 +40,7 @@ def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKey
     sampler.keys = keys
     put_before(KeyedSampler, sampler, COUPLED)
     if verifier is not None:
-        put_before(CoupledVerifier, verifier, COUPLED)
+        put_before(_VERIFIER, verifier, COUPLED)
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
 
@@ -59,24 +59,26 @@ class KeyedSampler(Sampler):
         super().add_request(req_idx, *prompt_len, params)
 
 
-# Before RejectionSampler, 1: _verify, __call__
+# Before RejectionSampler, 1: _verify
 class CoupledVerifier(RejectionSampler):
     """It verifies with the tokens that plain steps would draw."""
 
-    if versions.HAS_VERIFY:
+    def _verify(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        given = dict(zip(signatures.VERIFY_NAMES, values, strict=True))
+        # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the
+        # row had before, and the model has read them: one that is right may stay.
+        return coupled_verify(self, {"verify_draft_sampled": given["draft_sampled"], **given})
 
-        def _verify(self, *values: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return coupled_verify(self, versions.verify_arguments(values))
 
-    else:
+# Before RejectionSampler, 1: __call__
+class CoupledVerifier24(RejectionSampler):
+    """The same on vLLM 0.24."""
 
-        def __call__(self, logits: Any, input_batch: Any, draft_logits: Any = None) -> SamplerOutput:
-            outputs = []
-            for part, batch in versions.pieces(logits, input_batch):
-                found = coupled_verify(self, {"logits": part, **versions.inputs_of(batch)})
-                outputs.append(versions.verified(self, batch, part, *found))
-                del found  # its logits, before there are others
-            return versions.joined(outputs, input_batch)
+    def __call__(self, logits: Any, input_batch: Any, draft_logits: Any = None) -> SamplerOutput:
+        return sampler_24.verify_in_pieces(self, coupled_verify, logits, input_batch)
+
+
+_VERIFIER = CoupledVerifier if signatures.HAS_VERIFY else CoupledVerifier24
 
 
 def coupled_verify(
@@ -90,7 +92,7 @@ def coupled_verify(
 
     Returns the processed logits; int64 [num_reqs, K + 1], each request's tokens; int32 [num_reqs], how many.
     """
-    sampled, processed = versions.sample(verifier.sampler, given)
+    sampled, processed = signatures.sample(verifier.sampler, given)
     numbers = torch.arange(len(sampled), device=sampled.device)
     rows = torch.searchsorted(given["cu_num_logits"][1:], numbers, right=True)
     places = given["expanded_local_pos"].long()

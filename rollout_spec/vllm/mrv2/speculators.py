@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModelSpeculator
 
-from rollout_spec.patches import Patch, guard_all, guard_class, put_before, temporarily
+from rollout_spec.drafting.drafts import passes_for
+from rollout_spec.patches import Patch, guard_all, guard_class, put_before, record, temporarily
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
-from rollout_spec.vllm.mrv2 import versions
+from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
 
@@ -26,11 +28,21 @@ SHARED_NOISE = Patch(
     until="vLLM verifies with the tokens that a plain step would have drawn",
 )
 
+PASS_BY_PASS = Patch(
+    name="vllm-mrv2-pass-by-pass",
+    reason="from 0.29 on vLLM takes all passes of a model after the first in one CUDA graph, which could "
+    "leave none out",
+    upstream="vllm/v1/worker/gpu/spec_decode/autoregressive/speculator.py",
+    until="vLLM takes as many passes as it is told in each step",
+)
+# Methods of a speculator (vLLM 0.29, 0.32) that choose such a graph.
+_FUSES = ("_configure_fused_multi_step_decode", "_configure_decode_metadata_update")
+
 
 def check_speculator() -> None:
     """Raise a PatchError if the installed vLLM's speculators draft in another way."""
     guard_class(SHARED_NOISE, ModelBesideDrafter, DraftModelSpeculator)
-    guard_all(SHARED_NOISE, versions.OF_SPECULATOR)
+    guard_all(SHARED_NOISE, signatures.OF_SPECULATOR)
 
 
 def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
@@ -51,8 +63,15 @@ def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> N
     speculator.log_odds = torch.zeros(
         speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
     )
-    versions.draft_pass_by_pass(speculator)
+    _draft_pass_by_pass(speculator)
     put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
+
+
+def _draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
+    """Let a speculator run its passes one by one."""
+    for name in (each for each in _FUSES if hasattr(speculator, each)):
+        setattr(speculator, name, lambda: None)
+        record(PASS_BY_PASS)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -91,7 +110,12 @@ class SharedNoiseModel(DraftModelSpeculator):
         positions, idx_mapping, temperature, seeds, draft_step, *_ = given
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = self.model.compute_logits(hidden_states)
-        tokens = versions.draw_as_target(self, logits, positions, idx_mapping, temperature, seeds)
+        # vLLM 0.24 gives the position of the input token, and has no other noise for drafts.
+        where = {"pos": positions, "is_drafting": False} if signatures.HAS_SALT else {"pos": positions + 1}
+        tokens = gumbel.gumbel_sample(
+            logits, idx_mapping, temperature, seeds, apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel, **where,
+        )  # fmt: skip
         if self.log_odds is not None:
             self.log_odds[: len(tokens)].index_copy_(
                 1, draft_step.view(1), coupled.log_odds(logits, tokens).unsqueeze(1)
@@ -123,12 +147,10 @@ class ModelBesideDrafter(SharedNoiseModel):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = max(1, self.host.num_passes)
+        num = passes_for(self.host.num_model_tokens)
         with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
-        self.host.proposer.note_passes(num, self.num_tokens - num)
+        self.host.proposer.note_passes(num)
         assert self.log_odds is not None
-        if self.host.num_passes:
-            # Both are overwritten by the next passes, which may come before they are on the host.
-            self.host.model_drafts = drafts[:, :num].clone(), self.log_odds[: len(drafts), :num].clone()
+        self.host.take_model_drafts(drafts[:, :num], self.log_odds[: len(drafts), :num])
         return self.host.no_drafts(input_batch)
