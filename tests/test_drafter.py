@@ -383,6 +383,15 @@ def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
         batch.add(name)
     assert batch.step([[10, 11], [12], []]) == [[PAD] * 4, [PAD] * 4, []]
     assert batch.step([[10], [14], [10]]) == [[], [], []]
+    counters = drafter.take_counters()
+    assert (counters.num_steps, counters.num_steps_on, counters.num_steps_off_threshold) == (2, 1, 1)
+
+
+def test_the_drafter_counts_the_time_of_steps_that_only_prefill():
+    batch = make("a")
+    batch.step([[]])
+    counters = batch.drafter.take_counters()
+    assert counters.draft_seconds > 0.0 and counters.num_steps == 0
 
 
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():

@@ -188,45 +188,74 @@ class Drafter:
             self._gate.discard()
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        goes_on = self._map_rows(request_ids)
-        assert self._rows is not None
-        decodes, model = nums > 0, next_step.model_drafts
+        rows, goes_on = self._mapped(request_ids)
+        step = self._ended_step(work, nums, levels, goes_on, next_step)
+        if step.num_rows < num_rows:
+            rows = rows.among(nums > 0)
+        if step.num_rows:
+            drafts = self._draft_decoding(step, rows, nums > 0, token_ids, levels, next_step)
+        else:
+            drafts = self._index_only(rows, num_rows, token_ids, levels)
+        self.counters.draft_seconds += time.perf_counter() - started
+        return self._answer(drafts)
+
+    def _ended_step(
+        self,
+        work: Step | None,
+        nums_new_tokens: Int32Array,
+        levels: Int32Array,
+        goes_on: bool,
+        next_step: NextStep,
+    ) -> Step:
+        """The step that ends now, with what came of it; goes_on: it has a row of the step before."""
+        decodes, model = nums_new_tokens > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
         self._num_given = 0
-        step = work._replace(
+        return work._replace(
             num_rows=num_decoding,
-            num_context=int(levels[:num_rows].sum(where=decodes)),
-            num_new_tokens=int(nums.sum()),
+            num_context=int(levels[: len(decodes)].sum(where=decodes)),
+            num_new_tokens=int(nums_new_tokens.sum()),
             seconds=self._end_step(self._clock() if work.ended is None else work.ended, goes_on),
             num_passes=0 if model is None else model.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(request_ids, nums),
+            model_shares=self._model_share.count_accepted(self._row_ids, nums_new_tokens),
         )
-        rows = self._rows if num_decoding == num_rows else self._rows.among(decodes)
-        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
-        if step.num_rows == 0:
-            self._gate.discard()
-            self._propose_after(rows, token_ids, levels, None)  # to index only
-            return self._answer(drafts)
+
+    def _index_only(self, rows: _Rows, num_rows: int, token_ids: Int32Array, levels: Int32Array) -> Drafts:
+        """No row decodes: the gate is not asked, and wants what it wanted."""
+        self._gate.discard()
+        self._propose_after(rows, token_ids, levels, None)
+        return Drafts.none(num_rows, self._num_speculative_tokens)
+
+    def _draft_decoding(
+        self,
+        step: Step,
+        rows: _Rows,
+        decodes: npt.NDArray[np.bool_],
+        token_ids: Int32Array,
+        levels: Int32Array,
+        next_step: NextStep,
+    ) -> Drafts:
+        """Index and draft as the gate says; rows: of those that decode, the ones in the index."""
+        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
         min_survival = self._gate.begin(step)
-        if self._pad_to * num_decoding > self._max_draft_tokens:
-            self._gate.discard()
+        if min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
             min_survival = None
+            self.counters.num_steps_off_threshold += 1
         proposed = self._propose_after(rows, token_ids, levels, min_survival, next_step)
         self._count(step, rows, proposed)
         self._drafts_wanted = min_survival is not None
         if min_survival is not None and next_step.takes_drafts:
             self._give(drafts, rows, proposed)
-            self._model_share.count_drafted(request_ids, drafts, model)
+            self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
             if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
                 drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
                 drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
         elif min_survival is not None:  # too late for that step: what the gate says of them is for others
             self._drafts_wanted = self._would_give(rows, proposed)
-        self.counters.draft_seconds += time.perf_counter() - started
-        return self._answer(drafts)
+        return drafts
 
     def _answer(self, drafts: Drafts) -> Drafts:
         """These, and what the steps to come are to have. No room shortly before the gate measures a plain
@@ -252,14 +281,14 @@ class Drafter:
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
 
-    def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether there is one that was a row of the step before."""
+    def _mapped(self, request_ids: Sequence[str]) -> tuple[_Rows, bool]:
+        """The rows that are in the index, and whether one of all was a row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._rows is not None and self._row_ids == request_ids:
-            return True
+            return self._rows, True
         self._rows = self._tracked_rows(request_ids)
         last, self._row_ids = self._row_ids, list(request_ids)
-        return not set(last).isdisjoint(request_ids)
+        return self._rows, not set(last).isdisjoint(request_ids)
 
     def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
