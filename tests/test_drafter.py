@@ -11,6 +11,7 @@ from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
+from rollout_spec.drafting.gate.gate import Opening
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument
@@ -110,7 +111,8 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
 def test_no_drafts_are_wanted_in_a_step_that_is_measured():
     batch = make("a")
     for probe_in_two in (False, True, False):
-        batch.drafter._gate.probe_in_two = probe_in_two
+        opening = Opening(0.0, probe_in_two)
+        batch.drafter._gate.begin = lambda step, opening=opening: opening
         batch.step([[10]])
         assert batch.drafts_wanted != probe_in_two
 

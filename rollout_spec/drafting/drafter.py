@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
-from rollout_spec.drafting.gate.gate import AutoGate, FixedGate, Gate
+from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Gate
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.groups import Groups, Member
 from rollout_spec.drafting.history import History
@@ -87,23 +87,23 @@ class Drafter:
         self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
+        self.counters = EngineCounters()
         self._gate: Gate = (
-            AutoGate(self._pad_to, most_model_tokens)
+            AutoGate(self.counters, self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
-            else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
+            else FixedGate(self.counters, config.batch_threshold, config.min_survival, most_model_tokens)
         )
-        self.counters = self._gate.counters
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
-        self._drafts_wanted = False  # by the gate, in the steps to come
+        self._drafts_wanted, self._num_passes = False, 0  # by the gate, in the steps to come: see `Drafts`
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes)
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare(self.counters)
-        self._num_given = 0  # draft tokens of the step that runs
+        self._num_given, self._promised = 0, 0.0  # draft tokens of the step that runs, and promised of them
         self._row_ids: list[str] = []  # the requests of the last step's rows
         self._rows: _Rows | None = None  # those of these rows that are in the index; None: to be mapped anew
 
@@ -185,7 +185,7 @@ class Drafter:
         started = time.perf_counter()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
-            self._gate.discard()
+            self._promised = 0.0
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         rows, goes_on = self._mapped(request_ids)
@@ -197,7 +197,7 @@ class Drafter:
         else:
             drafts = self._index_only(rows, num_rows, token_ids, levels)
         self.counters.draft_seconds += time.perf_counter() - started
-        return self._answer(drafts)
+        return drafts._replace(drafts_wanted=self._drafts_wanted, num_passes=self._num_passes)
 
     def _ended_step(
         self,
@@ -212,8 +212,9 @@ class Drafter:
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
-        self._num_given = 0
+        promised, self._num_given, self._promised = self._promised, 0, 0.0
         return work._replace(
+            promised=promised,
             num_rows=num_decoding,
             num_context=int(levels[: len(decodes)].sum(where=decodes)),
             num_new_tokens=int(nums_new_tokens.sum()),
@@ -224,7 +225,6 @@ class Drafter:
 
     def _index_only(self, rows: _Rows, num_rows: int, token_ids: Int32Array, levels: Int32Array) -> Drafts:
         """No row decodes: the gate is not asked, and wants what it wanted."""
-        self._gate.discard()
         self._propose_after(rows, token_ids, levels, None)
         return Drafts.none(num_rows, self._num_speculative_tokens)
 
@@ -239,30 +239,23 @@ class Drafter:
     ) -> Drafts:
         """Index and draft as the gate says; rows: of those that decode, the ones in the index."""
         drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
-        min_survival = self._gate.begin(step)
+        min_survival, probe_in_two = self._gate.begin(step)
         if min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
             min_survival = None
             self.counters.num_steps_off_threshold += 1
         proposed = self._propose_after(rows, token_ids, levels, min_survival, next_step)
         self._count(step, rows, proposed)
-        self._drafts_wanted = min_survival is not None
-        if min_survival is not None and next_step.takes_drafts:
-            self._give(drafts, rows, proposed)
+        are_wanted = min_survival is not None
+        if are_wanted and next_step.takes_drafts:
+            self._give(drafts, rows, decodes, proposed)
             self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
-            if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
-                drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
-                drafts.numbers[decodes] = self._pad_to
             self._num_given = int(drafts.numbers.sum())
-        elif min_survival is not None:  # too late for that step: what the gate says of them is for others
-            self._drafts_wanted = self._would_give(rows, proposed)
+        elif are_wanted:  # too late for that step: what the gate says of them is for others
+            are_wanted = self._would_give(rows, proposed)
+        # No room shortly before the gate measures a plain step, which must not wait for drafts.
+        self._drafts_wanted = are_wanted and not probe_in_two
+        self._num_passes = self._gate.num_passes if are_wanted else 0
         return drafts
-
-    def _answer(self, drafts: Drafts) -> Drafts:
-        """These, and what the steps to come are to have. No room shortly before the gate measures a plain
-        step, which must not wait for drafts."""
-        are_wanted, gate = self._drafts_wanted, self._gate
-        num_passes = gate.num_passes if are_wanted else 0
-        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_passes)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -336,29 +329,34 @@ class Drafter:
         self._rows = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
-    def _give(self, drafts: Drafts, rows: _Rows, proposed: StepResult) -> None:
+    def _give(
+        self, drafts: Drafts, rows: _Rows, decodes: npt.NDArray[np.bool_], proposed: StepResult
+    ) -> None:
         """What the open gate takes of each row's draft: its first tokens."""
-        chosen = self._chosen(rows, proposed)
-        self.counters.num_drafts += int(np.count_nonzero(chosen))
-        self.counters.num_draft_tokens += int(chosen.sum())
-        drafts.tokens[rows.numbers], drafts.numbers[rows.numbers] = proposed.draft_tokens, chosen
+        choice = self._chosen(rows, proposed)
+        self._promised = choice.promised
+        self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
+        self.counters.num_draft_tokens += int(choice.lengths.sum())
+        drafts.tokens[rows.numbers], drafts.numbers[rows.numbers] = proposed.draft_tokens, choice.lengths
+        if self._pad_to and choice.pads:  # steps with drafts are of one shape only
+            drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
+            drafts.numbers[decodes] = self._pad_to
 
     def _would_give(self, rows: _Rows, proposed: StepResult) -> bool:
         """The next step has begun without drafts: would the open gate have taken some?"""
-        # A model has something for every step, but not for this one. The text's drafts alone would wrongly
-        # tell the gate that drafting does not pay.
-        would_give = self._has_model or bool(self._chosen(rows, proposed).any())
-        self.counters.num_steps_on += self._has_model
-        self._gate.discard()
-        return would_give
-
-    def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
-        """How much of each row's draft the open gate takes, int32 [rows]."""
-        numbers = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
-        if chosen.any() or not numbers.any():  # else the gate has counted the step as off
+        if self._has_model:
+            # It has something for every step, but not for this one. The text's drafts alone would wrongly
+            # tell the gate that drafting does not pay.
             self.counters.num_steps_on += 1
-        return chosen
+            return True
+        return bool(self._chosen(rows, proposed).lengths.any())
+
+    def _chosen(self, rows: _Rows, proposed: StepResult) -> Choice:
+        """How much of each row's draft the open gate takes."""
+        lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
+        choice = self._gate.choose(proposed.survivals, lengths)
+        self.counters.num_steps_on += choice.is_on
+        return choice
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
