@@ -1,4 +1,10 @@
-"""When to draft, and how much: speculation pays in the long tail, when few requests are left running."""
+"""When to draft, and how much: speculation pays in the long tail, when few requests are left running.
+
+In every engine step in which rows decode a gate is asked twice: `begin` before anything is drafted, then
+`choose`. A token's survival is the probability that a draft is accepted up to and with it. A gate that
+drafts nothing is called closed. `num_passes` says how many passes a model takes in the next step that waits
+for drafts, each for one token.
+"""
 
 from typing import NamedTuple
 
@@ -36,25 +42,25 @@ class Choice(NamedTuple):
     is_on: bool = True  # False: there are drafts, and none pays
 
 
-class Gate:
-    """What a gate is asked, twice in an engine step: `begin` before anything is drafted, then `choose`.
+class FixedGate:
+    """A fixed threshold on the number of decoding requests (the CANN recipe's rule).
 
-    A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
-    nothing is called closed.
-
-    counters: where steps without drafts are counted, and what is believed of them.
-    most_model_tokens: see `Drafter`.
-
-    Attributes:
-        num_passes: how many passes a model takes in the next step that waits for drafts, each for one token.
+    batch_threshold: draft while at most this many requests decode; 0 never drafts.
+    min_survival: what `begin` gives, always. The model takes all its passes.
     """
 
-    def __init__(self, counters: EngineCounters, most_model_tokens: int) -> None:
+    def __init__(
+        self, counters: EngineCounters, batch_threshold: int, min_survival: float, most_model_tokens: int = 0
+    ) -> None:
         self.counters, self.num_passes = counters, most_model_tokens
+        self._batch_threshold, self._min_survival = batch_threshold, min_survival
 
     def begin(self, step: Step) -> Opening:
-        """A step has ended. Called once for each in which rows decoded."""
-        raise NotImplementedError
+        """A step has ended."""
+        if step.num_rows <= self._batch_threshold:
+            return Opening(self._min_survival)
+        self.counters.num_steps_off_threshold += 1
+        return Opening(None)
 
     def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
         """How much of each draft to verify, where `begin` has named a survival.
@@ -65,32 +71,12 @@ class Gate:
         return Choice(lengths)
 
 
-class FixedGate(Gate):
-    """A fixed threshold on the number of decoding requests (the CANN recipe's rule).
-
-    batch_threshold: draft while at most this many requests decode; 0 never drafts.
-    min_survival: what `begin` gives, always. The model takes all its passes.
-    """
-
-    def __init__(
-        self, counters: EngineCounters, batch_threshold: int, min_survival: float, most_model_tokens: int = 0
-    ) -> None:
-        super().__init__(counters, most_model_tokens)
-        self._batch_threshold, self._min_survival = batch_threshold, min_survival
-
-    def begin(self, step: Step) -> Opening:
-        if step.num_rows <= self._batch_threshold:
-            return Opening(self._min_survival)
-        self.counters.num_steps_off_threshold += 1
-        return Opening(None)
-
-
 def _measures_plain(number: int) -> bool:
     """Whether the step after it is measured without drafts; more often at first: engines start slowly."""
     return number % PROBE_EVERY == 0 or number & (number - 1) == 0
 
 
-class AutoGate(Gate):
+class AutoGate:
     """Drafts where that gives more tokens per second than a plain step.
 
     Over all rows a step verifies the likeliest tokens, as many as give most tokens per second. `StepSeconds`
@@ -105,7 +91,7 @@ class AutoGate(Gate):
     """
 
     def __init__(self, counters: EngineCounters, pad_to: int = 0, most_model_tokens: int = 0) -> None:
-        super().__init__(counters, most_model_tokens)
+        self.counters, self.num_passes = counters, most_model_tokens
         self._pad_to = pad_to
         self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
@@ -116,6 +102,7 @@ class AutoGate(Gate):
         self._rows_per_row = 1.0  # that the busiest rank has for each row of ours, where ranks step together
 
     def begin(self, step: Step) -> Opening:
+        """As `FixedGate.begin`; so is `choose`."""
         self._learn(self._seen(step))
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
