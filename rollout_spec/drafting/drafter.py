@@ -16,7 +16,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.groups import Groups, Member
+from rollout_spec.drafting.groups import Groups, GroupSequence
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
@@ -58,7 +58,7 @@ class _TrackedRows:
 
 @dataclasses.dataclass
 class _Request:
-    member: Member | None  # None: it is not in the index
+    sequence: GroupSequence | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
 
 
@@ -135,8 +135,8 @@ class Drafter:
 
         A request with another prompt than its group's gives the group that one; what runs keeps its own.
         """
-        member = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
-        self._requests[request_id] = _Request(member, max_level)
+        sequence = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
+        self._requests[request_id] = _Request(sequence, max_level)
         self._tracked = None
 
     def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
@@ -145,16 +145,16 @@ class Drafter:
         is_aborted: that one's prompt may lack the last tokens.
         """
         self._tracked = None
-        member = self._requests.pop(request_id).member
-        if member is not None:
-            self._groups.park(member, is_aborted=is_aborted)
+        sequence = self._requests.pop(request_id).sequence
+        if sequence is not None:
+            self._groups.park(sequence, is_aborted=is_aborted)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """These have said all: what they have parked is closed, at once or when their request is removed."""
         samples = set(samples)
         for request in self._requests.values():
-            if request.member is not None and request.member.sample in samples:
-                request.member.has_ended = True
+            if request.sequence is not None and request.sequence.sample in samples:
+                request.sequence.has_ended = True
         self._groups.end_samples(samples)
 
     def draft(
@@ -288,7 +288,7 @@ class Drafter:
     def _tracked_rows(self, request_ids: Sequence[str]) -> _TrackedRows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
         # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        tracked = [(row, r.member.sequence, r.max_level - 1) for row, r in rows if r.member is not None]
+        tracked = [(row, r.sequence.handle, r.max_level - 1) for row, r in rows if r.sequence is not None]
         return _TrackedRows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def _count(self, step: Step, tracked: _TrackedRows, proposed: StepResult) -> None:
@@ -325,9 +325,9 @@ class Drafter:
         """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
         for row in tracked.rows[nums_draft_tokens < 0].tolist():
             request = self._requests[self._row_ids[row]]
-            assert request.member is not None
-            self._groups.drop(request.member)
-            request.member = None
+            assert request.sequence is not None
+            self._groups.drop(request.sequence)
+            request.sequence = None
         self._tracked = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
@@ -368,10 +368,13 @@ class Drafter:
         self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
         return self.counters.take()
 
-    def note_new_weights(self, step: int | None = None) -> None:
-        """The target's weights have changed: the time until the next step is no step's. `step`: the training
-        step that begins, by default the one after the last."""
-        self.history.step = self.history.step + 1 if step is None else step
+    def note_new_weights(self, training_step: int | None = None) -> None:
+        """The target's weights have changed: the time until the next step is no step's.
+
+        training_step: the one that begins, by default the one after the last.
+        """
+        next_one = self.history.training_step + 1
+        self.history.training_step = next_one if training_step is None else training_step
         self._last_end = None
 
 

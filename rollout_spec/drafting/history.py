@@ -37,7 +37,7 @@ class Text:
     """What a sample said after a prompt, in one request or in several that went on after each other."""
 
     sample: bytes
-    step: int = 0  # the training step in which it got its end
+    training_step: int = 0  # in which it got its end
     tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     is_kept: bool = False
 
@@ -53,7 +53,7 @@ class History:
     """
 
     def __init__(self, num_samples: int, max_bytes: int, vocab_size: int = 1 << 31) -> None:
-        self.num_samples, self.step = num_samples, 0
+        self.num_samples, self.training_step = num_samples, 0
         self.vocab_size = vocab_size
         self._max_bytes = max_bytes
         self._responses: dict[bytes, list[Text]] = {}
@@ -87,7 +87,7 @@ class History:
         is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
         text = text or Text(sample or uuid.uuid4().bytes[:_NAME_BYTES])
-        text.step = self.step
+        text.training_step = self.training_step
         self._new.pop(text, None)
         if self._keep(prompt_key, text, tokens) and not is_cut:
             self._new[text] = prompt_key
@@ -107,7 +107,8 @@ class History:
         others = [each for each in texts if each.sample != text.sample]
         last_steps = dict[bytes, int]()
         for each in (*others, *own, text):
-            last_steps[each.sample] = max(each.step, last_steps.get(each.sample, each.step))
+            step = each.training_step
+            last_steps[each.sample] = max(step, last_steps.get(each.sample, step))
         place = bisect_right(others, last_steps[text.sample], key=lambda each: last_steps[each.sample])
         texts = [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
         samples = list(dict.fromkeys(each.sample for each in texts))
@@ -199,7 +200,7 @@ def _packed(kept: Sequence[tuple[bytes, Text]], mark: bytes) -> bytes:
     np.savez(
         buffer,
         names=np.frombuffer(b"".join(key + text.sample for key, text in kept), np.uint8),
-        steps=np.array([text.step for _, text in kept], np.int64),
+        steps=np.array([text.training_step for _, text in kept], np.int64),
         lengths=np.array([len(text.tokens) for _, text in kept], np.int64),
         tokens=np.concatenate([np.empty(0, np.int32), *(text.tokens for _, text in kept)]),
     )

@@ -44,11 +44,11 @@ class ProposerControl:
         """The fields of `EngineCounters`, counted since the last call."""
         return self._proposer.take_counters().to_dict()
 
-    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED, step: int | None = None) -> None:
+    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED, training_step: int | None = None) -> None:
         """The target's weights have changed, to those of this training step; the texts stay."""
         self.note_ended(ended)
         if self._drafter is not None:
-            self._drafter.note_new_weights(step)
+            self._drafter.note_new_weights(training_step)
 
     def end_samples(self, samples: Collection[str]) -> None:
         """Samples of these names have said all; their last tokens may still be on their way."""
