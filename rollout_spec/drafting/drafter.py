@@ -74,6 +74,7 @@ class Drafter:
         pads_drafts: pad the drafts of a step to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. Padding is verified, and seldom right.
         most_model_tokens: the most that a model drafts for a row; 0: there is no model.
+        vocab_size: of the target; texts of other engines with other tokens are refused.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Drafter:
         clock: Callable[[], float] = time.perf_counter,
         pads_drafts: bool = False,
         most_model_tokens: int = 0,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self._num_speculative_tokens = config.num_speculative_tokens
         self._pad_to = config.num_speculative_tokens if pads_drafts else 0
@@ -98,7 +100,7 @@ class Drafter:
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
         self._drafts_wanted, self._num_passes = False, 0  # by the gate, in the steps to come: see `Drafts`
         self.index = make_index(config)
-        self.history = History(config.history, config.max_index_bytes)
+        self.history = History(config.history, config.max_index_bytes, vocab_size)
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
@@ -365,7 +367,7 @@ class Drafter:
         num_left_out = self.index.stats().num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
-        self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
+        self.counters.num_samples_dropped = self.history.take_num_dropped()
         return self.counters.take()
 
     def note_new_weights(self, training_step: int | None = None) -> None:

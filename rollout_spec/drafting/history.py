@@ -54,15 +54,14 @@ class History:
 
     def __init__(self, num_samples: int, max_bytes: int, vocab_size: int = 1 << 31) -> None:
         self.num_samples, self.training_step = num_samples, 0
-        self.vocab_size = vocab_size
+        self._vocab_size = vocab_size
         self._max_bytes = max_bytes
         self._responses: dict[bytes, list[Text]] = {}
         # By number of samples, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
         self.num_bytes = 0
-        self.num_dropped = 0
-        """Samples, ever, for want of memory."""
+        self._num_dropped = 0
         self.pieces: Iterator[bytes] = iter(())
         """The pieces of what was asked for last that are still to be handed on."""
 
@@ -118,7 +117,7 @@ class History:
             most = next(iter(self._prompts_with[max(self._prompts_with)]))
             texts = self.texts(most)
             self._set(most, [each for each in texts if each.sample != texts[0].sample])
-            self.num_dropped += 1
+            self._num_dropped += 1
         return text.is_kept
 
     def _set(self, prompt_key: bytes, texts: list[Text]) -> None:
@@ -151,6 +150,11 @@ class History:
         """Everything that is there now, in pieces with a version and a checksum each; at least one."""
         return _pieces([(key, text) for key, texts in self._responses.items() for text in texts])
 
+    def take_num_dropped(self) -> int:
+        """Samples that were dropped for want of memory since the last call."""
+        taken, self._num_dropped = self._num_dropped, 0
+        return taken
+
     def take_new(self) -> Iterator[bytes]:
         """What `add` has kept since the last call, in pieces for `merge` of other engines' histories."""
         taken, self._new = self._new, {}
@@ -161,7 +165,7 @@ class History:
 
         Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
-        for key, text, tokens in _unpack(content, "history of another engine", self.vocab_size):
+        for key, text, tokens in _unpack(content, "history of another engine", self._vocab_size):
             self._keep(key, text, tokens)
 
 
