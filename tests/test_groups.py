@@ -408,7 +408,8 @@ class GroupsMachine(RuleBasedStateMachine):
         check_index(self.index)
         history, packed = self.rows.history, self.packed
         assert (len(history), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
-        assert history._num_dropped == packed.num_dropped
+        assert history.take_num_dropped() == packed.num_dropped
+        packed.num_dropped = 0
         for prompt in packed.prompts:
             kept = [text.tolist() for text in history.get(prompt)]
             assert kept == [text.tokens for text in packed.texts(prompt)]

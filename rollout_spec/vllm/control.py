@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.history import HistoryError
+from rollout_spec.drafting.history_pieces import HistoryError
 from rollout_spec.vllm.proposer import SuffixProposer
 
 logger = init_logger(f"vllm.{__name__}")
@@ -80,7 +80,7 @@ class ProposerControl:
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
         else:
-            self._drafter.history.pieces = self._drafter.history.pack()
+            self._drafter.history.pieces = self._drafter.history.all_pieces()
         return self.next_piece()
 
     def next_piece(self) -> bytes | None:
