@@ -131,8 +131,8 @@ static inline bool rs_is_unindexed(const rs_sequence *sequence) {
 rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                           rs_sequence **made);
 
-/* Its slot is closed, and its prompt's, if that is not its group's any more and nothing else begins after it. The group does
- * not learn of it. */
+/* Frees it, and its prompt if no text needs that any more: it is not its group's, and nothing else begins after it. Does
+ * not call rs_group_leave. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
 /* It runs again, which alone can fail; is parked; or is a text that closes itself. */
@@ -151,7 +151,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
  * prompts idle text makes room: then it may be unindexed again. */
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index);
 
-/* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
+/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
 
 /* What keeps the own contexts of a text apart from those of others. */

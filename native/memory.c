@@ -23,8 +23,8 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         return RS_ENOMEM;
     }
     uint64_t new_bytes = new_size * element_size;
-    const uint64_t more = new_bytes - old_bytes + memory->kept_free; /* it may be less: then this wraps twice */
-    while (memory->max_bytes != 0 && memory->num_bytes + more > memory->max_bytes) {
+    while (memory->max_bytes != 0 &&
+           memory->num_bytes - old_bytes + new_bytes + memory->kept_free > memory->max_bytes) {
         if (!make_room(memory)) {
             return RS_EBUDGET;
         }

@@ -11,7 +11,7 @@
 typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
-    uint64_t kept_free;      /* of these, what is not for what is allocated now */
+    uint64_t kept_free;      /* of these, what the allocation that runs must leave free */
     bool (*make_room)(void *owner); /* frees something; false: nothing. NULL: nobody is asked */
     void *owner;
 } rs_memory;
