@@ -76,7 +76,7 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
         }
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             stats->num_sequences += each->kind == RS_RUNNING;
-            stats->num_tokens_unindexed += each->has_no_memory ? 0 : (uint64_t)(each->end - each->at.indexed);
+            stats->num_tokens_unindexed += each->is_left_out ? 0 : (uint64_t)(each->end - each->at.indexed);
         }
     }
 }

@@ -22,7 +22,7 @@ typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
 typedef struct rs_sequence rs_sequence;
 struct rs_sequence {
     rs_kind kind;
-    bool has_no_memory;    /* for more of it: the next step drops its row */
+    bool is_left_out;      /* there is no memory for more of it, until it runs again: the next step drops its row */
     bool is_resumed;       /* the next step compares its row with its text */
     int32_t id;
     int32_t group;
@@ -46,9 +46,9 @@ struct rs_sequence {
 
 typedef struct {
     bool open;
-    bool lacks_text;     /* has lost one, or had no memory for one: to be given up once it is idle */
+    bool give_up_when_idle; /* it has lost a text, or had no memory for one */
     int32_t next_free;   /* while it is closed: in the list of free slots, or of those given up; -1: none */
-    int32_t num_running_sequences; /* and, during a call, what has entered the group so that it stays */
+    int32_t num_inside;  /* what has entered the group: its running sequences, and others during a call */
     int32_t older;       /* while it is idle, in the list of these: idle for longer; -1: none */
     int32_t newer;       /* likewise */
     rs_sequence *prompt; /* the latest; until a prompt is indexed as a whole, nothing that begins after it is */

@@ -47,7 +47,7 @@ static void sift(rs_index *index, uint32_t at, rs_entry entry) {
 }
 
 static bool can_be_indexed(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->has_no_memory && !rs_waits_for_prompt(sequence);
+    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
 }
 
 /* Of urgent texts the one with least left goes first; then others in the order in which they came. */
@@ -185,9 +185,9 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
 static void forget_idle_text(rs_index *index, rs_group *group) {
     rs_automaton_reset(&group->automaton);
     group->num_tokens = 0;
-    group->lacks_text = true;
+    group->give_up_when_idle = true;
     for (rs_sequence *each = group->first; each != NULL; each = each->next) {
-        each->has_no_memory |= each->kind == RS_PARKED; /* until it runs again */
+        each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
         if (each->kind == RS_PROMPT) {
             restart(index, each, 0);
         }
@@ -232,7 +232,7 @@ rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kin
     if (kind == RS_RUNNING) {
         RS_TRY(reserve_predictions(index, sequence));
         sequence->is_resumed = true;
-        sequence->has_no_memory = false;
+        sequence->is_left_out = false;
     } else {
         free_predictions(index, sequence);
     }
@@ -242,7 +242,7 @@ rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kin
 }
 
 void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
-    sequence->has_no_memory = index->groups[sequence->group].lacks_text = true;
+    sequence->is_left_out = index->groups[sequence->group].give_up_when_idle = true;
     index->num_texts_left_out++;
     requeue(index, sequence);
 }

@@ -103,7 +103,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
     const int32_t level = batch->levels[i];
     if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
-        sequence->has_no_memory || sequence->prompt->has_no_memory) {
+        sequence->is_left_out || sequence->prompt->is_left_out) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {

@@ -168,7 +168,7 @@ static const char *check_calibration(const rs_calibration *calibration) {
 /* ---- the queue ---- */
 
 static bool can_be_indexed(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->has_no_memory && !rs_waits_for_prompt(sequence);
+    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
 }
 
 static uint64_t key_of(const rs_sequence *sequence) {
@@ -210,7 +210,7 @@ static bool groups_hold(const rs_index *index) {
         }
         num_closed += !group->open;
         num_idle += group->open && num_running == 0;
-        if (num_running != group->num_running_sequences) {
+        if (num_running != group->num_inside) {
             return false;
         }
     }
@@ -224,7 +224,7 @@ static bool groups_hold(const rs_index *index) {
     }
     int32_t older = -1;
     for (int32_t id = index->oldest_idle; id >= 0; older = id, id = index->groups[id].newer) {
-        if (index->groups[id].num_running_sequences > 0 || index->groups[id].older != older || num_idle-- == 0) {
+        if (index->groups[id].num_inside > 0 || index->groups[id].older != older || num_idle-- == 0) {
             return false;
         }
     }
