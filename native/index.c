@@ -44,7 +44,7 @@ rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_t
     rs_status status = is_first ? rs_automaton_init(&index->corpus, &index->memory) : RS_OK;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
-        status = rs_extend(&index->corpus, &last, token_ids[i]);
+        status = rs_automaton_extend(&index->corpus, &last, token_ids[i]);
     }
     return rs_memory_error(&index->memory, error, status);
 }

@@ -301,9 +301,9 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
         if (at->indexed < sequence->counted_end) {
-            at->last = *rs_find(&group->automaton, at->last, token);
+            at->last = *rs_automaton_find(&group->automaton, at->last, token);
         } else {
-            RS_TRY(rs_extend(&group->automaton, &at->last, token));
+            RS_TRY(rs_automaton_extend(&group->automaton, &at->last, token));
             if (sequence->kind != RS_PROMPT) {
                 uint32_t tags[RS_NUM_CONTEXTS];
                 rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);

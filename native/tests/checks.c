@@ -30,7 +30,7 @@ static const char *check_transition(const rs_automaton *a, uint32_t from, int32_
     if (token < 0 || target == RS_ROOT || target >= a->num_states) {
         return "transition: token or target out of range";
     }
-    const uint32_t *found = rs_find(a, from, token);
+    const uint32_t *found = rs_automaton_find(a, from, token);
     if (found == NULL || *found != target) {
         return "transition: is not the one found under its token";
     }
@@ -43,7 +43,7 @@ static const char *check_transition(const rs_automaton *a, uint32_t from, int32_
         if (a->states[to->link].len > a->states[state->link].len + 1) {
             return "transition: target does not hold all strings it is reached with";
         }
-        const uint32_t *above = rs_find(a, state->link, token);
+        const uint32_t *above = rs_automaton_find(a, state->link, token);
         if (above == NULL || (*above != target && *above != to->link)) {
             return "transition: the suffix link's transition leads elsewhere";
         }
