@@ -24,7 +24,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->memory.make_room = rs_give_up_idle;
     made->memory.owner = made;
     made->free_group = made->given_up = made->oldest_idle = made->newest_idle = made->free_slot = -1;
-    rs_calibration_init(&made->calibration);
+    rs_mixer_init(&made->mixer);
     status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
     if (status != RS_OK) {
         rs_index_free(made);

@@ -89,7 +89,7 @@ struct rs_index {
     uint64_t num_texts_left_out;
     uint64_t num_steps;
     rs_contexts contexts;
-    rs_calibration calibration;
+    rs_mixer mixer;
     rs_automaton corpus; /* states NULL: none */
 };
 

@@ -90,7 +90,7 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 static void learn_outcome(rs_index *index, const rs_sequence *sequence, const int32_t *new_tokens, int32_t num_new) {
     const rs_prediction *predictions = sequence->predictions;
     for (int32_t i = 0; i < sequence->num_predictions && i < num_new; i++) {
-        rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);
+        rs_mixer_learn(&index->mixer, predictions + i, new_tokens[i]);
         if (predictions[i].token != new_tokens[i]) {
             return;
         }

@@ -552,14 +552,14 @@ static void test_checks(void) {
 }
 
 /* And so they do in what was learned. */
-static void test_checks_of_the_calibration(void) {
+static void test_checks_of_the_mixer(void) {
     rs_index *index = new_index(default_options());
-    rs_cell *cell = index->calibration.cells + 1;
+    rs_cell *cell = index->mixer.cells + 1;
     *cell = (rs_cell){.probability = 1.0F, .num = 2};
     check_valid(index);
-    rs_weights *weights = index->calibration.weights + RS_NUM_WEIGHT_SETS - 1;
-    float *fields[] = {&cell->probability, &cell->inputs[0], &cell->inputs[1], &weights->bias,
-                       &weights->experts[0][0], &weights->experts[1][RS_NUM_EXPERTS - 1]};
+    rs_weights *weights = index->mixer.weights + RS_NUM_WEIGHT_SETS - 1;
+    float *fields[] = {&cell->probability, &cell->inputs[RS_OWN], &cell->inputs[RS_RIVAL], &weights->bias,
+                       &weights->experts[RS_OWN][0], &weights->experts[RS_RIVAL][RS_NUM_EXPERTS - 1]};
     const float wrong[] = {NAN, INFINITY, -INFINITY, 8.0F, -8.0F};
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         for (size_t j = 0; j < sizeof wrong / sizeof wrong[0]; j++) {
@@ -626,7 +626,7 @@ int main(void) {
     test_arguments();
     test_least_level();
     test_checks();
-    test_checks_of_the_calibration();
+    test_checks_of_the_mixer();
     test_corpus(2);
     test_corpus(100);
     puts("native tests passed");

@@ -184,7 +184,7 @@ class AutoGate:
         if not num:  # where drafts are padded, the step has them if that takes no longer
             return Choice(lengths, pads=len(lengths) > 0 and bool(seconds[0] <= plain))
         num_rows = self._num_busiest_rows
-        tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.calibration
+        tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.share_kept
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])
         if self._step.num_passes:
