@@ -46,7 +46,7 @@ class Rows:
     def index_all(self):
         while self.groups.has_waiting or self.index.has_unindexed:
             self.index.catch_up()
-            self.groups.index_next()
+            self.groups.hand_on_next_text()
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.end(rows.add(PROMPT, **names), [*PROMPT, 30 + i]) for i in range(3)]
     with pytest.raises(UnknownId):
-        rows.index.text(members[0].sequence)
+        rows.index.text(members[0].handle)
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
 
 
@@ -278,6 +278,7 @@ class GroupsMachine(RuleBasedStateMachine):
         index_bytes=st.sampled_from([0, 0, 142_000]),
     )
     def make(self, num_samples, packed_bytes, index_bytes):
+        self.has_budget = index_bytes > 0
         self.index = WatchedIndex(num_speculative_tokens=2, max_bytes=index_bytes)
         self.rows = Rows(self.index, History(num_samples, packed_bytes))
         self.packed = PackedOracle(num_samples, packed_bytes)
@@ -324,7 +325,7 @@ class GroupsMachine(RuleBasedStateMachine):
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
         stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
         sequence = self.rows.add(prompt, group, num_group_tokens, sample)
-        assert self.index.max_bytes or (sequence is not None and self.index.left == stale)
+        assert self.has_budget or (sequence is not None and self.index.left == stale)
         self.note_left()
         if sequence is None:
             return
@@ -337,7 +338,7 @@ class GroupsMachine(RuleBasedStateMachine):
             at.rows.add(tuple(at.prompt))
             at.step = self.packed.step if handle in idle else at.step
             chain = Chain(sequence, key, sample, sequence.prompt.tolist())
-            assert chain.prompt == at.prompt or self.index.max_bytes
+            assert chain.prompt == at.prompt or self.has_budget
         else:
             assert sequence is chain.place
             num_resumed += chain.goes_on_whole(prompt)
@@ -362,7 +363,7 @@ class GroupsMachine(RuleBasedStateMachine):
         is_aborted, has_ended = data.draw(st.booleans()), data.draw(st.sampled_from([False, False, True]))
         row, sequence = [*prompt, *data.draw(SAID)], chain.place
         if self.rows.say(sequence, row).num_dropped:
-            assert self.index.max_bytes
+            assert self.has_budget
             self.rows.groups.drop(sequence)
             return
         sequence.has_ended = has_ended
@@ -394,14 +395,14 @@ class GroupsMachine(RuleBasedStateMachine):
         self.packed.step = self.rows.history.training_step = self.packed.step + 1
 
     @rule()
-    def index_next(self):
-        self.rows.groups.index_next()
+    def hand_on_next_text(self):
+        self.rows.groups.hand_on_next_text()
 
     @invariant()
     def agrees(self):
         if not hasattr(self, "rows"):
             return
-        if not self.index.max_bytes:
+        if not self.has_budget:
             self.rows.index_all()
             num_states = sum(group_of(at.rows).num_states for at in self.indexed.values())
             assert self.index.stats().num_states == num_states

@@ -265,7 +265,7 @@ class Drafter:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
         while self._has_unindexed and has_time():
             if not self.index.catch_up(PIECE_TOKENS):
-                self._groups.index_next()
+                self._groups.hand_on_next_text()
 
     @property
     def _has_unindexed(self) -> bool:
@@ -311,7 +311,7 @@ class Drafter:
     ) -> StepResult:
         """Index what these rows got and more; propose tokens of this survival or more, None: none."""
         tracked.set_levels(levels, min_survival is not None, next_step.room)
-        self._groups.index_next()
+        self._groups.hand_on_next_text()
         result = self.index.index_and_draft(
             tracked.sequences, token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
             min_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,

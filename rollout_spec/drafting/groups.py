@@ -162,10 +162,10 @@ class Groups:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are texts of the history for `index_next`."""
+        """Whether there are texts of the history for `hand_on_next_text`."""
         return bool(self._waiting)
 
-    def index_next(self) -> None:
+    def hand_on_next_text(self) -> None:
         """Give the index one of the texts that wait, if any: the last of each group, then those before."""
         self._forget_given_up()
         while self._waiting:

@@ -1,4 +1,4 @@
-"""Pieces: the history's texts on their way to other engines and to files, with a version and a checksum each."""
+"""Pieces: the history's texts on their way to other engines and to files, each with a version and a checksum."""
 
 import dataclasses
 import hashlib
