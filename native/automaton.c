@@ -16,7 +16,7 @@
  * Invariants, which rs_automaton_check of tests/checks.c checks:
  * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
  * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
- * - What rs_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
+ * - What rs_automaton_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
  *   memory for all of it. */
 #include "automaton.h"
 
@@ -78,7 +78,7 @@ static void remove_last_transition(rs_automaton *a, uint32_t state) {
 /* Every transition on the token from `state` up its suffix links that leads to `from` leads to `to`. */
 static void redirect(rs_automaton *a, uint32_t state, int32_t token, uint32_t from, uint32_t to) {
     while (state != RS_NO_STATE) {
-        uint32_t *target = rs_find(a, state, token);
+        uint32_t *target = rs_automaton_find(a, state, token);
         if (*target != from) {
             return;
         }
@@ -119,7 +119,7 @@ static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token) {
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;
-    while (state != RS_NO_STATE && (target = rs_find(a, state, token)) == NULL) {
+    while (state != RS_NO_STATE && (target = rs_automaton_find(a, state, token)) == NULL) {
         status = add_transition(a, state, token, newest);
         if (status != RS_OK) {
             remove_newest(a, last, state);
@@ -150,9 +150,9 @@ static void count_suffixes(rs_automaton *a, uint32_t state) {
     }
 }
 
-rs_status rs_extend(rs_automaton *a, uint32_t *last, int32_t token) {
+rs_status rs_automaton_extend(rs_automaton *a, uint32_t *last, int32_t token) {
     RS_TRY(reserve_states(a, 2));
-    const uint32_t *target = rs_find(a, *last, token);
+    const uint32_t *target = rs_automaton_find(a, *last, token);
     uint32_t after = a->num_states;
     if (target == NULL) {
         RS_TRY(create_state(a, *last, token));

@@ -46,10 +46,10 @@ void rs_automaton_free(rs_automaton *automaton);
 void rs_automaton_reset(rs_automaton *automaton);
 
 /* Append a token to the text whose state is *last, which moves to that of the longer text. On failure nothing changes. */
-rs_status rs_extend(rs_automaton *automaton, uint32_t *last, int32_t token);
+rs_status rs_automaton_extend(rs_automaton *automaton, uint32_t *last, int32_t token);
 
-/* The target of the transition, NULL where there is none. Invalid after the next rs_extend. */
-static inline uint32_t *rs_find(const rs_automaton *automaton, uint32_t state, int32_t token) {
+/* The target of the transition, NULL where there is none. Invalid after the next rs_automaton_extend. */
+static inline uint32_t *rs_automaton_find(const rs_automaton *automaton, uint32_t state, int32_t token) {
     rs_state *from = automaton->states + state;
     if (from->token == token) {
         return &from->target;
@@ -69,7 +69,7 @@ static inline void rs_match_move_up(const rs_automaton *automaton, rs_match *mat
 /* The text has got another token. */
 static inline void rs_match_move(const rs_automaton *automaton, rs_match *match, int32_t token) {
     const uint32_t *target;
-    while ((target = rs_find(automaton, match->state, token)) == NULL && match->state != RS_ROOT) {
+    while ((target = rs_automaton_find(automaton, match->state, token)) == NULL && match->state != RS_ROOT) {
         rs_match_move_up(automaton, match);
     }
     if (target != NULL) {

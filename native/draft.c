@@ -137,7 +137,7 @@ int32_t rs_draft(rs_index *index, rs_sequence *sequence, int32_t max_draft_token
             move(&w, tokens[i - 1]);
         }
         ask(&w, predictions + i);
-        survival *= rs_predict(&index->calibration, predictions + i);
+        survival *= rs_predict(&index->mixer, predictions + i);
         sequence->num_predictions += predictions[i].token >= 0;
         if (predictions[i].token < 0 || survival < min_survival) {
             break;

@@ -7,7 +7,7 @@
 /* Write the error, if any is wanted, and return status. */
 rs_status rs_fail(rs_error *error, rs_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
-/* The message for a status of rs_resize, rs_reserve or rs_extend; RS_OK passes. */
+/* The message for a status of rs_resize, rs_reserve or rs_automaton_extend; RS_OK passes. */
 rs_status rs_memory_error(const rs_memory *memory, rs_error *error, rs_status status);
 
 /* Whether all tokens are >= 0; if not, the error names the first that is not, an element of the array `name`. */

@@ -15,7 +15,7 @@
 /* The constants were chosen on recorded rollouts; a factor of two in any of them costs under 1 %. */
 /* What an engine begins with: each expert's weight for its own token, and against any other; sums over the selectors.
  * From recordings, as lab/record/drafters.md says: the matches, six contexts, a model, the corpus. */
-static const float FIRST_WEIGHTS[2][RS_NUM_EXPERTS] = {
+static const float FIRST_WEIGHTS[RS_NUM_SIDES][RS_NUM_EXPERTS] = {
     {0.93F, 0.45F, 0.10F, 0.26F, -0.10F, -0.21F, 0.18F, 0.15F, 0.51F, 0.30F},
     {0.38F, 0.10F, -0.05F, -0.02F, 0.17F, 0.10F, 0.03F, 0.11F, 0.76F, 0.30F},
 };
@@ -31,17 +31,17 @@ static const uint32_t TOTAL_STARTS[RS_NUM_TOTALS] = {1, 2, 3, 5, 9, 17};
 
 /* ---- cells ---- */
 
-static float stretch(const rs_calibration *calibration, double p) {
+static float stretch(const rs_mixer *mixer, double p) {
     int i = (int)(p * RS_NUM_STRETCHED);
-    return calibration->stretched[i < RS_NUM_STRETCHED ? i : RS_NUM_STRETCHED - 1];
+    return mixer->stretched[i < RS_NUM_STRETCHED ? i : RS_NUM_STRETCHED - 1];
 }
 
 static double squash(double x) { return 1.0 / (1.0 + exp(-x)); }
 
-static void set_probability(const rs_calibration *calibration, rs_cell *cell, double probability) {
+static void set_probability(const rs_mixer *mixer, rs_cell *cell, double probability) {
     cell->probability = (float)probability;
-    cell->inputs[0] = stretch(calibration, cell->probability);
-    cell->inputs[1] = stretch(calibration, (1.0 - cell->probability) * RIVAL_SHARE);
+    cell->inputs[RS_OWN] = stretch(mixer, cell->probability);
+    cell->inputs[RS_RIVAL] = stretch(mixer, (1.0 - cell->probability) * RIVAL_SHARE);
 }
 
 /* The last of the ranges, which begin with these values, that the value is in. */
@@ -73,49 +73,49 @@ static double match_prior(uint32_t length, uint32_t total, uint32_t share) {
     return count / (num + PRIOR_COUNT) * (1.0 - PRIOR_COUNT / (match_len + PRIOR_COUNT));
 }
 
-static void set_prior(rs_calibration *calibration, uint32_t number, double prior) {
-    calibration->cells[number].num = PRIOR_OBSERVATIONS;
-    set_probability(calibration, calibration->cells + number, prior);
+static void set_prior(rs_mixer *mixer, uint32_t number, double prior) {
+    mixer->cells[number].num = PRIOR_OBSERVATIONS;
+    set_probability(mixer, mixer->cells + number, prior);
 }
 
 /* No match has length 0, and what has no confidence proposes nothing: their cells stay zero. */
-static void set_priors(rs_calibration *calibration) {
+static void set_priors(rs_mixer *mixer) {
     for (uint32_t length = 1; length < RS_NUM_LENGTHS; length++) {
         for (uint32_t total = 0; total < RS_NUM_TOTALS; total++) {
             for (uint32_t share = 0; share < RS_NUM_SHARES; share++) {
                 for (uint32_t kind = 0; kind <= RS_NUM_MATCHES; kind++) {
-                    set_prior(calibration, match_cell(kind, length, total, share), match_prior(length, total, share));
+                    set_prior(mixer, match_cell(kind, length, total, share), match_prior(length, total, share));
                 }
             }
         }
     }
     for (uint32_t context = 0; context < RS_NUM_CONTEXTS; context++) {
         for (uint32_t confidence = 1; confidence <= RS_MAX_CONFIDENCE; confidence++) {
-            set_prior(calibration, context_cell(context, confidence), confidence / (confidence + 2.0));
+            set_prior(mixer, context_cell(context, confidence), confidence / (confidence + 2.0));
         }
     }
     for (uint32_t depth = 0; depth < RS_NUM_DEPTHS; depth++) {
         for (uint32_t confidence = 0; confidence < RS_MODEL_CONFIDENCES; confidence++) {
-            set_prior(calibration, model_cell(depth, confidence), squash(confidence + 0.5 + RS_LEAST_LOG_ODDS));
+            set_prior(mixer, model_cell(depth, confidence), squash(confidence + 0.5 + RS_LEAST_LOG_ODDS));
         }
     }
 }
 
-void rs_calibration_init(rs_calibration *calibration) {
-    memset(calibration, 0, sizeof *calibration);
+void rs_mixer_init(rs_mixer *mixer) {
+    memset(mixer, 0, sizeof *mixer);
     for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-        rs_weights *weights = calibration->weights + set;
+        rs_weights *weights = mixer->weights + set;
         weights->bias = FIRST_BIAS / RS_NUM_SELECTORS;
         for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-            weights->experts[0][e] = FIRST_WEIGHTS[0][e] / RS_NUM_SELECTORS;
-            weights->experts[1][e] = FIRST_WEIGHTS[1][e] / RS_NUM_SELECTORS;
+            weights->experts[RS_OWN][e] = FIRST_WEIGHTS[RS_OWN][e] / RS_NUM_SELECTORS;
+            weights->experts[RS_RIVAL][e] = FIRST_WEIGHTS[RS_RIVAL][e] / RS_NUM_SELECTORS;
         }
     }
     for (int i = 0; i < RS_NUM_STRETCHED; i++) {
         double p = (i + 0.5) / RS_NUM_STRETCHED;
-        calibration->stretched[i] = (float)log(p / (1.0 - p));
+        mixer->stretched[i] = (float)log(p / (1.0 - p));
     }
-    set_priors(calibration);
+    set_priors(mixer);
 }
 
 /* ---- what is proposed ---- */
@@ -153,12 +153,12 @@ void rs_prediction_add_model(rs_prediction *prediction, int32_t depth, int32_t t
 
 /* Each expert's input for its own token, and for any other one; 0 where it proposes nothing, since the cell is the
  * first then, which is nobody's: no match has length 0. */
-static void inputs_of(const rs_calibration *calibration, const rs_prediction *prediction,
-                      float inputs[2][RS_NUM_EXPERTS]) {
+static void inputs_of(const rs_mixer *mixer, const rs_prediction *prediction,
+                      float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        const rs_cell *cell = calibration->cells + prediction->cells[e];
-        inputs[0][e] = cell->inputs[0];
-        inputs[1][e] = cell->inputs[1];
+        const rs_cell *cell = mixer->cells + prediction->cells[e];
+        inputs[RS_OWN][e] = cell->inputs[RS_OWN];
+        inputs[RS_RIVAL][e] = cell->inputs[RS_RIVAL];
     }
 }
 
@@ -186,31 +186,31 @@ static void select_weights(const rs_prediction *prediction, int32_t candidate, u
     sets[2] = 2 * RS_NUM_TOKEN_SETS + (proposed & ((1U << RS_CORPUS_EXPERT) - 1)); /* without the corpus */
 }
 
-static float mix(const rs_calibration *calibration, uint32_t proposed, const uint32_t sets[RS_NUM_SELECTORS],
-                 float inputs[2][RS_NUM_EXPERTS]) {
-    const rs_weights *a = calibration->weights + sets[0];
-    const rs_weights *b = calibration->weights + sets[1];
-    const rs_weights *c = calibration->weights + sets[2];
+static float mix(const rs_mixer *mixer, uint32_t proposed, const uint32_t sets[RS_NUM_SELECTORS],
+                 float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
+    const rs_weights *a = mixer->weights + sets[0];
+    const rs_weights *b = mixer->weights + sets[1];
+    const rs_weights *c = mixer->weights + sets[2];
     float sum = a->bias + b->bias + c->bias;
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        int rival = !(proposed >> e & 1);
-        sum += (a->experts[rival][e] + b->experts[rival][e] + c->experts[rival][e]) * inputs[rival][e];
+        int side = proposed >> e & 1 ? RS_OWN : RS_RIVAL;
+        sum += (a->experts[side][e] + b->experts[side][e] + c->experts[side][e]) * inputs[side][e];
     }
     return sum;
 }
 
-double rs_predict(const rs_calibration *calibration, rs_prediction *prediction) {
-    float inputs[2][RS_NUM_EXPERTS];
+double rs_predict(const rs_mixer *mixer, rs_prediction *prediction) {
+    float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
     uint32_t left = all_proposers(prediction); /* whose candidate is to be mixed */
     float best = -INFINITY;
-    inputs_of(calibration, prediction, inputs);
+    inputs_of(mixer, prediction, inputs);
     while (left != 0) {
         int32_t candidate = prediction->tokens[__builtin_ctz(left)];
         uint32_t proposed = proposing_experts(prediction, candidate);
         left &= ~proposed;
         select_weights(prediction, candidate, proposed, sets);
-        float score = mix(calibration, proposed, sets, inputs);
+        float score = mix(mixer, proposed, sets, inputs);
         prediction->token = score > best ? candidate : prediction->token;
         best = score > best ? score : best;
     }
@@ -221,35 +221,36 @@ static float bounded(double weight) {
     return (float)(weight > MAX_WEIGHT ? MAX_WEIGHT : weight < -MAX_WEIGHT ? -MAX_WEIGHT : weight);
 }
 
-static void learn_weights(rs_weights *weights, double step, uint32_t proposed, float inputs[2][RS_NUM_EXPERTS]) {
+static void learn_weights(rs_weights *weights, double step, uint32_t proposed,
+                          float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
     weights->bias = bounded(weights->bias + step);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        int rival = !(proposed >> e & 1);
-        float *weight = weights->experts[rival] + e;
-        *weight = bounded(*weight + step * inputs[rival][e]);
+        int side = proposed >> e & 1 ? RS_OWN : RS_RIVAL;
+        float *weight = weights->experts[side] + e;
+        *weight = bounded(*weight + step * inputs[side][e]);
     }
 }
 
-void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token) {
+void rs_mixer_learn(rs_mixer *mixer, const rs_prediction *prediction, int32_t token) {
     if (prediction->token < 0) {
         return;
     }
-    float inputs[2][RS_NUM_EXPERTS];
+    float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS];
     uint32_t sets[RS_NUM_SELECTORS];
     uint32_t proposed = proposing_experts(prediction, prediction->token);
-    inputs_of(calibration, prediction, inputs);
+    inputs_of(mixer, prediction, inputs);
     select_weights(prediction, prediction->token, proposed, sets);
-    float score = mix(calibration, proposed, sets, inputs);
+    float score = mix(mixer, proposed, sets, inputs);
     double error = (prediction->token == token) - squash((double)score);
     for (int selector = 0; selector < RS_NUM_SELECTORS; selector++) {
-        learn_weights(calibration->weights + sets[selector], LEARNING_RATE * error, proposed, inputs);
+        learn_weights(mixer->weights + sets[selector], LEARNING_RATE * error, proposed, inputs);
     }
     const uint32_t right = proposing_experts(prediction, token);
     for (uint32_t left = all_proposers(prediction); left != 0; left &= left - 1) {
         int e = __builtin_ctz(left);
-        rs_cell *cell = calibration->cells + prediction->cells[e];
+        rs_cell *cell = mixer->cells + prediction->cells[e];
         cell->num += cell->num < MAX_OBSERVATIONS;
         double surprise = (double)(right >> e & 1) - (double)cell->probability;
-        set_probability(calibration, cell, cell->probability + surprise / cell->num);
+        set_probability(mixer, cell, cell->probability + surprise / cell->num);
     }
 }

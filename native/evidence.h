@@ -30,16 +30,19 @@ enum {
     RS_NUM_STRETCHED = 1024
 };
 
+/* What an expert says of a candidate: that it is the expert's own token, or another one. */
+enum { RS_OWN, RS_RIVAL, RS_NUM_SIDES };
+
 /* What is learned is kept in single precision, which halves its bytes, and learned in double. */
 typedef struct {
     float probability;
-    float inputs[2]; /* to the mixer: for the expert's own token, and for any other one */
+    float inputs[RS_NUM_SIDES]; /* to the mixer */
     uint32_t num;    /* observations, up to a limit; the prior stands for some */
 } rs_cell;
 
-/* Of the mixer: how much each expert counts for its own token, [0], and against any other, [1]. */
+/* How much each expert counts, for its own token and against a rival. */
 typedef struct {
-    float experts[2][RS_NUM_EXPERTS];
+    float experts[RS_NUM_SIDES][RS_NUM_EXPERTS];
     float bias;
 } rs_weights;
 
@@ -47,7 +50,7 @@ typedef struct {
     rs_cell cells[RS_NUM_CELLS]; /* the first is never used: it stands for experts that propose nothing */
     rs_weights weights[RS_NUM_WEIGHT_SETS]; /* of each selector, one after the other */
     float stretched[RS_NUM_STRETCHED]; /* ln(p / (1 - p)) at p = (i + 0.5) / RS_NUM_STRETCHED */
-} rs_calibration;
+} rs_mixer;
 
 /* What the experts propose at one position. */
 typedef struct {
@@ -57,7 +60,7 @@ typedef struct {
     int32_t token;    /* the one chosen, -1: no expert proposes any */
 } rs_prediction;
 
-void rs_calibration_init(rs_calibration *calibration);
+void rs_mixer_init(rs_mixer *mixer);
 
 /* No expert has proposed anything after `previous` yet. */
 void rs_prediction_init(rs_prediction *prediction, int32_t previous);
@@ -79,9 +82,9 @@ void rs_prediction_add_context(rs_prediction *prediction, int context, rs_succes
 void rs_prediction_add_model(rs_prediction *prediction, int32_t depth, int32_t token, int32_t confidence);
 
 /* Choose prediction->token; returns the probability that the target samples it. */
-double rs_predict(const rs_calibration *calibration, rs_prediction *prediction);
+double rs_predict(const rs_mixer *mixer, rs_prediction *prediction);
 
 /* The target has sampled `token` at the position. */
-void rs_calibrate(rs_calibration *calibration, const rs_prediction *prediction, int32_t token);
+void rs_mixer_learn(rs_mixer *mixer, const rs_prediction *prediction, int32_t token);
 
 #endif

@@ -61,17 +61,17 @@ int32_t rs_group_given_up(rs_index *index) {
 }
 
 void rs_group_enter(rs_index *index, int32_t group) {
-    if (index->groups[group].num_running_sequences++ == 0) {
+    if (index->groups[group].num_inside++ == 0) {
         unlink_idle(index, index->groups + group);
     }
 }
 
 void rs_group_leave(rs_index *index, int32_t group) {
     rs_group *left = index->groups + group;
-    if (--left->num_running_sequences > 0) {
+    if (--left->num_inside > 0) {
         return;
     }
-    if (left->lacks_text) {
+    if (left->give_up_when_idle) {
         close_group(index, group, &index->given_up);
         return;
     }
@@ -90,7 +90,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     if (index->free_group < 0) {
         status = RS_RESERVE(&index->memory, index->groups, index->groups_capacity, (uint64_t)index->num_groups + 1);
     }
-    rs_group opened = {.open = true, .num_running_sequences = 1}; /* so that it does not make room itself */
+    rs_group opened = {.open = true, .num_inside = 1}; /* so that it does not make room itself */
     if (status == RS_OK) {
         status = rs_automaton_init(&opened.automaton, &index->memory);
     }
@@ -120,9 +120,9 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     if (found == NULL) {
         return RS_EUNKNOWN;
     }
-    if (found->num_running_sequences > 0) {
+    if (found->num_inside > 0) {
         return rs_fail(error, RS_EINVAL, "group=%" PRId32 ": %" PRId32 " of its sequences run", group,
-                       found->num_running_sequences);
+                       found->num_inside);
     }
     unlink_idle(index, found);
     rs_group_free(index, group);
@@ -210,7 +210,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
     }
     const int32_t group = found->group;
     const bool runs = found->kind == RS_RUNNING;
-    if (found->at.indexed < found->end && !found->has_no_memory) {
+    if (found->at.indexed < found->end && !found->is_left_out) {
         rs_sequence_become(index, found, RS_TEXT);
     } else {
         rs_sequence_free(index, found);

@@ -13,9 +13,8 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
     rs_memory memory = {.max_bytes = options->max_bytes};
-    rs_index *made = NULL;
-    uint32_t capacity = 0;
-    rs_status status = RS_RESIZE(&memory, made, capacity, 1);
+    rs_index *made;
+    rs_status status = RS_NEW(&memory, made);
     if (status != RS_OK) {
         return rs_memory_error(&memory, error, status);
     }
@@ -25,7 +24,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->memory.make_room = rs_give_up_idle;
     made->memory.owner = made;
     made->free_group = made->given_up = made->oldest_idle = made->newest_idle = made->free_slot = -1;
-    rs_calibration_init(&made->calibration);
+    rs_mixer_init(&made->mixer);
     status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
     if (status != RS_OK) {
         rs_index_free(made);
@@ -44,7 +43,7 @@ rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_t
     rs_status status = is_first ? rs_automaton_init(&index->corpus, &index->memory) : RS_OK;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
-        status = rs_extend(&index->corpus, &last, token_ids[i]);
+        status = rs_automaton_extend(&index->corpus, &last, token_ids[i]);
     }
     return rs_memory_error(&index->memory, error, status);
 }
@@ -76,7 +75,7 @@ void rs_index_stats(const rs_index *index, rs_stats *stats) {
         }
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             stats->num_sequences += each->kind == RS_RUNNING;
-            stats->num_tokens_unindexed += each->has_no_memory ? 0 : (uint64_t)(each->end - each->at.indexed);
+            stats->num_tokens_unindexed += each->is_left_out ? 0 : (uint64_t)(each->end - each->at.indexed);
         }
     }
 }

@@ -22,7 +22,7 @@ typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
 typedef struct rs_sequence rs_sequence;
 struct rs_sequence {
     rs_kind kind;
-    bool has_no_memory;    /* for more of it: the next step drops its row */
+    bool is_left_out;      /* there is no memory for more of it, until it runs again: the next step drops its row */
     bool is_resumed;       /* the next step compares its row with its text */
     int32_t id;
     int32_t group;
@@ -46,9 +46,9 @@ struct rs_sequence {
 
 typedef struct {
     bool open;
-    bool lacks_text;     /* has lost one, or had no memory for one: to be given up once it is idle */
+    bool give_up_when_idle; /* it has lost a text, or had no memory for one */
     int32_t next_free;   /* while it is closed: in the list of free slots, or of those given up; -1: none */
-    int32_t num_running_sequences; /* and, during a call, what has entered the group so that it stays */
+    int32_t num_inside;  /* what has entered the group: its running sequences, and others during a call */
     int32_t older;       /* while it is idle, in the list of these: idle for longer; -1: none */
     int32_t newer;       /* likewise */
     rs_sequence *prompt; /* the latest; until a prompt is indexed as a whole, nothing that begins after it is */
@@ -89,7 +89,7 @@ struct rs_index {
     uint64_t num_texts_left_out;
     uint64_t num_steps;
     rs_contexts contexts;
-    rs_calibration calibration;
+    rs_mixer mixer;
     rs_automaton corpus; /* states NULL: none */
 };
 
@@ -131,8 +131,8 @@ static inline bool rs_is_unindexed(const rs_sequence *sequence) {
 rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                           rs_sequence **made);
 
-/* Its slot is closed, and its prompt's, if that is not its group's any more and nothing else begins after it. The group does
- * not learn of it. */
+/* Frees it, and its prompt if no text needs that any more: it is not its group's, and nothing else begins after it. Does
+ * not call rs_group_leave. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
 /* It runs again, which alone can fail; is parked; or is a text that closes itself. */
@@ -151,7 +151,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
  * prompts idle text makes room: then it may be unindexed again. */
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index);
 
-/* From which level on these tokens, `level` of a row that has the sequence's prompt, are not its text. */
+/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
 int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
 
 /* What keeps the own contexts of a text apart from those of others. */

@@ -23,8 +23,8 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         return RS_ENOMEM;
     }
     uint64_t new_bytes = new_size * element_size;
-    const uint64_t more = new_bytes - old_bytes + memory->kept_free; /* it may be less: then this wraps twice */
-    while (memory->max_bytes != 0 && memory->num_bytes + more > memory->max_bytes) {
+    while (memory->max_bytes != 0 &&
+           memory->num_bytes - old_bytes + new_bytes + memory->kept_free > memory->max_bytes) {
         if (!make_room(memory)) {
             return RS_EBUDGET;
         }
@@ -52,4 +52,15 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     /* By an eighth: the slack is part of the bytes per token. */
     uint64_t grown = (uint64_t)*capacity + *capacity / 8 + 8;
     return rs_resize(memory, pointer, capacity, grown > needed ? grown : needed, element_size);
+}
+
+rs_status rs_new(rs_memory *memory, void **pointer, size_t size) {
+    uint32_t capacity = 0;
+    *pointer = NULL;
+    return rs_resize(memory, pointer, &capacity, 1, size);
+}
+
+void rs_delete(rs_memory *memory, void **pointer, size_t size) {
+    uint32_t capacity = 1;
+    rs_resize(memory, pointer, &capacity, 0, size);
 }

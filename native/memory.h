@@ -11,7 +11,7 @@
 typedef struct {
     uint64_t num_bytes;      /* allocated */
     uint64_t max_bytes;      /* 0: no limit */
-    uint64_t kept_free;      /* of these, what is not for what is allocated now */
+    uint64_t kept_free;      /* of these, what the allocation that runs must leave free */
     bool (*make_room)(void *owner); /* frees something; false: nothing. NULL: nobody is asked */
     void *owner;
 } rs_memory;
@@ -24,6 +24,12 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
 /* Make room for `needed` elements; grows geometrically. */
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
                      size_t element_size);
+
+/* One struct, not initialized; *pointer is NULL on failure. */
+rs_status rs_new(rs_memory *memory, void **pointer, size_t size);
+
+/* Frees what rs_new has made; *pointer is NULL then. */
+void rs_delete(rs_memory *memory, void **pointer, size_t size);
 
 /* Return the status from the function that this stands in, unless it is RS_OK. */
 #define RS_TRY(status)                    \
@@ -39,5 +45,9 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
 #define RS_RESERVE(memory, array, capacity, needed) \
     rs_reserve(memory, (void **)&(array), &(capacity), needed, sizeof *(array))
+
+/* rs_new and rs_delete of what the pointer points at. */
+#define RS_NEW(memory, pointer) rs_new(memory, (void **)&(pointer), sizeof *(pointer))
+#define RS_DELETE(memory, pointer) rs_delete(memory, (void **)&(pointer), sizeof *(pointer))
 
 #endif

@@ -11,12 +11,11 @@
  * Text is copied at once, and indexed when there is time: in the step that brings it, if that is little, or else by
  * rs_catch_up. A row drafts nothing while its text, or its prompt, is unindexed.
  *
- * A sequence runs, so that it may be in steps, or it is parked: it keeps its text until it runs again or is closed. Where
- * the memory of max_bytes does not suffice, in whatever call that is, this leaves the index, in this order:
- * 1. The group that has been idle, which is without a running sequence, for longest, with what is parked in it.
- *    rs_group_given_up names it.
- * 2. Idle text, of no running sequence, in the group that has most of it. The rest of that group is indexed again; what is
- *    parked there is indexed when it runs again. The group is given up once it is idle.
+ * A sequence runs, so that it may be in steps, or it is parked: it keeps its text until it runs again or is closed. A group
+ * in which none runs is idle. When a call needs memory beyond max_bytes, these are freed, the first first:
+ * 1. Idle groups, the one that has been idle longest first, with what is parked in them. rs_group_given_up names them.
+ * 2. Text that belongs to no running sequence, in the group that has most of it. The rest of that group is indexed again;
+ *    what is parked there is indexed when it runs again. The group is given up once it is idle.
  * 3. The text that needs the memory. Its row is dropped, and its group is given up once it is idle.
  * Texts without a sequence and parked ones leave an eighth of the budget to those that run.
  *

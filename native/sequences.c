@@ -47,7 +47,7 @@ static void sift(rs_index *index, uint32_t at, rs_entry entry) {
 }
 
 static bool can_be_indexed(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->has_no_memory && !rs_waits_for_prompt(sequence);
+    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
 }
 
 /* Of urgent texts the one with least left goes first; then others in the order in which they came. */
@@ -106,46 +106,54 @@ static void free_if_old(rs_index *index, rs_sequence *prompt) {
     }
 }
 
+/* Memory for one like `sequence`, but for its text. Its predictions stay reserved on failure. */
+static rs_status reserve_for_text(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
+    rs_memory *memory = &index->memory;
+    RS_TRY(RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1));
+    if (index->free_slot < 0) {
+        RS_TRY(RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1));
+    }
+    if (sequence->kind == RS_RUNNING) {
+        RS_TRY(reserve_predictions(index, sequence));
+    }
+    return RS_NEW(memory, *made);
+}
+
+/* It gets a slot, and is the first of its group. */
+static void link_text(rs_index *index, rs_sequence *sequence) {
+    rs_group *group = index->groups + sequence->group;
+    sequence->id = index->free_slot; /* only now: idle groups may have made room, and given back theirs */
+    if (sequence->id < 0) {
+        sequence->id = (int32_t)index->num_slots++;
+    } else {
+        index->free_slot = index->slots[sequence->id].next_free;
+    }
+    index->num_open++;
+    sequence->serial = ++index->num_serials;
+    if (sequence->prompt != NULL) {
+        sequence->prompt->num_after++;
+    }
+    sequence->next = group->first;
+    if (sequence->next != NULL) {
+        sequence->next->previous = sequence;
+    }
+    group->first = index->slots[sequence->id].sequence = sequence;
+}
+
 rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                           rs_sequence **made) {
-    rs_memory *memory = &index->memory;
     rs_sequence *const old = index->groups[group].prompt, *const prompt = kind == RS_PROMPT ? NULL : old;
     rs_sequence sequence = {.kind = kind, .group = group, .prompt = prompt};
-    uint32_t one = 0;
+    sequence.start = sequence.end = prompt == NULL ? 0 : prompt->end;
     *made = NULL;
-    rs_status status = RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1);
-    if (status == RS_OK && index->free_slot < 0) {
-        status = RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1);
-    }
-    if (status == RS_OK && kind == RS_RUNNING) {
-        status = reserve_predictions(index, &sequence);
-    }
-    if (status == RS_OK) {
-        status = RS_RESIZE(memory, *made, one, 1);
-    }
+    rs_status status = reserve_for_text(index, &sequence, made);
     if (status != RS_OK) {
         free_predictions(index, &sequence);
         index->num_texts_left_out++;
         return status;
     }
-    sequence.id = index->free_slot; /* only now: idle groups may have made room, and given back theirs */
-    if (sequence.id < 0) {
-        sequence.id = (int32_t)index->num_slots++;
-    } else {
-        index->free_slot = index->slots[sequence.id].next_free;
-    }
-    if (prompt != NULL) {
-        prompt->num_after++;
-    }
-    index->num_open++;
-    sequence.serial = ++index->num_serials;
-    sequence.start = sequence.end = prompt == NULL ? 0 : prompt->end;
-    sequence.next = index->groups[group].first;
-    if (sequence.next != NULL) {
-        sequence.next->previous = *made;
-    }
     **made = sequence;
-    index->groups[group].first = index->slots[sequence.id].sequence = *made;
+    link_text(index, *made);
     restart(index, *made, 0);
     status = rs_sequence_write(index, *made, tokens, num_tokens);
     if (status != RS_OK) {
@@ -171,8 +179,7 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     RS_RESIZE(&index->memory, sequence->text, sequence->text_capacity, 0);
     free_predictions(index, sequence);
     rs_sequence *prompt = sequence->prompt;
-    uint32_t one = 1;
-    RS_RESIZE(&index->memory, sequence, one, 0);
+    RS_DELETE(&index->memory, sequence);
     if (prompt != NULL) {
         prompt->num_after--;
         free_if_old(index, prompt);
@@ -185,10 +192,10 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
 static void forget_idle_text(rs_index *index, rs_group *group) {
     rs_automaton_reset(&group->automaton);
     group->num_tokens = 0;
-    group->lacks_text = true;
+    group->give_up_when_idle = true;
     for (rs_sequence *each = group->first; each != NULL; each = each->next) {
-        each->has_no_memory |= each->kind == RS_PARKED; /* until it runs again */
-        if (each->kind == RS_PROMPT) {
+        each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
+        if (each->kind == RS_PROMPT) { /* prompts first: a text begins where its prompt is */
             restart(index, each, 0);
         }
     }
@@ -232,7 +239,7 @@ rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kin
     if (kind == RS_RUNNING) {
         RS_TRY(reserve_predictions(index, sequence));
         sequence->is_resumed = true;
-        sequence->has_no_memory = false;
+        sequence->is_left_out = false;
     } else {
         free_predictions(index, sequence);
     }
@@ -242,7 +249,7 @@ rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kin
 }
 
 void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
-    sequence->has_no_memory = index->groups[sequence->group].lacks_text = true;
+    sequence->is_left_out = index->groups[sequence->group].give_up_when_idle = true;
     index->num_texts_left_out++;
     requeue(index, sequence);
 }
@@ -301,9 +308,9 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
         if (at->indexed < sequence->counted_end) {
-            at->last = *rs_find(&group->automaton, at->last, token);
+            at->last = *rs_automaton_find(&group->automaton, at->last, token);
         } else {
-            RS_TRY(rs_extend(&group->automaton, &at->last, token));
+            RS_TRY(rs_automaton_extend(&group->automaton, &at->last, token));
             if (sequence->kind != RS_PROMPT) {
                 uint32_t tags[RS_NUM_CONTEXTS];
                 rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);

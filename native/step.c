@@ -90,7 +90,7 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 static void learn_outcome(rs_index *index, const rs_sequence *sequence, const int32_t *new_tokens, int32_t num_new) {
     const rs_prediction *predictions = sequence->predictions;
     for (int32_t i = 0; i < sequence->num_predictions && i < num_new; i++) {
-        rs_calibrate(&index->calibration, predictions + i, new_tokens[i]);
+        rs_mixer_learn(&index->mixer, predictions + i, new_tokens[i]);
         if (predictions[i].token != new_tokens[i]) {
             return;
         }
@@ -103,7 +103,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     const int32_t *tokens = batch->token_ids + batch->rows[i] * batch->row_stride;
     const int32_t level = batch->levels[i];
     if (level < sequence->start || level > batch->num_columns || level > RS_MAX_TEXT_TOKENS ||
-        sequence->has_no_memory || sequence->prompt->has_no_memory) {
+        sequence->is_left_out || sequence->prompt->is_left_out) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {

@@ -62,7 +62,7 @@ class EngineCounters(Counters):
     num_model_draft_tokens: int = 0
     num_model_accepted_tokens: int = 0
     # Steps without drafts, by what decided so
-    num_steps_off_threshold: int = 0  # more rows than batch_threshold
+    num_steps_off_threshold: int = 0  # more rows than batch_threshold, or than may be padded
     num_steps_off_cost: int = 0  # no draft paid for its cost
     num_steps_off_probe: int = 0  # to measure a step without drafts
     # Over the steps without prompts that the automatic gate timed; what it believed of them
@@ -204,7 +204,8 @@ METRICS = (
         "How far the gate was off: what steps took less what it believed, over what they took.",
         "Above 0.3 for long: step times vary; look for other work on the machine."),
     Metric("share_off_threshold", "engine", _per("num_steps_off_threshold", "num_steps"),
-        "Share of engine steps without drafts because more requests decode than `batch_threshold`.",
+        "Share of engine steps without drafts: more requests decode than `batch_threshold`, or than can be "
+        "padded.",
         "High throughout: raise `batch_threshold`, or take `auto`."),
     Metric("share_off_cost", "engine", _per("num_steps_off_cost", "num_steps"),
         "Share of engine steps without drafts because they would gain less than 1 % over a plain step.",

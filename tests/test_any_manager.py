@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from rollout_spec import trace
-from rollout_spec.drafting.history import read_file
+from rollout_spec.drafting.history_pieces import read_file
 from rollout_spec.trace import read_trace
 from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED

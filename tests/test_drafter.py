@@ -11,6 +11,7 @@ from rollout_spec.drafting import drafter as drafter_module
 from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
+from rollout_spec.drafting.gate.gate import Opening
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument
@@ -110,7 +111,8 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
 def test_no_drafts_are_wanted_in_a_step_that_is_measured():
     batch = make("a")
     for probe_in_two in (False, True, False):
-        batch.drafter._gate.probe_in_two = probe_in_two
+        opening = Opening(0.0, probe_in_two)
+        batch.drafter._gate.begin = lambda step, opening=opening: opening
         batch.step([[10]])
         assert batch.drafts_wanted != probe_in_two
 
@@ -383,6 +385,15 @@ def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
         batch.add(name)
     assert batch.step([[10, 11], [12], []]) == [[PAD] * 4, [PAD] * 4, []]
     assert batch.step([[10], [14], [10]]) == [[], [], []]
+    counters = drafter.take_counters()
+    assert (counters.num_steps, counters.num_steps_on, counters.num_steps_off_threshold) == (2, 1, 1)
+
+
+def test_the_drafter_counts_the_time_of_steps_that_only_prefill():
+    batch = make("a")
+    batch.step([[]])
+    counters = batch.drafter.take_counters()
+    assert counters.draft_seconds > 0.0 and counters.num_steps == 0
 
 
 def test_a_step_has_the_likeliest_tokens_of_all_rows_and_no_more_than_it_may():

@@ -8,6 +8,7 @@ import pytest
 from rollout_spec.drafting.gate.gate import PATIENCE, PROBE_EVERY, AutoGate, FixedGate
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS
+from rollout_spec.metrics import EngineCounters
 
 NUM_ROWS, K = 4, 8
 
@@ -17,8 +18,8 @@ def plain(num_rows, seconds=0.1, **more):
 
 
 def test_a_fixed_gate_is_open_up_to_its_threshold():
-    gate = FixedGate(8, 0.3)
-    assert [gate.begin(plain(num_rows)) for num_rows in (8, 9, 1, 200)] == [0.3, None, 0.3, None]
+    gate = FixedGate(EngineCounters(), 8, 0.3)
+    assert [gate.begin(plain(num_rows)).min_survival for num_rows in (8, 9, 1, 200)] == [0.3, None, 0.3, None]
     assert gate.counters.num_steps_off_threshold == 2
 
 
@@ -27,26 +28,29 @@ class Machine:
     step with drafts verifies `pad_to` tokens of each row, whatever was proposed."""
 
     def __init__(self, survivals, seconds, share_proposed=1.0, pad_to=0):
-        self.gate, self.seconds = AutoGate(pad_to), seconds
+        self.gate, self.seconds = AutoGate(EngineCounters(), pad_to), seconds
         self.survivals = np.tile(np.asarray(survivals, np.float32), (NUM_ROWS, 1))
         self.lies = False
         self._rng, self._share = np.random.default_rng(0), share_proposed
         self._num_padded = pad_to * NUM_ROWS
         self._num_drafted = self.num_right = 0
+        self._promised = 0.0
 
     def step(self):
         """Run one; returns the draft tokens that the next verifies, None where it is to be a plain one."""
         num_new_tokens = NUM_ROWS + self.num_right * (not self.lies)
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
-        step = Step(*work, NUM_ROWS, 100, num_new_tokens, self.seconds(self._num_drafted))
+        seconds = self.seconds(self._num_drafted)
+        step = Step(*work, NUM_ROWS, 100, num_new_tokens, seconds, self._promised)
         self._num_drafted = self.num_right = 0
-        self.price = self.gate.begin(step)
+        self._promised = 0.0
+        self.price, self.probe_in_two = self.gate.begin(step)
         if self.price is None:
             return None
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
-        chosen = self.gate.choose(self.survivals, numbers)
-        if self._num_padded and not self.gate.pads:
+        chosen, self._promised, pads, _ = self.gate.choose(self.survivals, numbers)
+        if self._num_padded and not pads:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
         self.num_right = round(float(self.survivals[is_right].sum()))
@@ -65,7 +69,7 @@ def test_it_says_two_steps_before_which_step_is_measured_without_drafts():
     is_plain, was_said = [], []
     for _ in range(5 * PROBE_EVERY):
         is_plain.append(machine.step() is None)
-        was_said.append(machine.gate.probe_in_two)
+        was_said.append(machine.probe_in_two)
     assert is_plain[FIRST_STEPS + 2 :] == was_said[FIRST_STEPS:-2]
     assert sum(is_plain) >= FIRST_STEPS + 4
 
@@ -135,18 +139,20 @@ def test_the_gate_opens_within_twenty_steps_though_the_first_of_each_size_are_sl
 @pytest.mark.parametrize("times_as_long", [2.5, 20])
 def test_bursts_of_prompts_and_slow_first_steps_do_not_make_drafts_look_free(times_as_long):
     """Plain steps seem to take as long as those, if they are learned as plain ones; here no draft pays."""
-    gate, rng = AutoGate(), np.random.default_rng(0)
+    gate, rng = AutoGate(EngineCounters()), np.random.default_rng(0)
     survivals = np.full((NUM_ROWS, K), 0.7, np.float32).cumprod(axis=1)
-    num_drafted, shares = 0, []
+    num_drafted, promised, shares = 0, 0.0, []
 
     def step(num_prompt_tokens, factor):
-        nonlocal num_drafted
+        nonlocal num_drafted, promised
         work = (NUM_ROWS + num_drafted + num_prompt_tokens, num_prompt_tokens, num_drafted > 0, None)
         seconds = (0.01 + 0.0025 * num_drafted + 4e-5 * num_prompt_tokens) * factor * rng.lognormal(0.0, 0.03)
         tokens = NUM_ROWS + round(0.5 * num_drafted)
-        least = gate.begin(Step(*work, NUM_ROWS, 1000, tokens, seconds))
-        chosen = None if least is None else gate.choose(survivals, np.full(NUM_ROWS, K, np.int32))
-        num_drafted = 0 if chosen is None else int(chosen.sum())
+        least, _ = gate.begin(Step(*work, NUM_ROWS, 1000, tokens, seconds, promised))
+        num_drafted, promised = 0, 0.0
+        if least is not None:
+            choice = gate.choose(survivals, np.full(NUM_ROWS, K, np.int32))
+            num_drafted, promised = int(choice.lengths.sum()), choice.promised
 
     for _ in range(5):
         step(0, times_as_long)
@@ -223,8 +229,8 @@ def test_promises_that_do_not_come_true_are_corrected():
 
 @pytest.mark.parametrize("num_rows", [1, 256])
 def test_steps_that_cannot_be_compared_draft_nothing(num_rows):
-    gate = AutoGate()
-    assert {gate.begin(plain(num_rows, None)) for _ in range(50)} == {None}
+    gate = AutoGate(EngineCounters())
+    assert {gate.begin(plain(num_rows, None)).min_survival for _ in range(50)} == {None}
     assert gate.counters.num_steps_off_probe == 50
 
 
@@ -232,9 +238,9 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
     """However different their loads are, and however often each is asked."""
 
     def asked_in(num_rows, first):
-        gate, asked = AutoGate(), set()
+        gate, asked = AutoGate(EngineCounters()), set()
         for number in range(first, 600):
-            if gate.begin(plain(num_rows, number=number)) is None:
+            if gate.begin(plain(num_rows, number=number)).min_survival is None:
                 asked.add(number)
         return {number for number in asked if number > first + FIRST_STEPS}
 
@@ -245,12 +251,13 @@ def test_ranks_that_step_together_go_without_drafts_in_the_same_steps():
 
 def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
     """And a step in which only the other rank has drafts is no plain one."""
-    gate = AutoGate()
+    gate = AutoGate(EngineCounters())
     for number in range(1, 400):
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
         gate.begin(Step(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
-    assert gate.choose(np.full((4, 8), 0.5, np.float32).cumprod(axis=1), np.full(4, 8, np.int32)).sum() == 8
+    survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
+    assert gate.choose(survivals, np.full(4, 8, np.int32)).lengths.sum() == 8
     assert gate.counters.num_drafted_steps == 24
 
 
@@ -286,8 +293,13 @@ class Model:
     """Each of its passes takes so long, and its tokens bring so much a row; measured with noise."""
 
     def __init__(self, gains, seconds, seed=0):
-        self.gate, self.gains, self.seconds = AutoGate(most_model_tokens=len(gains)), np.array(gains), seconds
+        self.gate, self.gains, self.seconds = (
+            AutoGate(EngineCounters(), most_model_tokens=len(gains)),
+            np.array(gains),
+            seconds,
+        )
         self._rng, self._num_drafted = np.random.default_rng(seed), 0
+        self._promised = 0.0
 
     def steps(self, num):
         """The passes of each."""
@@ -301,10 +313,11 @@ class Model:
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         tokens = NUM_ROWS + round(0.9 * self._num_drafted)
         survivals = np.full((NUM_ROWS, 1), 0.9, np.float32)
-        if self.gate.begin(Step(*work, NUM_ROWS, 100, tokens, seconds, num, shares)) is None:
-            self._num_drafted = 0
-        else:
-            self._num_drafted = int(self.gate.choose(survivals, np.ones(NUM_ROWS, np.int32)).sum())
+        step = Step(*work, NUM_ROWS, 100, tokens, seconds, self._promised, num, shares)
+        self._num_drafted, self._promised = 0, 0.0
+        if self.gate.begin(step).min_survival is not None:
+            choice = self.gate.choose(survivals, np.ones(NUM_ROWS, np.int32))
+            self._num_drafted, self._promised = int(choice.lengths.sum()), choice.promised
         return num
 
 

@@ -34,19 +34,19 @@ class Rows:
     def add(self, prompt, group=None, num_group_tokens=None, sample=None):
         return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
 
-    def say(self, member, row):
+    def say(self, sequence, row):
         no = int32(0)
-        return self.index.index_and_draft(int32(member.sequence), int32(*row)[None], no, int32(len(row)), no)
+        return self.index.index_and_draft(int32(sequence.handle), int32(*row)[None], no, int32(len(row)), no)
 
-    def end(self, member, row):
-        self.say(member, row)
-        self.groups.park(member, is_aborted=False)
-        return member
+    def end(self, sequence, row):
+        self.say(sequence, row)
+        self.groups.park(sequence, is_aborted=False)
+        return sequence
 
     def index_all(self):
         while self.groups.has_waiting or self.index.has_unindexed:
             self.index.catch_up()
-            self.groups.index_next()
+            self.groups.hand_on_next_text()
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def test_a_group_without_room_gets_its_history_when_there_is_some(rows, monkeypa
         assert rows.add(PROMPT, group="group") is None
     added = Mock(side_effect=[None, full, None])
     monkeypatch.setattr(rows.index, "add_text", added)
-    member = rows.add(PROMPT, group="group")
+    sequence = rows.add(PROMPT, group="group")
     rows.index_all()
     assert [call.args[1].tolist() for call in added.call_args_list] == [[32], [31], [30]]
-    rows.end(member, [*PROMPT, 40])
+    rows.end(sequence, [*PROMPT, 40])
     added.side_effect = None
     rows.add(PROMPT, group="group")
     rows.index_all()
@@ -106,7 +106,7 @@ def test_a_text_that_goes_on_is_kept_once_and_what_a_branch_leaves_is_handed_on(
 def test_a_group_stays_whose_texts_are_all_kept(rows):
     """However short they are, in a new training step."""
     first = rows.end(rows.add(PROMPT, **OF_SAMPLE), [*PROMPT, 30])
-    rows.history.step += 1
+    rows.history.training_step += 1
     assert rows.add([*PROMPT, 50], "group", len(PROMPT), "another").group is first.group
 
 
@@ -115,7 +115,7 @@ def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.end(rows.add(PROMPT, **names), [*PROMPT, 30 + i]) for i in range(3)]
     with pytest.raises(UnknownId):
-        rows.index.text(members[0].sequence)
+        rows.index.text(members[0].handle)
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
 
 
@@ -126,17 +126,17 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
         rng = np.random.default_rng(0)
         for _ in range(400):
             rows.history.add(group_key("group"), rng.integers(0, 500, 100).astype(np.int32))
-        member = rows.add(PROMPT, group="group")
+        sequence = rows.add(PROMPT, group="group")
         rows.index_all()
         full = index.stats()
         assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
-        rows.say(member, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
+        rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
         rows.index_all()
         assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
-        member.has_ended = has_ended
-        rows.groups.park(member, is_aborted=False)
+        sequence.has_ended = has_ended
+        rows.groups.park(sequence, is_aborted=False)
         assert index.stats().num_groups == 0, "to be indexed again with what was left out"
-        assert rows.add(PROMPT, group="group") is not member
+        assert rows.add(PROMPT, group="group") is not sequence
 
 
 class WatchedIndex(SuffixIndex):
@@ -278,6 +278,7 @@ class GroupsMachine(RuleBasedStateMachine):
         index_bytes=st.sampled_from([0, 0, 142_000]),
     )
     def make(self, num_samples, packed_bytes, index_bytes):
+        self.has_budget = index_bytes > 0
         self.index = WatchedIndex(num_speculative_tokens=2, max_bytes=index_bytes)
         self.rows = Rows(self.index, History(num_samples, packed_bytes))
         self.packed = PackedOracle(num_samples, packed_bytes)
@@ -323,23 +324,23 @@ class GroupsMachine(RuleBasedStateMachine):
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
         stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
-        member = self.rows.add(prompt, group, num_group_tokens, sample)
-        assert self.index.max_bytes or (member is not None and self.index.left == stale)
+        sequence = self.rows.add(prompt, group, num_group_tokens, sample)
+        assert self.has_budget or (sequence is not None and self.index.left == stale)
         self.note_left()
-        if member is None:
+        if sequence is None:
             return
-        handle = member.group.handle
+        handle = sequence.group.handle
         if chain is None:
-            assert member not in [each.place for each in (*self.parked, *dict(self.running))]
+            assert sequence not in [each.place for each in (*self.parked, *dict(self.running))]
             at = self.indexed.setdefault(handle, Indexed(key, prompt[:num_group_tokens], self.packed.step))
             if prompt[: len(at.prompt)] != at.prompt:
                 at.prompt = prompt[:num_group_tokens]
             at.rows.add(tuple(at.prompt))
             at.step = self.packed.step if handle in idle else at.step
-            chain = Chain(member, key, sample, member.prompt.tolist())
-            assert chain.prompt == at.prompt or self.index.max_bytes
+            chain = Chain(sequence, key, sample, sequence.prompt.tolist())
+            assert chain.prompt == at.prompt or self.has_budget
         else:
-            assert member is chain.place
+            assert sequence is chain.place
             num_resumed += chain.goes_on_whole(prompt)
             self.parked.remove(chain)
             if not chain.goes_on_whole(prompt):
@@ -347,7 +348,7 @@ class GroupsMachine(RuleBasedStateMachine):
         assert self.rows.counters.num_resumed == num_resumed
         at = self.indexed[handle]
         if handle not in busy:
-            new = [text for text in self.packed.texts(member.group.history_key) if text not in at.texts]
+            new = [text for text in self.packed.texts(sequence.group.history_key) if text not in at.texts]
             at.texts += new
             at.rows |= {(*at.prompt, *text.tokens) for text in new}
         self.running.append((chain, prompt))
@@ -360,17 +361,17 @@ class GroupsMachine(RuleBasedStateMachine):
     def answer(self, data):
         chain, prompt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         is_aborted, has_ended = data.draw(st.booleans()), data.draw(st.sampled_from([False, False, True]))
-        row, member = [*prompt, *data.draw(SAID)], chain.place
-        if self.rows.say(member, row).num_dropped:
-            assert self.index.max_bytes
-            self.rows.groups.drop(member)
+        row, sequence = [*prompt, *data.draw(SAID)], chain.place
+        if self.rows.say(sequence, row).num_dropped:
+            assert self.has_budget
+            self.rows.groups.drop(sequence)
             return
-        member.has_ended = has_ended
-        self.rows.groups.park(member, is_aborted=is_aborted)
+        sequence.has_ended = has_ended
+        self.rows.groups.park(sequence, is_aborted=is_aborted)
         self.said.append(row)
         chain.said, chain.is_aborted = row[len(chain.prompt) :], is_aborted
         chain.text = self.keep(chain, chain.said, chain.text)
-        self.indexed[member.group.handle].rows.add(tuple(row))
+        self.indexed[sequence.group.handle].rows.add(tuple(row))
         self.parked += [chain] * (not has_ended)
         self.note_left()
 
@@ -384,31 +385,32 @@ class GroupsMachine(RuleBasedStateMachine):
         text = PackedText(group_key(group), sample_key(sample), self.packed.step + later)
         self.packed.keep(text, said)
         other = History(1, 1 << 20)
-        other.step = text.step
+        other.training_step = text.step
         other.add(text.prompt, int32(*said), text.sample)
         for piece in other.take_new():
             self.rows.history.merge(piece)
 
     @rule()
     def next_training_step(self):
-        self.packed.step = self.rows.history.step = self.packed.step + 1
+        self.packed.step = self.rows.history.training_step = self.packed.step + 1
 
     @rule()
-    def index_next(self):
-        self.rows.groups.index_next()
+    def hand_on_next_text(self):
+        self.rows.groups.hand_on_next_text()
 
     @invariant()
     def agrees(self):
         if not hasattr(self, "rows"):
             return
-        if not self.index.max_bytes:
+        if not self.has_budget:
             self.rows.index_all()
             num_states = sum(group_of(at.rows).num_states for at in self.indexed.values())
             assert self.index.stats().num_states == num_states
         check_index(self.index)
         history, packed = self.rows.history, self.packed
         assert (len(history), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
-        assert history.num_dropped == packed.num_dropped
+        assert history.take_num_dropped() == packed.num_dropped
+        packed.num_dropped = 0
         for prompt in packed.prompts:
             kept = [text.tolist() for text in history.get(prompt)]
             assert kept == [text.tokens for text in packed.texts(prompt)]

@@ -5,7 +5,9 @@ import pytest
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import history as history_module
-from rollout_spec.drafting.history import History, HistoryError, group_key, prompt_key, read_file
+from rollout_spec.drafting import history_pieces
+from rollout_spec.drafting.history import History, group_key, prompt_key
+from rollout_spec.drafting.history_pieces import HistoryError, read_file
 from rollout_spec.files import write_files
 from rollout_spec.predict.replay import replay
 from rollout_spec.trace import Rollout
@@ -27,14 +29,14 @@ def test_keys_tell_prompts_groups_and_samples_apart():
 
 @pytest.mark.parametrize(("piece_bytes", "num_pieces"), [(1 << 20, 1), (200, 4), (60, 8), (1, 9)])
 def test_what_is_saved_comes_back(tmp_path, monkeypatch, piece_bytes, num_pieces):
-    monkeypatch.setattr(history_module, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(history_pieces, "_PIECE_BYTES", piece_bytes)
     history = History(3, 1 << 20)
     for prompt in range(5):
         for response in range(prompt):
             history.add(prompt_key(int32(prompt)), np.arange(response, prompt * 10 + 1, dtype=np.int32))
     file = tmp_path / "a" / "folder" / "history"
     for _ in range(2):
-        write_files(file.parent, {file.name: b"".join(history.pack())})
+        write_files(file.parent, {file.name: b"".join(history.all_pieces())})
     loaded = History(3, 1 << 20)
     assert len(read_file(file)) == num_pieces
     for piece in read_file(file):
@@ -50,7 +52,7 @@ def test_what_is_saved_comes_back(tmp_path, monkeypatch, piece_bytes, num_pieces
         file.write_bytes(b"".join(pieces))
     assert [path.name for path in file.parent.iterdir()] == ["history"]
     empty = tmp_path / "empty"
-    empty.write_bytes(b"".join(History(3, 100).pack()))
+    empty.write_bytes(b"".join(History(3, 100).all_pieces()))
     loaded.merge(*read_file(empty))
     assert len(loaded) == len(history)
 
@@ -69,7 +71,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     history = History(3, 1 << 20)
     history.add(b"a" * 16, int32(1, 2, 3))
     file = tmp_path / "history"
-    file.write_bytes(spoil(b"".join(history.pack())))
+    file.write_bytes(spoil(b"".join(history.all_pieces())))
     with pytest.raises(HistoryError, match=f"{file}: {message}"):
         read_file(file)
     with pytest.raises(HistoryError, match=f"history of another engine: {message}"):

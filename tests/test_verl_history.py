@@ -41,7 +41,7 @@ class Server:
             self._history.merge(content)
 
     async def pack_history(self):
-        return list(self._history.pack()) if self._drafts else []
+        return list(self._history.all_pieces()) if self._drafts else []
 
     async def stop_drafting(self):
         self._drafts = False

@@ -11,7 +11,8 @@ import pandas
 from transformers import AutoTokenizer
 
 from rollout_spec import trace
-from rollout_spec.drafting.history import group_key, read_file
+from rollout_spec.drafting.history import group_key
+from rollout_spec.drafting.history_pieces import read_file
 from rollout_spec.trace import read_trace
 from rollout_spec.verl.trainer_history import FILE
 from rollout_spec_lab.demo.data import make_data

@@ -30,7 +30,7 @@ static const char *check_transition(const rs_automaton *a, uint32_t from, int32_
     if (token < 0 || target == RS_ROOT || target >= a->num_states) {
         return "transition: token or target out of range";
     }
-    const uint32_t *found = rs_find(a, from, token);
+    const uint32_t *found = rs_automaton_find(a, from, token);
     if (found == NULL || *found != target) {
         return "transition: is not the one found under its token";
     }
@@ -43,7 +43,7 @@ static const char *check_transition(const rs_automaton *a, uint32_t from, int32_
         if (a->states[to->link].len > a->states[state->link].len + 1) {
             return "transition: target does not hold all strings it is reached with";
         }
-        const uint32_t *above = rs_find(a, state->link, token);
+        const uint32_t *above = rs_automaton_find(a, state->link, token);
         if (above == NULL || (*above != target && *above != to->link)) {
             return "transition: the suffix link's transition leads elsewhere";
         }
@@ -131,35 +131,35 @@ static bool within(float value, float low, float high) { return value >= low && 
 static bool weights_hold(const rs_weights *weights) {
     bool hold = within(weights->bias, -MOST_WEIGHT, MOST_WEIGHT);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
-        hold = hold && within(weights->experts[0][e], -MOST_WEIGHT, MOST_WEIGHT) &&
-               within(weights->experts[1][e], -MOST_WEIGHT, MOST_WEIGHT);
+        hold = hold && within(weights->experts[RS_OWN][e], -MOST_WEIGHT, MOST_WEIGHT) &&
+               within(weights->experts[RS_RIVAL][e], -MOST_WEIGHT, MOST_WEIGHT);
     }
     return hold;
 }
 
-static bool cell_holds(const rs_calibration *calibration, const rs_cell *cell) {
-    const float low = calibration->stretched[0];
-    const float high = calibration->stretched[RS_NUM_STRETCHED - 1];
+static bool cell_holds(const rs_mixer *mixer, const rs_cell *cell) {
+    const float low = mixer->stretched[0];
+    const float high = mixer->stretched[RS_NUM_STRETCHED - 1];
     if (cell->num == 0) {
-        return cell->probability == 0.0F && cell->inputs[0] == 0.0F && cell->inputs[1] == 0.0F;
+        return cell->probability == 0.0F && cell->inputs[RS_OWN] == 0.0F && cell->inputs[RS_RIVAL] == 0.0F;
     }
     return cell->num >= LEAST_OBSERVATIONS && cell->num <= MOST_OBSERVATIONS &&
-           within(cell->probability, 0.0F, 1.0F) && within(cell->inputs[0], low, high) &&
-           within(cell->inputs[1], low, high);
+           within(cell->probability, 0.0F, 1.0F) && within(cell->inputs[RS_OWN], low, high) &&
+           within(cell->inputs[RS_RIVAL], low, high);
 }
 
-static const char *check_calibration(const rs_calibration *calibration) {
-    if (calibration->cells[0].num != 0) {
-        return "calibration: the cell of no expert was used";
+static const char *check_mixer(const rs_mixer *mixer) {
+    if (mixer->cells[0].num != 0) {
+        return "mixer: the cell of no expert was used";
     }
     for (int i = 0; i < RS_NUM_CELLS; i++) {
-        if (!cell_holds(calibration, calibration->cells + i)) {
-            return "calibration: a probability out of bounds";
+        if (!cell_holds(mixer, mixer->cells + i)) {
+            return "mixer: a probability out of bounds";
         }
     }
     for (int set = 0; set < RS_NUM_WEIGHT_SETS; set++) {
-        if (!weights_hold(calibration->weights + set)) {
-            return "calibration: a weight out of bounds";
+        if (!weights_hold(mixer->weights + set)) {
+            return "mixer: a weight out of bounds";
         }
     }
     return NULL;
@@ -168,7 +168,7 @@ static const char *check_calibration(const rs_calibration *calibration) {
 /* ---- the queue ---- */
 
 static bool can_be_indexed(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->has_no_memory && !rs_waits_for_prompt(sequence);
+    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
 }
 
 static uint64_t key_of(const rs_sequence *sequence) {
@@ -210,7 +210,7 @@ static bool groups_hold(const rs_index *index) {
         }
         num_closed += !group->open;
         num_idle += group->open && num_running == 0;
-        if (num_running != group->num_running_sequences) {
+        if (num_running != group->num_inside) {
             return false;
         }
     }
@@ -224,7 +224,7 @@ static bool groups_hold(const rs_index *index) {
     }
     int32_t older = -1;
     for (int32_t id = index->oldest_idle; id >= 0; older = id, id = index->groups[id].newer) {
-        if (index->groups[id].num_running_sequences > 0 || index->groups[id].older != older || num_idle-- == 0) {
+        if (index->groups[id].num_inside > 0 || index->groups[id].older != older || num_idle-- == 0) {
             return false;
         }
     }
@@ -325,7 +325,7 @@ static const char *check_bytes(const rs_index *index) {
 const char *rs_index_check(const rs_index *index) {
     const char *found[] = {index->corpus.states == NULL ? NULL : rs_automaton_check(&index->corpus),
                            check_contexts(&index->contexts),
-                           check_calibration(&index->calibration),
+                           check_mixer(&index->mixer),
                            check_tables(index),
                            check_bytes(index)};
     for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {

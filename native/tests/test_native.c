@@ -129,13 +129,13 @@ static uint64_t fingerprint(const rs_automaton *a) {
 
 /* ---- tests ---- */
 
-/* What rs_extend does, after it has failed at its first, second, ... allocation and changed nothing. */
+/* What rs_automaton_extend does, after it has failed at its first, second, ... allocation and changed nothing. */
 static int64_t extend_with_failures(rs_automaton *a, uint32_t *last, int32_t token) {
     const uint64_t before = fingerprint(a);
     const uint32_t last_before = *last;
     for (int64_t nth = 1;; nth++) {
         fail_allocation(nth);
-        rs_status status = rs_extend(a, last, token);
+        rs_status status = rs_automaton_extend(a, last, token);
         fail_allocation(0);
         CHECK(rs_automaton_check(a) == NULL);
         if (status == RS_OK) {
@@ -413,14 +413,14 @@ static void test_many_branches(void) {
     for (int32_t i = 0; i < 2 * NUM; i++) {
         extend_with_failures(&a, &last, i % 2 == 0 ? 0 : 1 + i * 64);
     }
-    uint32_t after_zero = *rs_find(&a, RS_ROOT, 0);
+    uint32_t after_zero = *rs_automaton_find(&a, RS_ROOT, 0);
     uint32_t num;
     const rs_transition *others = rs_block_entries(&a.pool, a.states[after_zero].block, &num);
     CHECK(num == NUM - 1);
     for (uint32_t i = 0; i < num; i++) {
         CHECK(others[i].token == (int32_t)(1 + (2 * i + 3) * 64));
     }
-    CHECK(rs_find(&a, after_zero, 2) == NULL);
+    CHECK(rs_automaton_find(&a, after_zero, 2) == NULL);
     check_freed(&a, &memory);
 }
 
@@ -432,13 +432,13 @@ static void test_wide_blocks(void) {
     CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(rs_extend(&a, &last, 3 * i) == RS_OK);
+        CHECK(rs_automaton_extend(&a, &last, 3 * i) == RS_OK);
     }
     CHECK(rs_block_units(a.states[RS_ROOT].block) > RS_NARROW_UNITS);
     CHECK(rs_automaton_check(&a) == NULL);
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(a.states[*rs_find(&a, RS_ROOT, 3 * i)].len == (uint32_t)i + 1);
-        CHECK(rs_find(&a, RS_ROOT, 3 * i + 1) == NULL);
+        CHECK(a.states[*rs_automaton_find(&a, RS_ROOT, 3 * i)].len == (uint32_t)i + 1);
+        CHECK(rs_automaton_find(&a, RS_ROOT, 3 * i + 1) == NULL);
     }
     check_freed(&a, &memory);
 }
@@ -552,14 +552,14 @@ static void test_checks(void) {
 }
 
 /* And so they do in what was learned. */
-static void test_checks_of_the_calibration(void) {
+static void test_checks_of_the_mixer(void) {
     rs_index *index = new_index(default_options());
-    rs_cell *cell = index->calibration.cells + 1;
+    rs_cell *cell = index->mixer.cells + 1;
     *cell = (rs_cell){.probability = 1.0F, .num = 2};
     check_valid(index);
-    rs_weights *weights = index->calibration.weights + RS_NUM_WEIGHT_SETS - 1;
-    float *fields[] = {&cell->probability, &cell->inputs[0], &cell->inputs[1], &weights->bias,
-                       &weights->experts[0][0], &weights->experts[1][RS_NUM_EXPERTS - 1]};
+    rs_weights *weights = index->mixer.weights + RS_NUM_WEIGHT_SETS - 1;
+    float *fields[] = {&cell->probability, &cell->inputs[RS_OWN], &cell->inputs[RS_RIVAL], &weights->bias,
+                       &weights->experts[RS_OWN][0], &weights->experts[RS_RIVAL][RS_NUM_EXPERTS - 1]};
     const float wrong[] = {NAN, INFINITY, -INFINITY, 8.0F, -8.0F};
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
         for (size_t j = 0; j < sizeof wrong / sizeof wrong[0]; j++) {
@@ -626,7 +626,7 @@ int main(void) {
     test_arguments();
     test_least_level();
     test_checks();
-    test_checks_of_the_calibration();
+    test_checks_of_the_mixer();
     test_corpus(2);
     test_corpus(100);
     puts("native tests passed");

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
-from rollout_spec.drafting.gate.gate import AutoGate, FixedGate, Gate
+from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate
 from rollout_spec.drafting.gate.step import Step
-from rollout_spec.drafting.groups import Groups, Member
+from rollout_spec.drafting.groups import Groups, GroupSequence
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
 from rollout_spec.drafting.model_share import ModelShare
@@ -29,36 +29,36 @@ MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long
 PIECE_TOKENS = 1024  # of unindexed text, that are indexed at a time: in 0.1 ms or less
 
 
-class _Rows:
+class _TrackedRows:
     """The rows of the engine's token matrix whose sequences are in the index.
 
     As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
-    def __init__(self, numbers: Int32Array, sequences: Int32Array, max_draft_levels: Int32Array) -> None:
-        self.numbers, self.sequences = numbers, sequences
+    def __init__(self, rows: Int32Array, sequences: Int32Array, max_draft_levels: Int32Array) -> None:
+        self.rows, self.sequences = rows, sequences  # of the matrix, and of the index
         self._max_draft_levels = max_draft_levels  # at which drafts end at the latest
-        self.levels, self.max_draft_tokens = np.zeros((2, len(numbers)), np.int32)
+        self.levels, self.max_draft_tokens = np.zeros((2, len(rows)), np.int32)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.rows)
 
-    def among(self, kept: npt.NDArray[np.bool_]) -> _Rows:
+    def among(self, kept: npt.NDArray[np.bool_]) -> _TrackedRows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
-        chosen = kept[self.numbers]
-        return _Rows(self.numbers[chosen], self.sequences[chosen], self._max_draft_levels[chosen])
+        chosen = kept[self.rows]
+        return _TrackedRows(self.rows[chosen], self.sequences[chosen], self._max_draft_levels[chosen])
 
     def set_levels(self, levels: Int32Array, may_draft: bool, room: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
-        np.take(levels, self.numbers, out=self.levels)
+        np.take(levels, self.rows, out=self.levels)
         self.max_draft_tokens[:] = np.maximum(self._max_draft_levels - self.levels, 0) if may_draft else 0
         if room is not None:
-            np.minimum(self.max_draft_tokens, room[self.numbers], out=self.max_draft_tokens)
+            np.minimum(self.max_draft_tokens, room[self.rows], out=self.max_draft_tokens)
 
 
 @dataclasses.dataclass
 class _Request:
-    member: Member | None  # None: it is not in the index
+    sequence: GroupSequence | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
 
 
@@ -74,6 +74,7 @@ class Drafter:
         pads_drafts: pad the drafts of a step to `config.num_speculative_tokens` in every decoding row, for
             engines whose other steps have no graph. Padding is verified, and seldom right.
         most_model_tokens: the most that a model drafts for a row; 0: there is no model.
+        vocab_size: of the target; texts of other engines with other tokens are refused.
     """
 
     def __init__(
@@ -82,30 +83,31 @@ class Drafter:
         clock: Callable[[], float] = time.perf_counter,
         pads_drafts: bool = False,
         most_model_tokens: int = 0,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self._num_speculative_tokens = config.num_speculative_tokens
         self._pad_to = config.num_speculative_tokens if pads_drafts else 0
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
-        self._gate: Gate = (
-            AutoGate(self._pad_to, most_model_tokens)
+        self.counters = EngineCounters()
+        self._gate: AutoGate | FixedGate = (
+            AutoGate(self.counters, self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
-            else FixedGate(config.batch_threshold, config.min_survival, most_model_tokens)
+            else FixedGate(self.counters, config.batch_threshold, config.min_survival, most_model_tokens)
         )
-        self.counters = self._gate.counters
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
-        self._drafts_wanted = False  # by the gate, in the steps to come
+        self._drafts_wanted, self._num_model_tokens = False, 0  # in the steps to come: see `Drafts`
         self.index = make_index(config)
-        self.history = History(config.history, config.max_index_bytes)
+        self.history = History(config.history, config.max_index_bytes, vocab_size)
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare(self.counters)
-        self._num_given = 0  # draft tokens of the step that runs
+        self._num_given, self._promised = 0, 0.0  # draft tokens of the step that runs, and promised of them
         self._row_ids: list[str] = []  # the requests of the last step's rows
-        self._rows: _Rows | None = None  # those of these rows that are in the index; None: to be mapped anew
+        self._tracked: _TrackedRows | None = None  # those of them in the index; None: to be mapped anew
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -135,26 +137,26 @@ class Drafter:
 
         A request with another prompt than its group's gives the group that one; what runs keeps its own.
         """
-        member = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
-        self._requests[request_id] = _Request(member, max_level)
-        self._rows = None
+        sequence = self._groups.add(prompt_token_ids, group, num_group_tokens, sample)
+        self._requests[request_id] = _Request(sequence, max_level)
+        self._tracked = None
 
     def remove(self, request_id: str, *, is_aborted: bool = False) -> None:
         """End a request that was added; its text stays, and the sample's next one goes on after it.
 
         is_aborted: that one's prompt may lack the last tokens.
         """
-        self._rows = None
-        member = self._requests.pop(request_id).member
-        if member is not None:
-            self._groups.park(member, is_aborted=is_aborted)
+        self._tracked = None
+        sequence = self._requests.pop(request_id).sequence
+        if sequence is not None:
+            self._groups.park(sequence, is_aborted=is_aborted)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """These have said all: what they have parked is closed, at once or when their request is removed."""
         samples = set(samples)
         for request in self._requests.values():
-            if request.member is not None and request.member.sample in samples:
-                request.member.has_ended = True
+            if request.sequence is not None and request.sequence.sample in samples:
+                request.sequence.has_ended = True
         self._groups.end_samples(samples)
 
     def draft(
@@ -185,61 +187,85 @@ class Drafter:
         started = time.perf_counter()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
-            self._gate.discard()
+            self._promised = 0.0
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        goes_on = self._map_rows(request_ids)
-        assert self._rows is not None
-        decodes, model = nums > 0, next_step.model_drafts
+        tracked, goes_on = self._mapped(request_ids)
+        step = self._ended_step(work, nums, levels, goes_on, next_step)
+        if step.num_rows < num_rows:
+            tracked = tracked.among(nums > 0)
+        if step.num_rows:
+            drafts = self._draft_decoding(step, tracked, nums > 0, token_ids, levels, next_step)
+        else:
+            drafts = self._index_only(tracked, num_rows, token_ids, levels)
+        self.counters.draft_seconds += time.perf_counter() - started
+        return drafts._replace(drafts_wanted=self._drafts_wanted, num_model_tokens=self._num_model_tokens)
+
+    def _ended_step(
+        self,
+        work: Step | None,
+        nums_new_tokens: Int32Array,
+        levels: Int32Array,
+        goes_on: bool,
+        next_step: NextStep,
+    ) -> Step:
+        """The step that ends now, with what came of it; goes_on: it has a row of the step before."""
+        decodes, model = nums_new_tokens > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
-        self._num_given = 0
-        step = work._replace(
+        promised, self._num_given, self._promised = self._promised, 0, 0.0
+        return work._replace(
+            promised=promised,
             num_rows=num_decoding,
-            num_context=int(levels[:num_rows].sum(where=decodes)),
-            num_new_tokens=int(nums.sum()),
+            num_context=int(levels[: len(decodes)].sum(where=decodes)),
+            num_new_tokens=int(nums_new_tokens.sum()),
             seconds=self._end_step(self._clock() if work.ended is None else work.ended, goes_on),
             num_passes=0 if model is None else model.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(request_ids, nums),
+            model_shares=self._model_share.count_accepted(self._row_ids, nums_new_tokens),
         )
-        rows = self._rows if num_decoding == num_rows else self._rows.among(decodes)
-        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
-        if step.num_rows == 0:
-            self._gate.discard()
-            self._propose_after(rows, token_ids, levels, None)  # to index only
-            return self._answer(drafts)
-        min_survival = self._gate.begin(step)
-        if self._pad_to * num_decoding > self._max_draft_tokens:
-            self._gate.discard()
-            min_survival = None
-        proposed = self._propose_after(rows, token_ids, levels, min_survival, next_step)
-        self._count(step, rows, proposed)
-        self._drafts_wanted = min_survival is not None
-        if min_survival is not None and next_step.takes_drafts:
-            self._give(drafts, rows, proposed)
-            self._model_share.count_drafted(request_ids, drafts, model)
-            if self._pad_to and self._gate.pads:  # steps with drafts are of one shape only
-                drafts.tokens[np.arange(self._pad_to) >= drafts.numbers[:, None]] = PAD
-                drafts.numbers[decodes] = self._pad_to
-            self._num_given = int(drafts.numbers.sum())
-        elif min_survival is not None:  # too late for that step: what the gate says of them is for others
-            self._drafts_wanted = self._would_give(rows, proposed)
-        self.counters.draft_seconds += time.perf_counter() - started
-        return self._answer(drafts)
 
-    def _answer(self, drafts: Drafts) -> Drafts:
-        """These, and what the steps to come are to have. No room shortly before the gate measures a plain
-        step, which must not wait for drafts."""
-        are_wanted, gate = self._drafts_wanted, self._gate
-        num_model_tokens = gate.num_model_tokens if are_wanted else 0
-        return Drafts(drafts.tokens, drafts.numbers, are_wanted and not gate.probe_in_two, num_model_tokens)
+    def _index_only(
+        self, tracked: _TrackedRows, num_rows: int, token_ids: Int32Array, levels: Int32Array
+    ) -> Drafts:
+        """No row decodes: the gate is not asked, and wants what it wanted."""
+        self._propose_after(tracked, token_ids, levels, None)
+        return Drafts.none(num_rows, self._num_speculative_tokens)
+
+    def _draft_decoding(
+        self,
+        step: Step,
+        tracked: _TrackedRows,
+        decodes: npt.NDArray[np.bool_],
+        token_ids: Int32Array,
+        levels: Int32Array,
+        next_step: NextStep,
+    ) -> Drafts:
+        """Index and draft as the gate says; tracked: those that decode; decodes: bool [num_rows]."""
+        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
+        min_survival, probe_in_two = self._gate.begin(step)
+        if min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
+            min_survival = None
+            self.counters.num_steps_off_threshold += 1
+        proposed = self._propose_after(tracked, token_ids, levels, min_survival, next_step)
+        self._count(step, tracked, proposed)
+        are_wanted = min_survival is not None
+        if are_wanted and next_step.takes_drafts:
+            self._give(drafts, tracked, decodes, proposed)
+            self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
+            self._num_given = int(drafts.lengths.sum())
+        elif are_wanted:  # too late for that step: what the gate says of them is for others
+            are_wanted = self._would_give(proposed)
+        # No room shortly before the gate measures a plain step, which must not wait for drafts.
+        self._drafts_wanted = are_wanted and not probe_in_two
+        self._num_model_tokens = self._gate.num_model_tokens if are_wanted else 0
+        return drafts
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
         while self._has_unindexed and has_time():
             if not self.index.catch_up(PIECE_TOKENS):
-                self._groups.index_next()
+                self._groups.hand_on_next_text()
 
     @property
     def _has_unindexed(self) -> bool:
@@ -252,104 +278,112 @@ class Drafter:
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
 
-    def _map_rows(self, request_ids: Sequence[str]) -> bool:
-        """Whether there is one that was a row of the step before."""
+    def _mapped(self, request_ids: Sequence[str]) -> tuple[_TrackedRows, bool]:
+        """The rows that are in the index, and whether one of all was a row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
-        if self._rows is not None and self._row_ids == request_ids:
-            return True
-        self._rows = self._tracked_rows(request_ids)
+        if self._tracked is not None and self._row_ids == request_ids:
+            return self._tracked, True
+        self._tracked = self._tracked_rows(request_ids)
         last, self._row_ids = self._row_ids, list(request_ids)
-        return not set(last).isdisjoint(request_ids)
+        return self._tracked, not set(last).isdisjoint(request_ids)
 
-    def _tracked_rows(self, request_ids: Sequence[str]) -> _Rows:
+    def _tracked_rows(self, request_ids: Sequence[str]) -> _TrackedRows:
         rows = enumerate(self._requests[request_id] for request_id in request_ids)
         # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        tracked = [(row, r.member.sequence, r.max_level - 1) for row, r in rows if r.member is not None]
-        return _Rows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
+        tracked = [(row, r.sequence.handle, r.max_level - 1) for row, r in rows if r.sequence is not None]
+        return _TrackedRows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
-    def _count(self, step: Step, rows: _Rows, proposed: StepResult) -> None:
+    def _count(self, step: Step, tracked: _TrackedRows, proposed: StepResult) -> None:
         """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(rows) + proposed.num_dropped
+        self.counters.num_untracked_rows += step.num_rows - len(tracked) + proposed.num_dropped
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(
         self,
-        rows: _Rows,
+        tracked: _TrackedRows,
         token_ids: Int32Array,
         levels: Int32Array,
         min_survival: float | None,
         next_step: NextStep = TAKES_ANY,
     ) -> StepResult:
         """Index what these rows got and more; propose tokens of this survival or more, None: none."""
-        rows.set_levels(levels, min_survival is not None, next_step.room)
-        self._groups.index_next()
+        tracked.set_levels(levels, min_survival is not None, next_step.room)
+        self._groups.hand_on_next_text()
         result = self.index.index_and_draft(
-            rows.sequences, token_ids, rows.numbers, rows.levels, rows.max_draft_tokens,
+            tracked.sequences, token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
             min_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
         )  # fmt: skip
         if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
         if result.num_dropped:
-            self._forget_dropped(rows, result.num_draft_tokens)
+            self._forget_dropped(tracked, result.num_draft_tokens)
         return result
 
-    def _forget_dropped(self, rows: _Rows, nums_draft_tokens: Int32Array) -> None:
+    def _forget_dropped(self, tracked: _TrackedRows, nums_draft_tokens: Int32Array) -> None:
         """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
-        for row in rows.numbers[nums_draft_tokens < 0].tolist():
+        for row in tracked.rows[nums_draft_tokens < 0].tolist():
             request = self._requests[self._row_ids[row]]
-            assert request.member is not None
-            self._groups.drop(request.member)
-            request.member = None
-        self._rows = None
+            assert request.sequence is not None
+            self._groups.drop(request.sequence)
+            request.sequence = None
+        self._tracked = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
-    def _give(self, drafts: Drafts, rows: _Rows, proposed: StepResult) -> None:
+    def _give(
+        self, drafts: Drafts, tracked: _TrackedRows, decodes: npt.NDArray[np.bool_], proposed: StepResult
+    ) -> None:
         """What the open gate takes of each row's draft: its first tokens."""
-        chosen = self._chosen(rows, proposed)
-        self.counters.num_drafts += int(np.count_nonzero(chosen))
-        self.counters.num_draft_tokens += int(chosen.sum())
-        drafts.tokens[rows.numbers], drafts.numbers[rows.numbers] = proposed.draft_tokens, chosen
+        choice = self._chosen(proposed)
+        self._promised = choice.promised
+        self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
+        self.counters.num_draft_tokens += int(choice.lengths.sum())
+        drafts.tokens[tracked.rows], drafts.lengths[tracked.rows] = proposed.draft_tokens, choice.lengths
+        if self._pad_to and choice.pads:  # steps with drafts are of one shape only
+            drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
+            drafts.lengths[decodes] = self._pad_to
 
-    def _would_give(self, rows: _Rows, proposed: StepResult) -> bool:
+    def _would_give(self, proposed: StepResult) -> bool:
         """The next step has begun without drafts: would the open gate have taken some?"""
-        # A model has something for every step, but not for this one. The text's drafts alone would wrongly
-        # tell the gate that drafting does not pay.
-        would_give = self._has_model or bool(self._chosen(rows, proposed).any())
-        self.counters.num_steps_on += self._has_model
-        self._gate.discard()
-        return would_give
-
-    def _chosen(self, rows: _Rows, proposed: StepResult) -> Int32Array:
-        """How much of each row's draft the open gate takes, int32 [rows]."""
-        numbers = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        chosen = self._gate.choose(proposed.survivals, numbers) if len(rows) else numbers
-        if chosen.any() or not numbers.any():  # else the gate has counted the step as off
+        if self._has_model:
+            # It has something for every step, but not for this one. The text's drafts alone would wrongly
+            # tell the gate that drafting does not pay.
             self.counters.num_steps_on += 1
-        return chosen
+            return True
+        return bool(self._chosen(proposed).lengths.any())
+
+    def _chosen(self, proposed: StepResult) -> Choice:
+        """How much of each row's draft the open gate takes."""
+        lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
+        choice = self._gate.choose(proposed.survivals, lengths)
+        self.counters.num_steps_on += choice.is_on
+        return choice
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
         num_left_out = self.index.stats().num_texts_left_out
         self.counters.num_texts_left_out = num_left_out - self._num_texts_left_out
         self._num_texts_left_out = num_left_out
-        self.counters.num_samples_dropped, self.history.num_dropped = self.history.num_dropped, 0
+        self.counters.num_samples_dropped = self.history.take_num_dropped()
         return self.counters.take()
 
-    def note_new_weights(self, step: int | None = None) -> None:
-        """The target's weights have changed: the time until the next step is no step's. `step`: the training
-        step that begins, by default the one after the last."""
-        self.history.step = self.history.step + 1 if step is None else step
+    def note_new_weights(self, training_step: int | None = None) -> None:
+        """The target's weights have changed: the time until the next step is no step's.
+
+        training_step: the one that begins, by default the one after the last.
+        """
+        next_one = self.history.training_step + 1
+        self.history.training_step = next_one if training_step is None else training_step
         self._last_end = None
 
 
-def _likeliest(survivals: npt.NDArray[np.float32], numbers: Int32Array, most: int) -> Int32Array:
-    """How much of each draft is among the `most` likeliest tokens; the others are those of `Gate.choose`."""
-    if numbers.sum() <= most:
-        return numbers
-    is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+def _likeliest(survivals: npt.NDArray[np.float32], lengths: Int32Array, most: int) -> Int32Array:
+    """How much of each draft is among the `most` likeliest tokens; the others are those of `choose`."""
+    if lengths.sum() <= most:
+        return lengths
+    is_draft = np.arange(survivals.shape[1]) < lengths[:, None]
     kept = np.argpartition(-survivals[is_draft], most - 1)[:most]
-    return np.bincount(np.nonzero(is_draft)[0][kept], minlength=len(numbers)).astype(np.int32)
+    return np.bincount(np.nonzero(is_draft)[0][kept], minlength=len(lengths)).astype(np.int32)

@@ -13,8 +13,8 @@ class Drafts(NamedTuple):
     """Drafts for the rows of a batch, and what the steps after this one are to have."""
 
     tokens: Int32Array
-    """[num_rows, K]: row i holds numbers[i] draft tokens, the rest is unspecified."""
-    numbers: Int32Array
+    """[num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified."""
+    lengths: Int32Array
     """[num_rows], most often 0."""
     drafts_wanted: bool = False
     """Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts."""
@@ -27,8 +27,8 @@ class Drafts(NamedTuple):
         return cls(np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32))
 
     def lists(self) -> list[list[int]]:
-        tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.numbers[:, None]].tolist(), 0
-        return [tokens[end : (end := end + num)] for num in self.numbers.tolist()]
+        tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.lengths[:, None]].tolist(), 0
+        return [tokens[end : (end := end + num)] for num in self.lengths.tolist()]
 
 
 class ModelDrafts(NamedTuple):

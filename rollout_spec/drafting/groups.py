@@ -7,7 +7,8 @@ from collections.abc import Collection, Hashable
 
 import numpy as np
 
-from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
+from rollout_spec.drafting.history import History, group_key, prompt_key, sample_key
+from rollout_spec.drafting.history_pieces import Text
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 from rollout_spec.metrics import EngineCounters
@@ -27,17 +28,17 @@ class _Group:
     key: _Key
     prompt: Int32Array  # after which new requests begin
     history_key: bytes
-    step: int  # the training step in which it was asked for last
+    training_step: int  # in which it was asked for last
     num_running: int = 0
     texts: set[Text] = dataclasses.field(default_factory=set)  # that are in the index
-    parked: set["Member"] = dataclasses.field(default_factory=set)
+    parked: set["GroupSequence"] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)
-class Member:
+class GroupSequence:
     """A sequence of a group: requests of which each goes on after the one before."""
 
-    sequence: int
+    handle: int
     group: _Group
     sample: Hashable | None  # the name of what it belongs to
     prompt: Int32Array  # of the group, after which it begins
@@ -53,6 +54,10 @@ class Member:
         if not np.array_equal(prompt[: len(self.prompt)], self.prompt):
             return -1
         return int(np.append(own[:num] == self.said[:num], False).argmin())
+
+    def num_to_repeat(self, prompt: Int32Array) -> int:
+        """How many of them it says at most; after an abort its sender may lack the last ones."""
+        return min(len(self.said), len(prompt) - len(self.prompt)) if self.is_aborted else len(self.said)
 
 
 class Groups:
@@ -71,7 +76,7 @@ class Groups:
         self._by_handle: dict[int, _Group] = {}
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
         # By the sample's name, None: those without; the one parked last is the last.
-        self._parked: defaultdict[Hashable | None, list[Member]] = defaultdict(list)
+        self._parked: defaultdict[Hashable | None, list[GroupSequence]] = defaultdict(list)
 
     def add(
         self,
@@ -79,7 +84,7 @@ class Groups:
         group: Hashable | None,
         num_group_tokens: int | None,
         sample: Hashable | None,
-    ) -> Member | None:
+    ) -> GroupSequence | None:
         """The sequence of a request; None where no memory is left, or the prompt has negative tokens.
 
         The arguments are those of `Drafter.add`.
@@ -89,49 +94,48 @@ class Groups:
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
         self._forget_given_up()
         try:
-            member = self._go_on(prompt, key, sample)
-            if member is None:
+            sequence = self._resume_parked(prompt, key, sample)
+            if sequence is None:
                 found = self._find(key, prompt, prompt[:num_group_tokens])
-                sequence = self._index.open_sequence(found.handle)
-                member = Member(sequence, found, sample, found.prompt, prompt[:0])
+                handle = self._index.open_sequence(found.handle)
+                sequence = GroupSequence(handle, found, sample, found.prompt, prompt[:0])
         except (BudgetExceeded, OutOfMemory):
             return None
         finally:
             self._forget_given_up()
-        if member.group.num_running == 0:
+        if sequence.group.num_running == 0:
             new = [
                 text
-                for text in self._history.texts(member.group.history_key)
-                if text not in member.group.texts
+                for text in self._history.texts(sequence.group.history_key)
+                if text not in sequence.group.texts
             ]
-            self._waiting.append((member.group, new))
-        member.group.num_running += 1
-        return member
+            self._waiting.append((sequence.group, new))
+        sequence.group.num_running += 1
+        return sequence
 
-    def _go_on(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Member | None:
+    def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
         """After that of its sample's texts which has most in common with the prompt; what the prompt does not
         repeat of it stays a text of its own. Without a name after all of one of the group's, or of those that
         prompts identify."""
-        chains = [
-            (each.num_shared(prompt), len(each.said), each)
+        shared = [
+            (each.num_shared(prompt), each)
             for each in self._parked.get(sample, ())
             if each.group.key == key or each.group.key[0] == key[0] == "prompt"
         ]
         if sample is None:
-            chains = [each for each in chains if each[0] == each[1]]
-        num, num_said, member = max(chains, key=lambda each: each[0], default=(0, 1, None))
-        # After an abort the sender may lack the last tokens.
-        if member is not None and member.is_aborted:
-            num_said = min(num_said, len(prompt) - len(member.prompt))
-        is_all = num == num_said
-        if member is None or num < (not is_all):
+            shared = [(num, each) for num, each in shared if num == len(each.said)]
+        num, sequence = max(shared, key=lambda each: each[0], default=(-1, None))
+        if sequence is None or num < 0:
             return None
-        self._index.resume_sequence(member.sequence)
-        self._unpark(member)
+        is_all = num == sequence.num_to_repeat(prompt)
+        if num == 0 and not is_all:
+            return None
+        self._index.resume_sequence(sequence.handle)
+        self._unpark(sequence)
         self._counters.num_resumed += is_all
         if not is_all:
-            self._remember(member, member.said[max(0, num - _CONTEXT) :])
-        return member
+            self._remember(sequence, sequence.said[max(0, num - _CONTEXT) :])
+        return sequence
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
@@ -143,7 +147,7 @@ class Groups:
         if found is None:
             handle = self._index.open_group(group_prompt)
             history_key = group_key(key[1]) if key[0] == "group" else prompt_key(group_prompt)
-            found = _Group(handle, key, group_prompt.copy(), history_key, self._history.step)
+            found = _Group(handle, key, group_prompt.copy(), history_key, self._history.training_step)
             self._groups[key] = self._by_handle[handle] = found
         elif not np.array_equal(prompt[: len(found.prompt)], found.prompt):
             self._index.set_prompt(found.handle, group_prompt)
@@ -152,17 +156,17 @@ class Groups:
 
     def _is_stale(self, group: _Group) -> bool:
         """Whether it is asked for in a new training step, and too much of it is too old to be kept."""
-        before, group.step = group.step, self._history.step
+        before, group.training_step = group.training_step, self._history.training_step
         nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
         num_tokens = sum(len(text.tokens) for text in group.texts)
-        return before != group.step and sum(nums_old) > _STALE_SHARE * num_tokens
+        return before != group.training_step and sum(nums_old) > _STALE_SHARE * num_tokens
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are texts of the history for `index_next`."""
+        """Whether there are texts of the history for `hand_on_next_text`."""
         return bool(self._waiting)
 
-    def index_next(self) -> None:
+    def hand_on_next_text(self) -> None:
         """Give the index one of the texts that wait, if any: the last of each group, then those before."""
         self._forget_given_up()
         while self._waiting:
@@ -178,52 +182,52 @@ class Groups:
                     group.texts.add(text)
             return
 
-    def park(self, member: Member, *, is_aborted: bool) -> None:
+    def park(self, sequence: GroupSequence, *, is_aborted: bool) -> None:
         """Its request has ended; the sample may go on."""
-        group, said = member.group, self._index.text(member.sequence)
-        member.text = self._remember(member, said, member.text, is_cut=is_aborted)
-        member.said, member.is_aborted = said, is_aborted
+        group, said = sequence.group, self._index.text(sequence.handle)
+        sequence.text = self._remember(sequence, said, sequence.text, is_cut=is_aborted)
+        sequence.said, sequence.is_aborted = said, is_aborted
         group.num_running -= 1
-        group.parked.add(member)
-        chains = self._parked[member.sample]
-        chains.append(member)
-        self._index.park_sequence(member.sequence)
+        group.parked.add(sequence)
+        parked = self._parked[sequence.sample]
+        parked.append(sequence)
+        self._index.park_sequence(sequence.handle)
         self._forget_given_up()  # its own group perhaps, which lacks a text
-        if member.has_ended and member in group.parked:
-            self._close(member)
-        elif len(chains) > MAX_PARKED:
-            self._close(chains[0])
+        if sequence.has_ended and sequence in group.parked:
+            self._close(sequence)
+        elif len(parked) > MAX_PARKED:
+            self._close(parked[0])
 
     def _remember(
-        self, member: Member, said: Int32Array, text: Text | None = None, *, is_cut: bool = False
+        self, sequence: GroupSequence, said: Int32Array, text: Text | None = None, *, is_cut: bool = False
     ) -> Text:
         """Have the history keep what is indexed already."""
-        name = None if member.sample is None else sample_key(member.sample)
-        text = self._history.add(member.group.history_key, said, name, text, is_cut=is_cut)
-        member.group.texts.add(text)
+        name = None if sequence.sample is None else sample_key(sequence.sample)
+        text = self._history.add(sequence.group.history_key, said, name, text, is_cut=is_cut)
+        sequence.group.texts.add(text)
         return text
 
-    def drop(self, member: Member) -> None:
+    def drop(self, sequence: GroupSequence) -> None:
         """The index has closed its sequence in a step."""
-        member.group.num_running -= 1
+        sequence.group.num_running -= 1
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
         self._forget_given_up()
         for name in samples:
-            for member in list(self._parked.get(name, ())):
-                self._close(member)
+            for sequence in list(self._parked.get(name, ())):
+                self._close(sequence)
 
-    def _close(self, member: Member) -> None:
-        self._unpark(member)
-        self._index.close_sequence(member.sequence)
+    def _close(self, sequence: GroupSequence) -> None:
+        self._unpark(sequence)
+        self._index.close_sequence(sequence.handle)
 
-    def _unpark(self, member: Member) -> None:
-        chains = self._parked[member.sample]
-        chains.remove(member)
-        if not chains:
-            del self._parked[member.sample]
-        member.group.parked.remove(member)
+    def _unpark(self, sequence: GroupSequence) -> None:
+        parked = self._parked[sequence.sample]
+        parked.remove(sequence)
+        if not parked:
+            del self._parked[sequence.sample]
+        sequence.group.parked.remove(sequence)
 
     def _forget_given_up(self) -> None:
         for handle in self._index.given_up():
@@ -232,5 +236,5 @@ class Groups:
     def _forget(self, group: _Group) -> None:
         """It is packed now: nothing of it is indexed, and what it said is in the history."""
         del self._groups[group.key], self._by_handle[group.handle]
-        for member in list(group.parked):
-            self._unpark(member)
+        for sequence in list(group.parked):
+            self._unpark(sequence)

@@ -4,42 +4,19 @@ A sequence of the index has its text too, while it runs or waits for its sample'
 a group that is indexed can be made again from here.
 """
 
-import dataclasses
 import hashlib
-import io
 import uuid
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
+from rollout_spec.drafting.history_pieces import KEY_BYTES, NAME_BYTES, Text, read_piece, to_pieces
 from rollout_spec.drafting.native import Int32Array
 
-_MAGIC = b"rollout_spec history 5\n"
-_LENGTH_BYTES = 8  # that say how long a piece's content is
-_PIECE_BYTES = 1 << 20  # about, of a piece's texts; a longer text is a piece of its own
-_DIGEST_BYTES = hashlib.sha256().digest_size
-_HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
-_MORE, _LAST = b"+", b"."  # with which a piece's content begins: whether others follow
-_KEY_BYTES, _NAME_BYTES = 16, 8
 _OVERHEAD_BYTES = 200  # that a text and a prompt take beyond their tokens
 MAX_TEXTS = 64  # of one sample
-
-
-class HistoryError(ValueError):
-    """A file that is damaged or not a history; the message names it."""
-
-
-@dataclasses.dataclass(eq=False)
-class Text:
-    """What a sample said after a prompt, in one request or in several that went on after each other."""
-
-    sample: bytes
-    step: int = 0  # the training step in which it got its end
-    tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    is_kept: bool = False
 
 
 class History:
@@ -53,22 +30,21 @@ class History:
     """
 
     def __init__(self, num_samples: int, max_bytes: int, vocab_size: int = 1 << 31) -> None:
-        self.num_samples, self.step = num_samples, 0
-        self.vocab_size = vocab_size
+        self.num_samples, self.training_step = num_samples, 0
+        self._vocab_size = vocab_size
         self._max_bytes = max_bytes
-        self._responses: dict[bytes, list[Text]] = {}
+        self._texts: dict[bytes, list[Text]] = {}
         # By number of samples, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
         self.num_bytes = 0
-        self.num_dropped = 0
-        """Samples, ever, for want of memory."""
+        self._num_dropped = 0
         self.pieces: Iterator[bytes] = iter(())
         """The pieces of what was asked for last that are still to be handed on."""
 
     def __len__(self) -> int:
         """The number of prompts."""
-        return len(self._responses)
+        return len(self._texts)
 
     def add(
         self,
@@ -86,8 +62,8 @@ class History:
         text: what this call's tokens go on after, and whose place they take.
         is_cut: they go on soon, perhaps in another engine; `take_new` leaves them out until then.
         """
-        text = text or Text(sample or uuid.uuid4().bytes[:_NAME_BYTES])
-        text.step = self.step
+        text = text or Text(sample or uuid.uuid4().bytes[:NAME_BYTES])
+        text.training_step = self.training_step
         self._new.pop(text, None)
         if self._keep(prompt_key, text, tokens) and not is_cut:
             self._new[text] = prompt_key
@@ -107,7 +83,8 @@ class History:
         others = [each for each in texts if each.sample != text.sample]
         last_steps = dict[bytes, int]()
         for each in (*others, *own, text):
-            last_steps[each.sample] = max(each.step, last_steps.get(each.sample, each.step))
+            step = each.training_step
+            last_steps[each.sample] = max(step, last_steps.get(each.sample, step))
         place = bisect_right(others, last_steps[text.sample], key=lambda each: last_steps[each.sample])
         texts = [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
         samples = list(dict.fromkeys(each.sample for each in texts))
@@ -117,11 +94,11 @@ class History:
             most = next(iter(self._prompts_with[max(self._prompts_with)]))
             texts = self.texts(most)
             self._set(most, [each for each in texts if each.sample != texts[0].sample])
-            self.num_dropped += 1
+            self._num_dropped += 1
         return text.is_kept
 
     def _set(self, prompt_key: bytes, texts: list[Text]) -> None:
-        before = self._responses.pop(prompt_key, [])
+        before = self._texts.pop(prompt_key, [])
         if before:
             self.num_bytes -= _size(before)
             number = _num_samples(before)
@@ -130,7 +107,7 @@ class History:
                 del self._prompts_with[number]
         if texts:
             self.num_bytes += _size(texts)
-            self._responses[prompt_key] = texts
+            self._texts[prompt_key] = texts
             self._prompts_with[_num_samples(texts)][prompt_key] = None
         kept = set(texts)
         for each in (*before, *texts):
@@ -140,99 +117,33 @@ class History:
 
     def texts(self, prompt_key: bytes) -> list[Text]:
         """What is kept of a prompt, the earliest sample first."""
-        return self._responses.get(prompt_key, [])
+        return self._texts.get(prompt_key, [])
 
     def get(self, prompt_key: bytes) -> list[Int32Array]:
         """The same as tokens."""
         return [text.tokens for text in self.texts(prompt_key)]
 
-    def pack(self) -> Iterator[bytes]:
+    def all_pieces(self) -> Iterator[bytes]:
         """Everything that is there now, in pieces with a version and a checksum each; at least one."""
-        return _pieces([(key, text) for key, texts in self._responses.items() for text in texts])
+        return to_pieces([(key, text) for key, texts in self._texts.items() for text in texts])
+
+    def take_num_dropped(self) -> int:
+        """Samples that were dropped for want of memory since the last call."""
+        taken, self._num_dropped = self._num_dropped, 0
+        return taken
 
     def take_new(self) -> Iterator[bytes]:
         """What `add` has kept since the last call, in pieces for `merge` of other engines' histories."""
         taken, self._new = self._new, {}
-        return _pieces([(key, text) for text, key in taken.items()])
+        return to_pieces([(key, text) for text, key in taken.items()])
 
     def merge(self, content: bytes) -> None:
-        """Keep a piece that another history's `take_new` or `pack` has given, by its texts' training steps.
+        """Keep a piece that another history has given, each text as of its training step.
 
         Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
-        for key, text, tokens in _unpack(content, "history of another engine", self.vocab_size):
+        for key, text, tokens in read_piece(content, "history of another engine", self._vocab_size):
             self._keep(key, text, tokens)
-
-
-def read_file(path: Path) -> list[bytes]:
-    """The pieces of a file of what `pack` made, for `merge`.
-
-    Raises OSError; HistoryError: it is not one of ours, of another version, damaged, or cut off.
-    """
-    content, pieces, begin, mark = path.read_bytes(), list[bytes](), 0, _MORE
-    while begin < len(content) or mark == _MORE:
-        if pieces and begin == len(content):
-            raise HistoryError(f"{path}: damaged, its end is missing")
-        head = content[begin : begin + _HEAD_BYTES]
-        end = begin + _HEAD_BYTES + int.from_bytes(head[-_LENGTH_BYTES:], "little")
-        pieces.append(content[begin:end])
-        mark = _checked(pieces[-1], str(path))[:1]
-        begin = end
-    return pieces
-
-
-def _pieces(kept: Sequence[tuple[bytes, Text]]) -> Iterator[bytes]:
-    # Their texts may grow while the pieces are on their way: these are of now.
-    kept = [(key, dataclasses.replace(text)) for key, text in kept]
-    begin = num_bytes = 0
-    for end, (_, text) in enumerate(kept, 1):
-        num_bytes += text.tokens.nbytes
-        if num_bytes >= _PIECE_BYTES and end < len(kept):
-            yield _packed(kept[begin:end], _MORE)
-            begin, num_bytes = end, 0
-    yield _packed(kept[begin:], _LAST)
-
-
-def _packed(kept: Sequence[tuple[bytes, Text]], mark: bytes) -> bytes:
-    buffer = io.BytesIO(mark)
-    buffer.seek(len(mark))
-    np.savez(
-        buffer,
-        names=np.frombuffer(b"".join(key + text.sample for key, text in kept), np.uint8),
-        steps=np.array([text.step for _, text in kept], np.int64),
-        lengths=np.array([len(text.tokens) for _, text in kept], np.int64),
-        tokens=np.concatenate([np.empty(0, np.int32), *(text.tokens for _, text in kept)]),
-    )
-    content = buffer.getbuffer()
-    length = len(content).to_bytes(_LENGTH_BYTES, "little")
-    return b"".join((_MAGIC, hashlib.sha256(content).digest(), length, content))
-
-
-def _checked(piece: bytes, where: str) -> bytes:
-    """Take version, checksum and length off a piece. Raises HistoryError, beginning with `where`."""
-    if not piece.startswith(_MAGIC):
-        raise HistoryError(f"{where}: not a history of this version")
-    content = piece[_HEAD_BYTES:]
-    if hashlib.sha256(content).digest() != piece[len(_MAGIC) :][:_DIGEST_BYTES]:
-        raise HistoryError(f"{where}: damaged, its checksum does not match")
-    return content
-
-
-def _unpack(piece: bytes, where: str, vocab_size: int) -> list[tuple[bytes, Text, Int32Array]]:
-    """Prompt keys and texts. Raises HistoryError, beginning with `where`."""
-    with np.load(io.BytesIO(_checked(piece, where)[1:])) as arrays:
-        tokens = arrays["tokens"]
-        largest = tokens.max(initial=0)
-        if largest >= vocab_size:
-            raise HistoryError(f"{where}: has the token {largest}, the model's vocabulary is of {vocab_size}")
-        texts = np.split(tokens, np.cumsum(arrays["lengths"])[:-1])
-        names = arrays["names"].reshape(-1, _KEY_BYTES + _NAME_BYTES)
-        # Where there is no text, split makes an empty one.
-        each = zip(names, arrays["steps"].tolist(), texts, strict=False)
-        return [
-            (name[:_KEY_BYTES].tobytes(), Text(name[_KEY_BYTES:].tobytes(), step), said.copy())
-            for name, step, said in each
-        ]
 
 
 def _num_samples(texts: list[Text]) -> int:
@@ -248,13 +159,13 @@ def _digest(content: bytes, num_bytes: int) -> bytes:
 
 
 def prompt_key(prompt_token_ids: Int32Array) -> bytes:
-    return _digest(b"prompt" + prompt_token_ids.tobytes(), _KEY_BYTES)
+    return _digest(b"prompt" + prompt_token_ids.tobytes(), KEY_BYTES)
 
 
 def group_key(group: Hashable) -> bytes:
-    return _digest(f"group{type(group).__name__}{group}".encode(), _KEY_BYTES)
+    return _digest(f"group{type(group).__name__}{group}".encode(), KEY_BYTES)
 
 
 def sample_key(sample: Hashable) -> bytes:
     """What a sample is known by, among those of its prompt."""
-    return _digest(f"{type(sample).__name__}{sample}".encode(), _NAME_BYTES)
+    return _digest(f"{type(sample).__name__}{sample}".encode(), NAME_BYTES)

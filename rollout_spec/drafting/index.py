@@ -111,7 +111,6 @@ class SuffixIndex:
         check_status(lib.rs_index_new(options, made, self._error), self._error)
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = int(num_speculative_tokens)
-        self.max_bytes = max_bytes  # 0: no budget
         self._make_buffers(64)
 
     def add_to_corpus(self, token_ids: Int32Array) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from rollout_spec.config import UserError
-from rollout_spec.drafting.history import HistoryError, read_file
+from rollout_spec.drafting.history_pieces import HistoryError, read_file
 from rollout_spec.files import write_files
 from rollout_spec.verl.settings import ROLLOUT, number, value
 from rollout_spec.verl.trainer_servers import servers

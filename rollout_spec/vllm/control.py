@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.history import HistoryError
+from rollout_spec.drafting.history_pieces import HistoryError
 from rollout_spec.vllm.proposer import SuffixProposer
 
 logger = init_logger(f"vllm.{__name__}")
@@ -44,11 +44,11 @@ class ProposerControl:
         """The fields of `EngineCounters`, counted since the last call."""
         return self._proposer.take_counters().to_dict()
 
-    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED, step: int | None = None) -> None:
+    def note_new_weights(self, ended: Ended = ALL_HAVE_ENDED, training_step: int | None = None) -> None:
         """The target's weights have changed, to those of this training step; the texts stay."""
         self.note_ended(ended)
         if self._drafter is not None:
-            self._drafter.note_new_weights(step)
+            self._drafter.note_new_weights(training_step)
 
     def end_samples(self, samples: Collection[str]) -> None:
         """Samples of these names have said all; their last tokens may still be on their way."""
@@ -80,7 +80,7 @@ class ProposerControl:
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
         else:
-            self._drafter.history.pieces = self._drafter.history.pack()
+            self._drafter.history.pieces = self._drafter.history.all_pieces()
         return self.next_piece()
 
     def next_piece(self) -> bytes | None:

@@ -107,9 +107,10 @@ class SuffixProposer:
         if not self.is_used:
             return None
         pads = pads_drafts(self._vllm_config)
-        drafter = Drafter(self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens)
-        drafter.history.vocab_size = self._vllm_config.model_config.get_vocab_size()
-        return drafter
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
+        return Drafter(
+            self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens, vocab_size=vocab_size
+        )
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.drafting.gate.step import Step
+from rollout_spec.metrics import EngineCounters
 from rollout_spec.report.page import png
 
 K = 8  # draft tokens of a row, at most
@@ -125,20 +126,22 @@ class Gated(Plain):
     """The product's gate, asked as `Drafter` asks it."""
 
     def __init__(self) -> None:
-        self.gate = AutoGate()
+        self._gate, self._promised = AutoGate(EngineCounters()), 0.0
 
     def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+        promised, self._promised = self._promised, 0.0
+        least, probe_in_two = self._gate.begin(step._replace(promised=promised))
         none = np.zeros_like(situation.numbers)
-        least = self.gate.begin(step)
         if least is None:
             self.drafts_wanted = False
             return none
         proposed = np.minimum(situation.numbers, (situation.promised >= least).sum(axis=1)).astype(np.int32)
-        chosen = self.gate.choose(situation.promised, proposed)
-        self.drafts_wanted = (takes_drafts or bool(chosen.any())) and not self.gate.probe_in_two
+        choice = self._gate.choose(situation.promised, proposed)
+        self.drafts_wanted = (takes_drafts or bool(choice.lengths.any())) and not probe_in_two
         if not takes_drafts:
-            self.gate.discard()
-        return chosen if takes_drafts else none
+            return none
+        self._promised = choice.promised
+        return choice.lengths
 
 
 class Engine:

@@ -65,7 +65,7 @@ class Ours(Stopwatch):
         """Give our drafter a new gate: the old one knows what steps of another device take."""
         drafter: Any = getattr(self._proposer, "drafter", None)
         if isinstance(getattr(drafter, "_gate", None), AutoGate):
-            drafter._gate = AutoGate()
+            drafter._gate = AutoGate(drafter.counters)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

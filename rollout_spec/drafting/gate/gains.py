@@ -21,7 +21,7 @@ class DraftGains:
         self._weights = np.full(most_model_tokens, float(FIRST_STEPS))
 
     @property
-    def calibration(self) -> float:
+    def share_kept(self) -> float:
         """The share of the tokens promised by survivals that was accepted of late."""
         return (PRIOR_TOKENS + self._accepted) / (PRIOR_TOKENS + self._promised)
 

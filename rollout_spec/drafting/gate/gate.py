@@ -1,4 +1,12 @@
-"""When to draft, and how much: speculation pays in the long tail, when few requests are left running."""
+"""When to draft, and how much: speculation pays in the long tail, when few requests are left running.
+
+In every engine step in which rows decode a gate is asked twice: `begin` before anything is drafted, then
+`choose`. A token's survival is the probability that a draft is accepted up to and with it. A gate that
+drafts nothing is called closed. `num_model_tokens` says how many tokens a model drafts for each row in the
+next step that waits for drafts.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,59 +26,49 @@ _Int32 = npt.NDArray[np.int32]
 _Float32 = npt.NDArray[np.float32]
 
 
-class Gate:
-    """What a gate is asked, twice in an engine step: `begin` before anything is drafted, then `choose`.
+class Opening(NamedTuple):
+    """What a gate says before anything is drafted."""
 
-    A token's survival is the probability that a draft is accepted up to and with it. A gate that drafts
-    nothing is called closed.
-
-    most_model_tokens: see `Drafter`.
-
-    Attributes:
-        counters: the steps that it left without drafts, and what it believed of them.
-        pads: whether, where drafts are padded, the step has some in all rows.
-        probe_in_two: whether the step after the next one goes without drafts, to be measured.
-        num_model_tokens: how many tokens a model drafts for each row in the next step that waits for drafts.
-    """
-
-    pads = probe_in_two = False
-
-    def __init__(self, most_model_tokens: int) -> None:
-        self.counters, self.num_model_tokens = EngineCounters(), most_model_tokens
-
-    def begin(self, step: Step) -> float | None:
-        """A step has ended. The least survival at which a token is proposed now; None: draft nothing."""
-        return None
-
-    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
-        """How much of each draft to verify, int32 [n].
-
-        survivals: float32 [n, K], falling along a row.
-        numbers: int32 [n], draft tokens of each row: the most.
-        """
-        return numbers
-
-    def discard(self) -> None:
-        """What was chosen is not verified: the step that runs is a plain one."""
+    min_survival: float | None  # the least at which a token is proposed now; None: draft nothing
+    probe_in_two: bool = False  # whether the step after the next one goes without drafts, to be measured
 
 
-class FixedGate(Gate):
+class Choice(NamedTuple):
+    """What a gate takes of the drafts."""
+
+    lengths: _Int32  # [n], of each row's draft the first tokens
+    promised: float = 0.0  # tokens, by their survivals
+    pads: bool = True  # whether, where drafts are padded, the step has some in all rows
+    is_on: bool = True  # False: there are drafts, and none pays
+
+
+class FixedGate:
     """A fixed threshold on the number of decoding requests (the CANN recipe's rule).
 
     batch_threshold: draft while at most this many requests decode; 0 never drafts.
     min_survival: what `begin` gives, always. The model takes all its passes.
     """
 
-    def __init__(self, batch_threshold: int, min_survival: float, most_model_tokens: int = 0) -> None:
-        super().__init__(most_model_tokens)
+    def __init__(
+        self, counters: EngineCounters, batch_threshold: int, min_survival: float, most_model_tokens: int = 0
+    ) -> None:
+        self.counters, self.num_model_tokens = counters, most_model_tokens
         self._batch_threshold, self._min_survival = batch_threshold, min_survival
 
-    def begin(self, step: Step) -> float | None:
-        self.pads = step.num_rows <= self._batch_threshold
-        if self.pads:
-            return self._min_survival
+    def begin(self, step: Step) -> Opening:
+        """A step has ended."""
+        if step.num_rows <= self._batch_threshold:
+            return Opening(self._min_survival)
         self.counters.num_steps_off_threshold += 1
-        return None
+        return Opening(None)
+
+    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
+        """How much of each draft to verify, where `begin` has named a survival.
+
+        survivals: float32 [n, K], falling along a row.
+        lengths: int32 [n], draft tokens of each row: the most.
+        """
+        return Choice(lengths)
 
 
 def _measures_plain(number: int) -> bool:
@@ -78,7 +76,7 @@ def _measures_plain(number: int) -> bool:
     return number % PROBE_EVERY == 0 or number & (number - 1) == 0
 
 
-class AutoGate(Gate):
+class AutoGate:
     """Drafts where that gives more tokens per second than a plain step.
 
     Over all rows a step verifies the likeliest tokens, as many as give most tokens per second. `StepSeconds`
@@ -92,28 +90,29 @@ class AutoGate(Gate):
         with drafts take equally long: a step verifies every draft that is proposed, or is plain.
     """
 
-    def __init__(self, pad_to: int = 0, most_model_tokens: int = 0) -> None:
-        super().__init__(most_model_tokens)
+    def __init__(self, counters: EngineCounters, pad_to: int = 0, most_model_tokens: int = 0) -> None:
+        self.counters, self.num_model_tokens = counters, most_model_tokens
         self._pad_to = pad_to
         self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
         self._step: Step  # that ended last
         self._is_probe = self._is_trial = False  # whether the gate measures what it would not do
-        self._promised = 0.0  # tokens, of the drafts of the step now running
         self._price = 0.0  # the least survival that the last step with drafts took
         self._num_refused = self._steps_until_look = 0
         self._rows_per_row = 1.0  # that the busiest rank has for each row of ours, where ranks step together
 
-    def begin(self, step: Step) -> float | None:
+    def begin(self, step: Step) -> Opening:
+        """As `FixedGate.begin`; so is `choose`."""
         self._learn(self._seen(step))
-        self.discard()
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
         self._is_probe = not self._seconds.is_known or _measures_plain(number)
-        self.probe_in_two = _measures_plain(number + 2)
         # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
         # also where a step gets room for drafts because the one before it asked for it.
         self._is_trial = _measures_plain(number + 3) or _measures_plain(number + 4)
+        return Opening(self._min_survival(), probe_in_two=_measures_plain(number + 2))
+
+    def _min_survival(self) -> float | None:
         if self._is_probe:
             self.counters.num_steps_off_probe += 1
             return None
@@ -137,7 +136,7 @@ class AutoGate(Gate):
     def _learn(self, step: Step) -> None:
         if step.seconds is not None:
             self._count(step, step.seconds, self._seconds.learn(step, step.seconds))
-        self._gains.learn(self._promised, step.num_new_tokens - step.num_rows if self._promised else 0)
+        self._gains.learn(step.promised, step.num_new_tokens - step.num_rows if step.promised else 0)
         if step.model_shares is not None:
             verified, accepted = step.model_shares
             # Each took the place of a token that is accepted about as often as the last that was verified.
@@ -177,16 +176,15 @@ class AutoGate(Gate):
         nums = np.full(most, step.num_rows * self._pad_to) if self._pad_to else 1 + np.arange(most)
         return self._seconds.expected(step, np.maximum(self._num_busiest_rows, step.num_rows + nums))
 
-    def choose(self, survivals: _Float32, numbers: _Int32) -> _Int32:
-        is_draft = np.arange(survivals.shape[1]) < numbers[:, None]
+    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
+        is_draft = np.arange(survivals.shape[1]) < lengths[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
         num, plain = len(sorted_survivals), self._plain_seconds()
         seconds = self._drafted_seconds(max(1, num))
         if not num:  # where drafts are padded, the step has them if that takes no longer
-            self.pads = self._pad_to > 0 and seconds[0] <= plain
-            return numbers
+            return Choice(lengths, pads=len(lengths) > 0 and bool(seconds[0] <= plain))
         num_rows = self._num_busiest_rows
-        tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.calibration
+        tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.share_kept
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])
         if self._step.num_passes:
@@ -194,22 +192,18 @@ class AutoGate(Gate):
             self.num_model_tokens = self._gains.num_model_tokens(cost)
         pays = rate * plain > (1.0 + MARGIN) * num_rows
         if not (pays or self._is_trial):
-            return self._refuse(numbers)
+            return self._refuse(lengths)
         self._num_refused = 0 if pays else self._num_refused
         self._price = float(sorted_survivals[best])
         is_chosen = (survivals >= np.float32(self._price)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         # There may be more of the last survival than the best number has.
-        self._promised, self.pads = float(sorted_survivals[: chosen.sum()].sum()), True
-        return chosen
+        return Choice(chosen, promised=float(sorted_survivals[: chosen.sum()].sum()))
 
-    def _refuse(self, numbers: _Int32) -> _Int32:
+    def _refuse(self, lengths: _Int32) -> Choice:
         """No draft pays; one that pays is looked for at once, then in the second, third, ... step."""
         self._steps_until_look = min(self._num_refused, PATIENCE - 1)
         self._num_refused += 1
         self._price /= 2
         self.counters.num_steps_off_cost += 1
-        return np.zeros_like(numbers)
-
-    def discard(self) -> None:
-        self._promised, self.pads = 0.0, False
+        return Choice(np.zeros_like(lengths), pads=False, is_on=False)

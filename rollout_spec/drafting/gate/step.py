@@ -19,6 +19,7 @@ class Step(NamedTuple):
     num_context: int = 0  # tokens that these rows have now
     num_new_tokens: int = 0  # that they got
     seconds: float | None = None  # None: nobody knows, the engine may have been without work before it
+    promised: float = 0.0  # tokens, by the survivals of its drafts: `Choice.promised`, where they were given
     num_passes: int = 0  # of a model, each for a token of every row, to be verified in the next step
     # Of a model's drafts, by place, [m] each: in what share of the rows the token there was verified, and in
     # what share accepted. None: there was nothing.

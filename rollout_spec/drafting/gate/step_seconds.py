@@ -19,8 +19,9 @@ _BENDS = 2.0 ** np.arange(3, 15)  # tokens
 _KNOTS = np.array([0.0, *_BENDS, 2 * _BENDS[-1]])
 _SLOPES = slice(1, 2 + len(_BENDS))
 _JUMPS = slice(_SLOPES.stop, _SLOPES.stop + len(_BENDS))
-_NUM_COLUMNS = _JUMPS.stop + 7
-_TENS, _CONTEXT = 0.1, 1e-5  # so that doubt weighs all columns alike
+_VERIFIED, _PROMPTS, _CONTEXT, _SLOWER, _SLOWER_ROWS, _PASSES, _PASS_ROWS = _JUMPS.stop + np.arange(7)
+_EXTRAS, _NUM_COLUMNS = slice(_PROMPTS, _PASS_ROWS + 1), _PASS_ROWS + 1
+_TENS, _HUNDRED_THOUSANDS = 0.1, 1e-5  # so that doubt weighs all columns alike
 
 
 class StepSeconds:
@@ -41,7 +42,7 @@ class StepSeconds:
     def _forget(self) -> None:
         self._squares, self._products = np.zeros((_NUM_COLUMNS, _NUM_COLUMNS)), np.zeros(_NUM_COLUMNS)
         self._curve, self._jumps = np.zeros(len(_KNOTS)), np.zeros(1 + len(_BENDS))
-        self._rest = np.zeros(_NUM_COLUMNS - _JUMPS.stop)
+        self._found = np.zeros(_NUM_COLUMNS)
         self._num_plain = self._num_steps = self._num_odd = 0
 
     @property
@@ -54,11 +55,12 @@ class StepSeconds:
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
         curve = np.interp(all_tokens, _KNOTS, self._curve) + self._jumps[np.searchsorted(_BENDS, all_tokens)]
-        return np.asarray(curve + nums * _TENS * self._rest[0] + float(self._rest[1:] @ self._extras(step)))
+        extras = float(self._found[_EXTRAS] @ self._extras(step))
+        return np.asarray(curve + nums * _TENS * self._found[_VERIFIED] + extras)
 
     def expected_pass(self, num_rows: int) -> float:
         """Seconds of one pass of a model over so many rows."""
-        return float(self._rest[-2] + self._rest[-1] * num_rows * _TENS)
+        return float(self._found[_PASSES] + self._found[_PASS_ROWS] * num_rows * _TENS)
 
     def learn(self, step: Step, seconds: float) -> float:
         """The step took so long; returns what was expected, 0.0 if nothing was known."""
@@ -82,7 +84,7 @@ class StepSeconds:
         return expected
 
     def _extras(self, step: Step) -> Floats:
-        prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _CONTEXT
+        prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _HUNDRED_THOUSANDS
         passes, is_slower_code = step.num_passes, step.has_drafts != self._pads_drafts
         rows = step.num_rows * _TENS
         return np.array([prompts, context, is_slower_code, is_slower_code * rows, passes, passes * rows])
@@ -99,4 +101,4 @@ class StepSeconds:
         slopes = np.cumsum(found[_SLOPES]) * _TENS
         self._curve = found[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
         self._jumps = np.concatenate([[0.0], np.cumsum(found[_JUMPS])])
-        self._rest = found[_JUMPS.stop :]
+        self._found = found

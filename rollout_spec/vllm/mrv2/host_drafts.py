@@ -105,7 +105,7 @@ class HostDrafts:
             states, names = self._runner.req_states, [*step.num_scheduled_tokens]
             rows = np.array([states.req_id_to_index[name] for name in names])
             drafts = self._fill(step, names, rows) if self._plan.is_ahead else self._scheduled(given, names)
-            nums = zip(names, drafts.numbers.tolist(), strict=True)
+            nums = zip(names, drafts.lengths.tolist(), strict=True)
             self._nums_drafts = {name: num for name, num in nums if num}
             if self._nums_drafts:
                 self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
@@ -135,7 +135,7 @@ class HostDrafts:
         counts[rows] = np.minimum(counts[rows], levels - 1)
         of_names = zip(names, drafts.lists(), strict=True)
         step.scheduled_spec_decode_tokens = {name: draft for name, draft in of_names if draft}
-        nums += drafts.numbers
+        nums += drafts.lengths
         step.num_scheduled_tokens = dict(zip(names, nums.tolist(), strict=True))
         step.total_num_scheduled_tokens = int(nums.sum())
         return drafts
@@ -147,7 +147,7 @@ class HostDrafts:
         of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         of_rows[rows] = room
         drafts = self._draft_after_last(NextStep(room=of_rows))
-        return Drafts(drafts.tokens[rows], drafts.numbers[rows]), self._batch.levels[rows]
+        return Drafts(drafts.tokens[rows], drafts.lengths[rows]), self._batch.levels[rows]
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
