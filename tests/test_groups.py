@@ -181,6 +181,18 @@ def test_a_sample_goes_on_where_it_was_until_it_has_ended(is_told_early):
     assert [each.tolist() for each in drafter.history.get(group_key("g"))] == [text[50:350].tolist()]
 
 
+def test_what_was_interrupted_goes_on_where_it_was_beside_an_earlier_answer_like_it():
+    """An agent asks the same again; the second answer is like the first as far as it has come."""
+    text = speak(np.random.default_rng(0), 200)
+    drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
+    for name, begin, end in (("answered", 50, 120), ("interrupted", 50, 80), ("resumed", 80, 120)):
+        drafter.add(name, text[:begin].copy(), 600, "g", 50, "s")
+        drafter.draft([name], [end - begin], text[None], int32(end))
+        drafter.remove(name, is_aborted=name == "interrupted")
+    assert drafter.counters.num_resumed == 1
+    assert drafter.index.stats().num_tokens == 50 + 70 + 70
+
+
 @dataclasses.dataclass(eq=False)
 class PackedText:
     """What a sample said after a prompt."""

@@ -124,7 +124,9 @@ class Groups:
         ]
         if sample is None:
             shared = [(num, each) for num, each in shared if num == len(each.said)]
-        num, sequence = max(shared, key=lambda each: each[0], default=(-1, None))
+        # Of several what was interrupted, else the shortest: it has least that the prompt does not repeat.
+        shared.sort(key=lambda each: (each[0], each[1].is_aborted, -len(each[1].said)))
+        num, sequence = shared[-1] if shared else (-1, None)
         if sequence is None or num < 0:
             return None
         is_all = num == sequence.num_to_repeat(prompt)
