@@ -118,7 +118,7 @@ def test_no_response_is_lost_or_there_twice(run):
 
 def test_the_tokens_that_the_steps_log_are_those_of_the_responses(run, request):
     """But for those that had been interrupted and not ended when their process did, and for what it served
-    after its last step, of which no step logs the counts. An agent that still talks then may have said much."""
+    after its last step, of which no step logs the counts. An agent that talks on may have said much then."""
     ended = run.ended("train")
     difference = run.total("generated_tokens") - sum(len(response.tokens) for response in ended)
     unlogged = sum(len(response.tokens) for response in ended if response.version in run.last_steps)
