@@ -56,9 +56,9 @@ class Batch:
         return drafts.lists()
 
 
-def make(*names, **options):
+def make(*names, pads_drafts=False, **options):
     config = SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})  # type: ignore[arg-type]
-    return Batch(Drafter(config), *names)
+    return Batch(Drafter(config, pads_drafts=pads_drafts), *names)
 
 
 def steps_told(gate):
@@ -367,22 +367,15 @@ def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch
 
 
 def test_drafts_are_padded_in_every_decoding_row_while_the_gate_is_open():
-    config = SpecConfig(batch_threshold=8, min_survival=0.0, num_speculative_tokens=4)
-    drafter = Drafter(config, pads_drafts=True)
-    batch = Batch(drafter, *"abc")
+    batch = make(*"abc", pads_drafts=True, num_speculative_tokens=4)
     assert batch.step([[10, 11, 12], [], []]) == [[PAD] * 4, [], []]
     assert batch.step([[13], [10, 11], []]) == [[PAD] * 4, [12, 13, PAD, PAD], []]
-    assert drafter.take_counters().num_draft_tokens == 2
+    assert batch.drafter.take_counters().num_draft_tokens == 2
     assert batch.step([[], [12, 13, 14], []], takes_drafts=False) == [[], [], []]
 
 
 def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
-    drafter = Drafter(
-        SpecConfig(batch_threshold=8, num_speculative_tokens=4, max_draft_tokens=8), pads_drafts=True
-    )
-    batch = Batch(drafter)
-    for name in "abc":
-        batch.add(name)
+    batch = make(*"abc", pads_drafts=True, num_speculative_tokens=4, max_draft_tokens=8)
     assert batch.step([[10, 11], [12], []]) == [[PAD] * 4, [PAD] * 4, []]
     assert batch.step([[10], [14], [10]]) == [[], [], []]
     counters = drafter.take_counters()

@@ -364,20 +364,6 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
     assert engine.step()["c"] == TEXT[1:5]
 
 
-def test_a_group_has_a_name_and_a_prompt():
-    """Requests of one name are siblings though their prompts differ; what follows the group's is text."""
-    engine = Engine(min_survival=0.0)
-    named = {GROUP_KEY: "g", GROUP_TOKENS_KEY: 3}
-    engine.add("a", extra_args=named)
-    engine.step({"a": TEXT[:9]})
-    engine.add("later turn", [*PROMPT, *TEXT[:4]], extra_args=named)
-    assert engine.step({"later turn": TEXT[4:5]})["later turn"] == TEXT[5:9]
-    assert engine.index.stats().num_groups == 1
-    engine.add("other", [*PROMPT, *TEXT[:4]])
-    engine.step()
-    assert engine.index.stats().num_groups == 2
-
-
 @pytest.mark.parametrize(
     ("parallel", "is_used"),
     [

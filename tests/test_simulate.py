@@ -267,15 +267,6 @@ def test_auto_is_as_good_as_the_best_fixed_threshold_and_loses_nothing_where_not
         assert auto < min(fixed) / least
 
 
-def test_auto_learns_where_requests_come_and_go_in_every_step():
-    """Then hardly two steps have the same rows, and none is without a prefill."""
-    lengths = np.maximum(3, np.random.default_rng(5).exponential(30, (200, 8))).astype(int)
-    lines = [line(str(i), 10, *row, rng=np.random.default_rng([5, i])) for i, row in enumerate(lengths)]
-    configs = [SpecConfig(batch_threshold=threshold) for threshold in (128, "auto")]
-    fixed, auto = (seconds(lines, Cluster(1, 128), config, FLAT) for config in configs)
-    assert auto < fixed / 0.75
-
-
 def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     times = StepTimes.parse("8:0.1, 16:0.2")
     assert times.seconds(4, False) == 0.1

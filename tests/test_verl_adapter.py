@@ -293,12 +293,12 @@ def test_a_request_says_if_it_validates_or_the_trainer_does(kind, expected, serv
     monkeypatch.setattr(verl_server.logger, "warning", lambda *message: said.append(message))
     server = server_of(None, {"method": "off"}, scheduler=None)
     name = ["prompt", 7, "ab", 0] if kind is None else [7, 3, kind, "4", "ab", 0, 1]
-    counted = []
+    counted, server._recorder = [], Mock()
     for server._windows.is_validating in (False, True):
         asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_key": name}}, "one"))
         counted.append(server._windows.has_training)
         server._windows.has_training = False
-    assert counted == expected
+    assert counted == expected and server._recorder.add.call_count == sum(expected)
     assert len(said) == (kind is None), "once"
 
 

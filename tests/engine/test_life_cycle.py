@@ -3,11 +3,8 @@
 import pytest
 from vllm import SamplingParams
 
-from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import CALL_KEY, GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY
 from tests.engine.conftest import core_of, proposer_of, token_ids
-from tests.native.checks import check_index
-from tests.text import save_corpus
 
 LENGTH = 60
 PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
@@ -20,16 +17,6 @@ def greedy(max_tokens=LENGTH, **settings):
 def generate(llm, prompts=PROMPTS, params=None):
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
-
-
-def test_a_corpus_drafts_and_changes_no_token(make_engine, tmp_path):
-    plain = generate(make_engine())
-    num_steps = []
-    for corpus in ("", str(save_corpus(tmp_path / "corpus.jsonl", plain))):
-        llm = make_engine({"corpus": corpus})
-        assert generate(llm) == plain
-        num_steps.append(proposer_of(llm).take_counters().num_steps)
-    assert num_steps[1] <= min(LENGTH // 4, num_steps[0] - 1)
 
 
 def test_turns_go_on_where_their_sample_stands(make_engine):
@@ -55,27 +42,6 @@ def test_a_row_at_its_end_does_not_cost_the_others_their_drafts(make_engine):
     generate(llm, [PROMPTS[0] + [9] * 44, *PROMPTS[1:]], [greedy(500), *(greedy(30) for _ in PROMPTS[1:])])
     num_steps = sum(output.total_num_scheduled_tokens > 0 for output in scheduled)
     assert proposer_of(llm).take_counters().num_steps == num_steps
-
-
-def test_requests_in_flight_go_on_after_a_weight_sync(make_engine):
-    """The index drops nothing, and vLLM computes again what they have written."""
-    plain, llm = generate(make_engine()), make_engine({})
-    engine, proposer, finished = llm.llm_engine, proposer_of(llm), {}
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy())
-    for _ in range(5):
-        assert not any(output.finished for output in engine.step())
-    proposer.take_counters()
-    ProposerControl(proposer).note_new_weights(Ended((), ()))
-    assert llm.reset_prefix_cache(reset_running_requests=True)
-    while len(finished) < len(PROMPTS):
-        finished |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
-    assert [finished[str(i)] for i in range(len(PROMPTS))] == plain
-    num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * LENGTH
-    assert proposer.drafter.index.stats().num_tokens == num_tokens
-    counters = proposer.take_counters()
-    assert counters.num_accepted_tokens > 0 == counters.num_failed_steps
-    check_index(proposer.drafter.index)
 
 
 def test_a_step_without_drafts_is_a_plain_step(make_engine):

@@ -20,7 +20,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout_spec.metrics import RolloutReport
-from rollout_spec.trace import DIR_VARIABLE, read_trace, trace_file
 from rollout_spec.verl import trainer_hooks, trainer_servers
 from rollout_spec.verl.server import SpecHttpServer
 from rollout_spec.vllm.keys import NAME_KEY
@@ -159,20 +158,6 @@ async def one_round(server):
         for j in range(3)
     ]
     return [list(output.token_ids) for output in await asyncio.gather(*outputs)]
-
-
-def test_a_validation_is_not_recorded_whoever_names_its_requests(make_server, tmp_path, monkeypatch):
-    monkeypatch.setenv(DIR_VARIABLE, str(tmp_path))
-    server = make_server({})
-    for name in (["any", 0, "val"], ["any", 0, "train"]):
-        asyncio.run(server.generate(PROMPTS[0], GREEDY | {"extra_args": {NAME_KEY: name}}, "id"))
-    asyncio.run(server.begin_validation())
-    asyncio.run(server.generate(PROMPTS[0], dict(GREEDY), "id"))
-    asyncio.run(server.end_validation())
-    asyncio.run(server.set_global_steps(1))
-    [line] = read_trace(trace_file(tmp_path, server.replica_rank))
-    assert line.names == [["any", 0, "train"]]
-    assert asyncio.run(server.take_rollout_report()).num_generated_tokens == 40
 
 
 @pytest.mark.timeout(300)
