@@ -249,17 +249,19 @@ class SuffixIndex:
     ) -> None:
         self._vectors = None
         check_vector("sequences", sequences, None)
-        n = len(sequences)
-        vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
+        batch, n = self._batch, len(sequences)
+        vectors = {
+            "sequences": sequences,
+            "rows": rows,
+            "levels": levels,
+            "max_draft_tokens": max_draft_tokens,
+        }
         for name, vector in vectors.items():
             check_vector(name, vector, n)
+            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
         if n > len(self._num_draft_tokens):
             self._make_buffers(n + n // 2)
-        batch = self._batch
         batch.num_sequences = n
-        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
-        for name, vector in vectors.items():
-            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
         self._result = StepResult(self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n])
         self._vectors = (sequences, rows, levels, max_draft_tokens)
 
