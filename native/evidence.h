@@ -28,9 +28,7 @@ enum {
     RS_NUM_WEIGHT_SETS = 2 * RS_NUM_TOKEN_SETS + (1 << RS_CORPUS_EXPERT), /* the last for all choices of experts but
                                                                              the corpus */
     RS_NUM_STRETCHED = 1024,
-    RS_OWN = 0, /* what an expert says for its own token, */
-    RS_RIVAL,   /* and against any other one */
-    RS_NUM_SIDES
+    RS_OWN = 0, RS_RIVAL, RS_NUM_SIDES /* what an expert says for its own token, and against any other one */
 };
 
 /* What is learned is kept in single precision, which halves its bytes, and learned in double. */
