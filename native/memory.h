@@ -39,7 +39,6 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
 #define RS_RESERVE(memory, array, capacity, needed) \
     rs_reserve(memory, (void **)&(array), &(capacity), needed, sizeof *(array))
-
 /* One struct, not initialized, for a pointer that is NULL; and back to that. */
 #define RS_NEW(memory, pointer) rs_resize(memory, (void **)&(pointer), &(uint32_t){0}, 1, sizeof *(pointer))
 #define RS_DELETE(memory, pointer) rs_resize(memory, (void **)&(pointer), &(uint32_t){1}, 0, sizeof *(pointer))
