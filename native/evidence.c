@@ -153,8 +153,7 @@ void rs_prediction_add_model(rs_prediction *prediction, int32_t depth, int32_t t
 
 /* Each expert's input for its own token, and for any other one; 0 where it proposes nothing, since the cell is the
  * first then, which is nobody's: no match has length 0. */
-static void inputs_of(const rs_mixer *mixer, const rs_prediction *prediction,
-                      float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
+static void inputs_of(const rs_mixer *mixer, const rs_prediction *prediction, float inputs[][RS_NUM_EXPERTS]) {
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         const rs_cell *cell = mixer->cells + prediction->cells[e];
         inputs[RS_OWN][e] = cell->inputs[RS_OWN];
@@ -187,7 +186,7 @@ static void select_weights(const rs_prediction *prediction, int32_t candidate, u
 }
 
 static float mix(const rs_mixer *mixer, uint32_t proposed, const uint32_t sets[RS_NUM_SELECTORS],
-                 float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
+                 float inputs[][RS_NUM_EXPERTS]) {
     const rs_weights *a = mixer->weights + sets[0];
     const rs_weights *b = mixer->weights + sets[1];
     const rs_weights *c = mixer->weights + sets[2];
@@ -221,8 +220,7 @@ static float bounded(double weight) {
     return (float)(weight > MAX_WEIGHT ? MAX_WEIGHT : weight < -MAX_WEIGHT ? -MAX_WEIGHT : weight);
 }
 
-static void learn_weights(rs_weights *weights, double step, uint32_t proposed,
-                          float inputs[RS_NUM_SIDES][RS_NUM_EXPERTS]) {
+static void learn_weights(rs_weights *weights, double step, uint32_t proposed, float inputs[][RS_NUM_EXPERTS]) {
     weights->bias = bounded(weights->bias + step);
     for (int e = 0; e < RS_NUM_EXPERTS; e++) {
         int side = proposed >> e & 1 ? RS_OWN : RS_RIVAL;

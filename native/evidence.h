@@ -27,11 +27,9 @@ enum {
     RS_NUM_TOKEN_SETS = 256,   /* of weights: what tokens are hashed to, for each of the first two */
     RS_NUM_WEIGHT_SETS = 2 * RS_NUM_TOKEN_SETS + (1 << RS_CORPUS_EXPERT), /* the last for all choices of experts but
                                                                              the corpus */
-    RS_NUM_STRETCHED = 1024
+    RS_NUM_STRETCHED = 1024,
+    RS_OWN = 0, RS_RIVAL, RS_NUM_SIDES /* what an expert says for its own token, and against any other one */
 };
-
-/* What an expert says of a candidate: that it is the expert's own token, or another one. */
-enum { RS_OWN, RS_RIVAL, RS_NUM_SIDES };
 
 /* What is learned is kept in single precision, which halves its bytes, and learned in double. */
 typedef struct {

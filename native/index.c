@@ -13,7 +13,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
     rs_memory memory = {.max_bytes = options->max_bytes};
-    rs_index *made;
+    rs_index *made = NULL;
     rs_status status = RS_NEW(&memory, made);
     if (status != RS_OK) {
         return rs_memory_error(&memory, error, status);

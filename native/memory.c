@@ -53,14 +53,3 @@ rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint
     uint64_t grown = (uint64_t)*capacity + *capacity / 8 + 8;
     return rs_resize(memory, pointer, capacity, grown > needed ? grown : needed, element_size);
 }
-
-rs_status rs_new(rs_memory *memory, void **pointer, size_t size) {
-    uint32_t capacity = 0;
-    *pointer = NULL;
-    return rs_resize(memory, pointer, &capacity, 1, size);
-}
-
-void rs_delete(rs_memory *memory, void **pointer, size_t size) {
-    uint32_t capacity = 1;
-    rs_resize(memory, pointer, &capacity, 0, size);
-}

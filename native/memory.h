@@ -25,12 +25,6 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
 rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
                      size_t element_size);
 
-/* One struct, not initialized; *pointer is NULL on failure. */
-rs_status rs_new(rs_memory *memory, void **pointer, size_t size);
-
-/* Frees what rs_new has made; *pointer is NULL then. */
-void rs_delete(rs_memory *memory, void **pointer, size_t size);
-
 /* Return the status from the function that this stands in, unless it is RS_OK. */
 #define RS_TRY(status)                    \
     do {                                  \
@@ -45,9 +39,8 @@ void rs_delete(rs_memory *memory, void **pointer, size_t size);
     rs_resize(memory, (void **)&(array), &(capacity), new_size, sizeof *(array))
 #define RS_RESERVE(memory, array, capacity, needed) \
     rs_reserve(memory, (void **)&(array), &(capacity), needed, sizeof *(array))
-
-/* rs_new and rs_delete of what the pointer points at. */
-#define RS_NEW(memory, pointer) rs_new(memory, (void **)&(pointer), sizeof *(pointer))
-#define RS_DELETE(memory, pointer) rs_delete(memory, (void **)&(pointer), sizeof *(pointer))
+/* One struct, not initialized, for a pointer that is NULL; and back to that. */
+#define RS_NEW(memory, pointer) rs_resize(memory, (void **)&(pointer), &(uint32_t){0}, 1, sizeof *(pointer))
+#define RS_DELETE(memory, pointer) rs_resize(memory, (void **)&(pointer), &(uint32_t){1}, 0, sizeof *(pointer))
 
 #endif

@@ -378,7 +378,7 @@ def test_drafts_are_padded_only_where_all_of_them_may_be_verified():
     batch = make(*"abc", pads_drafts=True, num_speculative_tokens=4, max_draft_tokens=8)
     assert batch.step([[10, 11], [12], []]) == [[PAD] * 4, [PAD] * 4, []]
     assert batch.step([[10], [14], [10]]) == [[], [], []]
-    counters = drafter.take_counters()
+    counters = batch.drafter.take_counters()
     assert (counters.num_steps, counters.num_steps_on, counters.num_steps_off_threshold) == (2, 1, 1)
 
 

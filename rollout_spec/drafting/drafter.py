@@ -23,6 +23,8 @@ from rollout_spec.drafting.model_share import ModelShare
 from rollout_spec.drafting.native import Int32Array, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 
+_Bools = npt.NDArray[np.bool_]
+
 PAD = 0  # a token id of any vocabulary, where there is no better one
 STEP_SHARE = 0.02  # of a step's time that the next one spends on unindexed text
 MOST_SECONDS = 0.01  # and the most: an engine without work may have waited long for this step
@@ -43,7 +45,7 @@ class _TrackedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def among(self, kept: npt.NDArray[np.bool_]) -> _TrackedRows:
+    def among(self, kept: _Bools) -> _TrackedRows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.rows]
         return _TrackedRows(self.rows[chosen], self.sequences[chosen], self._max_draft_levels[chosen])
@@ -194,55 +196,48 @@ class Drafter:
         step = self._ended_step(work, nums, levels, goes_on, next_step)
         if step.num_rows < num_rows:
             tracked = tracked.among(nums > 0)
+        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows:
-            drafts = self._draft_decoding(step, tracked, nums > 0, token_ids, levels, next_step)
-        else:
-            drafts = self._index_only(tracked, num_rows, token_ids, levels)
+            self._draft_decoding(drafts, step, tracked, nums > 0, token_ids, levels, next_step)
+        else:  # the gate is not asked, and wants what it wanted
+            self._propose_after(tracked, token_ids, levels, None)
         self.counters.draft_seconds += time.perf_counter() - started
         return drafts._replace(drafts_wanted=self._drafts_wanted, num_model_tokens=self._num_model_tokens)
 
     def _ended_step(
-        self,
-        work: Step | None,
-        nums_new_tokens: Int32Array,
-        levels: Int32Array,
-        goes_on: bool,
-        next_step: NextStep,
+        self, work: Step | None, nums_new: Int32Array, levels: Int32Array, goes_on: bool, next_step: NextStep
     ) -> Step:
         """The step that ends now, with what came of it; goes_on: it has a row of the step before."""
-        decodes, model = nums_new_tokens > 0, next_step.model_drafts
+        decodes, model = nums_new > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         if work is None:
             work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
+        now = self._clock() if work.ended is None else work.ended
+        # Without a request that goes on, the engine may have waited for one, slept, or taken new weights.
+        seconds = None if self._last_end is None or not goes_on else now - self._last_end
+        self._last_end, self._last_seconds = now, seconds or 0.0
         promised, self._num_given, self._promised = self._promised, 0, 0.0
         return work._replace(
             promised=promised,
             num_rows=num_decoding,
             num_context=int(levels[: len(decodes)].sum(where=decodes)),
-            num_new_tokens=int(nums_new_tokens.sum()),
-            seconds=self._end_step(self._clock() if work.ended is None else work.ended, goes_on),
+            num_new_tokens=int(nums_new.sum()),
+            seconds=seconds,
             num_passes=0 if model is None else model.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(self._row_ids, nums_new_tokens),
+            model_shares=self._model_share.count_accepted(self._row_ids, nums_new),
         )
-
-    def _index_only(
-        self, tracked: _TrackedRows, num_rows: int, token_ids: Int32Array, levels: Int32Array
-    ) -> Drafts:
-        """No row decodes: the gate is not asked, and wants what it wanted."""
-        self._propose_after(tracked, token_ids, levels, None)
-        return Drafts.none(num_rows, self._num_speculative_tokens)
 
     def _draft_decoding(
         self,
+        drafts: Drafts,
         step: Step,
         tracked: _TrackedRows,
-        decodes: npt.NDArray[np.bool_],
+        decodes: _Bools,
         token_ids: Int32Array,
         levels: Int32Array,
         next_step: NextStep,
-    ) -> Drafts:
-        """Index and draft as the gate says; tracked: those that decode; decodes: bool [num_rows]."""
-        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
+    ) -> None:
+        """Index, and put in what the gate lets through; tracked: those that decode, as `decodes`."""
         min_survival, probe_in_two = self._gate.begin(step)
         if min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
             min_survival = None
@@ -254,12 +249,15 @@ class Drafter:
             self._give(drafts, tracked, decodes, proposed)
             self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
             self._num_given = int(drafts.lengths.sum())
+        elif are_wanted and self._has_model:
+            # Too late for that step, but the model has something for every other one. The text's drafts alone
+            # would wrongly tell the gate that drafting does not pay.
+            self.counters.num_steps_on += 1
         elif are_wanted:  # too late for that step: what the gate says of them is for others
-            are_wanted = self._would_give(proposed)
+            are_wanted = bool(self._chosen(proposed).lengths.any())
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
         self._drafts_wanted = are_wanted and not probe_in_two
         self._num_model_tokens = self._gate.num_model_tokens if are_wanted else 0
-        return drafts
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -271,27 +269,17 @@ class Drafter:
     def _has_unindexed(self) -> bool:
         return self.index.has_unindexed or self._groups.has_waiting
 
-    def _end_step(self, now: float, goes_on: bool) -> float | None:
-        """A step ends now; returns what it took. None: without a request that goes on, the engine may have
-        waited for one, slept, or taken new weights."""
-        seconds = None if self._last_end is None or not goes_on else now - self._last_end
-        self._last_end, self._last_seconds = now, seconds or 0.0
-        return seconds
-
     def _mapped(self, request_ids: Sequence[str]) -> tuple[_TrackedRows, bool]:
         """The rows that are in the index, and whether one of all was a row of the step before."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
         if self._tracked is not None and self._row_ids == request_ids:
             return self._tracked, True
-        self._tracked = self._tracked_rows(request_ids)
+        requests = enumerate(self._requests[request_id] for request_id in request_ids)
+        # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+        found = [(row, r.sequence.handle, r.max_level - 1) for row, r in requests if r.sequence is not None]
+        self._tracked = _TrackedRows(*np.array(found, np.int32).reshape(-1, 3).T.copy())
         last, self._row_ids = self._row_ids, list(request_ids)
         return self._tracked, not set(last).isdisjoint(request_ids)
-
-    def _tracked_rows(self, request_ids: Sequence[str]) -> _TrackedRows:
-        rows = enumerate(self._requests[request_id] for request_id in request_ids)
-        # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        tracked = [(row, r.sequence.handle, r.max_level - 1) for row, r in rows if r.sequence is not None]
-        return _TrackedRows(*np.array(tracked, np.int32).reshape(-1, 3).T.copy())
 
     def _count(self, step: Step, tracked: _TrackedRows, proposed: StepResult) -> None:
         """Count the step that ended: its decoding rows, and those of them that are in the index."""
@@ -333,9 +321,7 @@ class Drafter:
         self._tracked = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
-    def _give(
-        self, drafts: Drafts, tracked: _TrackedRows, decodes: npt.NDArray[np.bool_], proposed: StepResult
-    ) -> None:
+    def _give(self, drafts: Drafts, tracked: _TrackedRows, decodes: _Bools, proposed: StepResult) -> None:
         """What the open gate takes of each row's draft: its first tokens."""
         choice = self._chosen(proposed)
         self._promised = choice.promised
@@ -345,15 +331,6 @@ class Drafter:
         if self._pad_to and choice.pads:  # steps with drafts are of one shape only
             drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
             drafts.lengths[decodes] = self._pad_to
-
-    def _would_give(self, proposed: StepResult) -> bool:
-        """The next step has begun without drafts: would the open gate have taken some?"""
-        if self._has_model:
-            # It has something for every step, but not for this one. The text's drafts alone would wrongly
-            # tell the gate that drafting does not pay.
-            self.counters.num_steps_on += 1
-            return True
-        return bool(self._chosen(proposed).lengths.any())
 
     def _chosen(self, proposed: StepResult) -> Choice:
         """How much of each row's draft the open gate takes."""
@@ -371,12 +348,10 @@ class Drafter:
         return self.counters.take()
 
     def note_new_weights(self, training_step: int | None = None) -> None:
-        """The target's weights have changed: the time until the next step is no step's.
-
-        training_step: the one that begins, by default the one after the last.
-        """
-        next_one = self.history.training_step + 1
-        self.history.training_step = next_one if training_step is None else training_step
+        """The target's weights have changed: the time until the next step is no step's. `training_step`: the
+        one that begins, by default the one after the last."""
+        last = self.history.training_step
+        self.history.training_step = last + 1 if training_step is None else training_step
         self._last_end = None
 
 

@@ -103,14 +103,11 @@ class Groups:
             return None
         finally:
             self._forget_given_up()
-        if sequence.group.num_running == 0:
-            new = [
-                text
-                for text in self._history.texts(sequence.group.history_key)
-                if text not in sequence.group.texts
-            ]
-            self._waiting.append((sequence.group, new))
-        sequence.group.num_running += 1
+        entered = sequence.group
+        if entered.num_running == 0:
+            texts = self._history.texts(entered.history_key)
+            self._waiting.append((entered, [text for text in texts if text not in entered.texts]))
+        entered.num_running += 1
         return sequence
 
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:

@@ -1,4 +1,4 @@
-"""Pieces of the history on their way to other engines and to files, each with a version and a checksum."""
+"""Pieces: the history's texts on their way to other engines and to files, each with version and checksum."""
 
 import dataclasses
 import hashlib

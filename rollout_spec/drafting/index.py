@@ -244,24 +244,18 @@ class SuffixIndex:
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
         check_status(function(self._handle(), *arguments, self._error), self._error)
 
-    def _set_vectors(
-        self, sequences: Int32Array, rows: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
-    ) -> None:
+    def _set_vectors(self, *vectors: Int32Array) -> None:
         self._vectors = None
-        check_vector("sequences", sequences, None)
-        n = len(sequences)
-        vectors = {"rows": rows, "levels": levels, "max_draft_tokens": max_draft_tokens}
-        for name, vector in vectors.items():
+        check_vector("sequences", vectors[0], None)
+        batch, n = self._batch, len(vectors[0])
+        for name, vector in zip(("sequences", "rows", "levels", "max_draft_tokens"), vectors, strict=True):
             check_vector(name, vector, n)
+            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
         if n > len(self._num_draft_tokens):
             self._make_buffers(n + n // 2)
-        batch = self._batch
         batch.num_sequences = n
-        batch.sequences = ffi.from_buffer("int32_t[]", sequences)
-        for name, vector in vectors.items():
-            setattr(batch, name, ffi.from_buffer("int32_t[]", vector))
         self._result = StepResult(self._draft_tokens[:n], self._survivals[:n], self._num_draft_tokens[:n])
-        self._vectors = (sequences, rows, levels, max_draft_tokens)
+        self._vectors = vectors
 
     def _set_model(self, model_drafts: ModelDrafts | None, rows: Int32Array) -> None:
         self._batch.num_model_tokens = 0

@@ -70,10 +70,8 @@ def int32(name: str, value: Any) -> int:
 
 def check_vector(name: str, array: Any, length: int | None) -> None:
     """Raise InvalidArgument unless the array is a contiguous int32 vector of `length` entries, if given."""
-    fits = (
-        type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous
-    )
-    if not fits:
+    is_vector = type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1
+    if not (is_vector and array.flags.c_contiguous):
         raise InvalidArgument(f"{name}: must be a contiguous one-dimensional int32 array")
     if length is not None and len(array) != length:
         raise InvalidArgument(f"{name}: has {len(array)} entries, sequences has {length}")

@@ -1,9 +1,9 @@
 """When to draft, and how much: speculation pays in the long tail, when few requests are left running.
 
 In every engine step in which rows decode a gate is asked twice: `begin` before anything is drafted, then
-`choose`. A token's survival is the probability that a draft is accepted up to and with it. A gate that
-drafts nothing is called closed. `num_model_tokens` says how many tokens a model drafts for each row in the
-next step that waits for drafts.
+`choose`; `FixedGate` says what goes in and comes out. A token's survival is the probability that a draft is
+accepted up to and with it. A gate that drafts nothing is called closed. `num_model_tokens` says how
+many tokens a model drafts for each row in the next step that waits for drafts.
 """
 
 from typing import NamedTuple
@@ -102,7 +102,6 @@ class AutoGate:
         self._rows_per_row = 1.0  # that the busiest rank has for each row of ours, where ranks step together
 
     def begin(self, step: Step) -> Opening:
-        """As `FixedGate.begin`; so is `choose`."""
         self._learn(self._seen(step))
         number = self._num_steps if step.number is None else step.number
         self._num_steps += 1
