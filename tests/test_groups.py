@@ -193,6 +193,28 @@ def test_what_was_interrupted_goes_on_where_it_was_beside_an_earlier_answer_like
     assert drafter.index.stats().num_tokens == 50 + 70 + 70
 
 
+def test_a_group_stays_for_what_was_interrupted_in_it():
+    """After a weight sync nothing runs in it, most of its text is too old, and another sample comes first."""
+    random, prompt = np.random.default_rng(0), np.arange(50, dtype=np.int32)
+    drafter = Drafter(SpecConfig(batch_threshold=8, history=1))
+
+    def serve(name, said, num_before=0, is_aborted=False):
+        text = np.concatenate([prompt, said])
+        drafter.add(name, text[: 50 + num_before].copy(), 600, "g", 50, name[0])
+        drafter.draft([name], [len(said) - num_before], text[None], int32(len(text)))
+        drafter.remove(name, is_aborted=is_aborted)
+
+    texts = [random.integers(0, 9_000, 60, dtype=np.int32) for _ in range(5)]
+    for name, text in zip("abc", texts, strict=False):
+        serve(name, text)
+    drafter.end_samples("abc")
+    serve("s", texts[3][:30], is_aborted=True)
+    drafter.note_new_weights()
+    serve("n", texts[4])
+    serve("s again", texts[3], num_before=30)
+    assert drafter.counters.num_resumed == 1
+
+
 @dataclasses.dataclass(eq=False)
 class PackedText:
     """What a sample said after a prompt."""

@@ -154,7 +154,10 @@ class Groups:
         return found
 
     def _is_stale(self, group: _Group) -> bool:
-        """Whether it is asked for in a new training step, and too much of it is too old to be kept."""
+        """Whether it is asked for in a new training step, and too much of it is too old to be kept. Not while
+        something waits in it that was interrupted."""
+        if any(each.is_aborted for each in group.parked):
+            return False
         before, group.training_step = group.training_step, self._history.training_step
         nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
         num_tokens = sum(len(text.tokens) for text in group.texts)
