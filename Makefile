@@ -46,7 +46,7 @@ SOME = || [ $$? = 5 ]
 SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python python arctic-inference==0.1.1
 # What needs no trainer.
 ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
-	requests engines life_cycle sampling plain_vllm graphs draft_graphs recorded_graphs schedule_ahead runner_v2 \
+	requests engines life_cycle sampling plain_vllm graphs draft_graphs recorded_graphs schedule_ahead mrv2 \
 	top_k_top_p \
 	model_drafter recurrent)
 # What needs verl, and no training.

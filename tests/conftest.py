@@ -27,7 +27,7 @@ TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py"
 FIRST = [
     f"test_{name}.py"
     for name in (
-        "device_waits", "host_drafts", "ascend", "training", "any_manager", "verl_history", "runner_v2",
+        "device_waits", "host_drafts", "ascend", "training", "any_manager", "verl_history", "mrv2",
         "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
     )
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from tests.engine.conftest import UNTESTED, configured
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served, served_in_brief
 from tests.engine.serving import assert_each_same
-from tests.engine.test_runner_v2 import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda
+from tests.engine.test_mrv2 import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_bigrams, make_eagle, make_eagle3, make_even, make_mtp
 
 pytestmark = NEEDS_MRV2

@@ -76,7 +76,7 @@ class Recorded:
             runner._sample = self._after_v1(runner._sample)
         else:
             runner.update_requests = self._noting(runner.update_requests)  # a step has its drafts soon after
-            runner.sample = self._after_v2(runner.sample)
+            runner.sample = self._after_mrv2(runner.sample)
 
     def start(self, responses: Sequence[Any] | None, prefix: str = "") -> None:
         """From now on these come; None: what is sampled."""
@@ -104,12 +104,12 @@ class Recorded:
 
         return sample_recorded
 
-    def _after_v2(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_mrv2(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_recorded(hidden_states: torch.Tensor, batch: Any, *others: Any) -> Any:
             found = sample(hidden_states, batch, *others)
             if self.recording is None:
                 return found
-            tokens, num_sampled, num_rejected = self._run(self._tokens_v2, batch)
+            tokens, num_sampled, num_rejected = self._run(self._tokens_mrv2, batch)
             output = dataclasses.replace(
                 found[0], sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected
             )
@@ -117,7 +117,7 @@ class Recorded:
 
         return sample_recorded
 
-    def _tokens_v2(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tokens_mrv2(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As MRV2's: int64 [rows, 1 or K + 1], tokens; int32 [rows], how many, and rejected drafts."""
         levels = np.array([self._levels[name] for name in batch.req_ids])
         tokens, nums_drafts = self._tokens(batch.req_ids, levels, 1 + self._runner.num_speculative_steps)

@@ -15,7 +15,7 @@ from rollout_spec.predict.replay import IndexDrafter, ReplayResult, replay_line
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
 from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.test_runner_v2 import interpreted
+from tests.engine.test_mrv2 import interpreted
 
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 

@@ -73,8 +73,8 @@ def test_an_engine_has_v2_where_plain_vllm_takes_it(name, arguments, refusal, tm
     getattr(transformers, f"{name}Config")(architectures=[architecture]).save_pretrained(tmp_path)
     plain, drafted = (configured(str(tmp_path), spec, **arguments) for spec in (None, {}))
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)  # for which vLLM asks first
-    with_v2 = mrv2_architectures()
-    assert plain.use_v2_model_runner == (with_v2 is None or architecture in with_v2)
+    with_mrv2 = mrv2_architectures()
+    assert plain.use_v2_model_runner == (with_mrv2 is None or architecture in with_mrv2)
     assert drafted.use_v2_model_runner == (plain.use_v2_model_runner and refusal is None)
     reasons = drafted._get_v2_model_runner_unsupported_features()
     assert [refusal in reason for reason in reasons if refusal] == [True] * (refusal is not None)
@@ -124,11 +124,11 @@ def samples(found):
 
 @pytest.fixture(scope="module")
 def results(chat_model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("runner_v2") / "results.json"
+    path = tmp_path_factory.mktemp("mrv2") / "results.json"
     return interpreted("tests.engine.interpreted_runner", path, chat_model)
 
 
-def test_all_engines_have_v2(results):
+def test_all_engines_have_mrv2(results):
     images = results.get("images", {})
     for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
         assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
