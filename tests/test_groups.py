@@ -343,6 +343,8 @@ class GroupsMachine(RuleBasedStateMachine):
         fits = [each for each in fits if each.key == key or each.key[0] == key[0] == "prompt"]
         if sample is None:
             fits = [each for each in fits if each.num_shared(prompt) == len(each.said)]
+        # What was interrupted before what was not, and the shortest first.
+        fits.sort(key=lambda each: (not each.is_aborted, len(each.said)))
         best = max(fits, key=lambda each: each.num_shared(prompt), default=None)
         return best if best and (best.num_shared(prompt) or best.goes_on_whole(prompt)) else None
 
@@ -357,7 +359,9 @@ class GroupsMachine(RuleBasedStateMachine):
         chain, num_resumed = self.expected(prompt, key, sample), self.rows.counters.num_resumed
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
-        stale = [handle for handle in idle if chain is None and self.indexed[handle].is_stale(self.packed)]
+        waiting = {each.place.group.handle for each in self.parked if each.is_aborted}
+        idle_for_good = [handle for handle in idle if chain is None and handle not in waiting]
+        stale = [handle for handle in idle_for_good if self.indexed[handle].is_stale(self.packed)]
         sequence = self.rows.add(prompt, group, num_group_tokens, sample)
         assert self.has_budget or (sequence is not None and self.index.left == stale)
         self.note_left()

@@ -122,8 +122,9 @@ class Groups:
         if sample is None:
             shared = [(num, each) for num, each in shared if num == len(each.said)]
         # Of several what was interrupted, else the shortest: it has least that the prompt does not repeat.
-        shared.sort(key=lambda each: (each[0], each[1].is_aborted, -len(each[1].said)))
-        num, sequence = shared[-1] if shared else (-1, None)
+        num, sequence = max(
+            shared, key=lambda each: (each[0], each[1].is_aborted, -len(each[1].said)), default=(-1, None)
+        )
         if sequence is None or num < 0:
             return None
         is_all = num == sequence.num_to_repeat(prompt)
@@ -156,12 +157,11 @@ class Groups:
     def _is_stale(self, group: _Group) -> bool:
         """Whether it is asked for in a new training step, and too much of it is too old to be kept. Not while
         something waits in it that was interrupted."""
-        if any(each.is_aborted for each in group.parked):
-            return False
         before, group.training_step = group.training_step, self._history.training_step
+        if before == group.training_step or any(each.is_aborted for each in group.parked):
+            return False
         nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
-        num_tokens = sum(len(text.tokens) for text in group.texts)
-        return before != group.training_step and sum(nums_old) > _STALE_SHARE * num_tokens
+        return sum(nums_old) > _STALE_SHARE * sum(len(text.tokens) for text in group.texts)
 
     @property
     def has_waiting(self) -> bool:
