@@ -24,10 +24,6 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     return RS_OK;
 }
 
-void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
-    RS_RESIZE(memory, contexts->buckets, contexts->capacity, 0);
-}
-
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */
 static uint64_t mix(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9E3779B97F4A7C15U;

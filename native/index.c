@@ -57,7 +57,7 @@ void rs_index_free(rs_index *index) {
     RS_RESIZE(&index->memory, index->groups, index->groups_capacity, 0);
     RS_RESIZE(&index->memory, index->slots, index->slots_capacity, 0);
     RS_RESIZE(&index->memory, index->queue, index->queue_capacity, 0);
-    rs_contexts_free(&index->contexts, &index->memory);
+    RS_RESIZE(&index->memory, index->contexts.buckets, index->contexts.capacity, 0);
     free(index);
 }
 
