@@ -35,11 +35,9 @@ static void make_root(rs_automaton *a) {
 rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
     memset(a, 0, sizeof *a);
     a->memory = memory;
-    rs_status status = reserve_states(a, 1);
-    if (status == RS_OK) {
-        make_root(a);
-    }
-    return status;
+    RS_TRY(reserve_states(a, 1));
+    make_root(a);
+    return RS_OK;
 }
 
 void rs_automaton_reset(rs_automaton *a) {
@@ -119,27 +117,20 @@ static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token) {
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;
-    while (state != RS_NO_STATE && (target = rs_automaton_find(a, state, token)) == NULL) {
+    while (status == RS_OK && state != RS_NO_STATE && (target = rs_automaton_find(a, state, token)) == NULL) {
         status = add_transition(a, state, token, newest);
-        if (status != RS_OK) {
-            remove_newest(a, last, state);
-            return status;
-        }
-        state = a->states[state].link;
+        state = status == RS_OK ? a->states[state].link : state;
     }
-    if (state != RS_NO_STATE) {
-        uint32_t origin = *target;
-        if (a->states[origin].len != a->states[state].len + 1) {
-            status = clone_state(a, state, token, origin);
-            if (status != RS_OK) {
-                remove_newest(a, last, state);
-                return status;
-            }
-            origin = a->states[origin].link;
-        }
-        a->states[newest].link = origin;
+    if (status == RS_OK && state != RS_NO_STATE) {
+        const uint32_t origin = *target;
+        const bool is_solid = a->states[origin].len == a->states[state].len + 1;
+        status = is_solid ? RS_OK : clone_state(a, state, token, origin);
+        a->states[newest].link = is_solid ? origin : a->states[origin].link; /* the clone */
     }
-    return RS_OK;
+    if (status != RS_OK) {
+        remove_newest(a, last, state);
+    }
+    return status;
 }
 
 /* Walking all the way up would make long periodic texts quadratic. */

@@ -18,16 +18,10 @@ enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
-    rs_status status = RS_RESIZE(memory, contexts->buckets, contexts->capacity, FIRST_NUM_BUCKETS);
-    if (status == RS_OK) {
-        memset(contexts->buckets, 0, FIRST_NUM_BUCKETS * sizeof *contexts->buckets);
-        contexts->num_buckets = FIRST_NUM_BUCKETS;
-    }
-    return status;
-}
-
-void rs_contexts_free(rs_contexts *contexts, rs_memory *memory) {
-    RS_RESIZE(memory, contexts->buckets, contexts->capacity, 0);
+    RS_TRY(RS_RESIZE(memory, contexts->buckets, contexts->capacity, FIRST_NUM_BUCKETS));
+    memset(contexts->buckets, 0, FIRST_NUM_BUCKETS * sizeof *contexts->buckets);
+    contexts->num_buckets = FIRST_NUM_BUCKETS;
+    return RS_OK;
 }
 
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */

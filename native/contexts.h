@@ -41,7 +41,6 @@ typedef struct {
 } rs_contexts;
 
 rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory);
-void rs_contexts_free(rs_contexts *contexts, rs_memory *memory);
 
 void rs_recent_push(rs_recent *recent, int32_t token);
 

@@ -12,12 +12,9 @@
 
 #include "index.h"
 
-rs_group *rs_find_group(const rs_index *index, int32_t group, rs_error *error) {
-    if (group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open) {
-        return index->groups + group;
-    }
-    rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
-    return NULL;
+rs_status rs_check_group(const rs_index *index, int32_t group, rs_error *error) {
+    const bool is_open = group >= 0 && (uint32_t)group < index->num_groups && index->groups[group].open;
+    return is_open ? RS_OK : rs_fail(error, RS_EUNKNOWN, "group=%" PRId32 ": unknown", group);
 }
 
 /* ---- which are open, and which are idle ---- */
@@ -86,17 +83,13 @@ void rs_group_leave(rs_index *index, int32_t group) {
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error) {
     RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
-    rs_status status = RS_OK;
+    rs_memory *memory = &index->memory;
     if (index->free_group < 0) {
-        status = RS_RESERVE(&index->memory, index->groups, index->groups_capacity, (uint64_t)index->num_groups + 1);
+        const uint64_t num = (uint64_t)index->num_groups + 1;
+        RS_TRY(rs_memory_error(memory, error, RS_RESERVE(memory, index->groups, index->groups_capacity, num)));
     }
     rs_group opened = {.open = true, .num_inside = 1}; /* so that it does not make room itself */
-    if (status == RS_OK) {
-        status = rs_automaton_init(&opened.automaton, &index->memory);
-    }
-    if (status != RS_OK) {
-        return rs_memory_error(&index->memory, error, status);
-    }
+    RS_TRY(rs_memory_error(memory, error, rs_automaton_init(&opened.automaton, memory)));
     int32_t slot = index->free_group;
     if (slot < 0) {
         slot = (int32_t)index->num_groups++;
@@ -105,10 +98,10 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
     }
     index->groups[slot] = opened;
     rs_sequence *prompt;
-    status = rs_sequence_new(index, RS_PROMPT, slot, prompt_token_ids, num_prompt_tokens, &prompt);
+    rs_status status = rs_sequence_new(index, RS_PROMPT, slot, prompt_token_ids, num_prompt_tokens, &prompt);
     if (status != RS_OK) {
         rs_group_free(index, slot);
-        return rs_memory_error(&index->memory, error, status);
+        return rs_memory_error(memory, error, status);
     }
     rs_group_leave(index, slot);
     *group = slot;
@@ -116,10 +109,8 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
 }
 
 rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
-    const rs_group *found = rs_find_group(index, group, error);
-    if (found == NULL) {
-        return RS_EUNKNOWN;
-    }
+    RS_TRY(rs_check_group(index, group, error));
+    const rs_group *found = index->groups + group;
     if (found->num_inside > 0) {
         return rs_fail(error, RS_EINVAL, "group=%" PRId32 ": %" PRId32 " of its sequences run", group,
                        found->num_inside);
@@ -132,9 +123,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
 /* It stays in the group only if it runs. */
 static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                      rs_sequence **added, rs_error *error) {
-    if (rs_find_group(index, group, error) == NULL) {
-        return RS_EUNKNOWN;
-    }
+    RS_TRY(rs_check_group(index, group, error));
     if (kind == RS_TEXT && num_tokens == 0) {
         return RS_OK;
     }
@@ -163,26 +152,19 @@ rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids,
 
 rs_status rs_sequence_open(rs_index *index, int32_t group, int32_t *sequence, rs_error *error) {
     rs_sequence *opened;
-    rs_status status = add(index, RS_RUNNING, group, NULL, 0, &opened, error);
-    if (status == RS_OK) {
-        *sequence = opened->id;
-    }
-    return status;
+    RS_TRY(add(index, RS_RUNNING, group, NULL, 0, &opened, error));
+    *sequence = opened->id;
+    return RS_OK;
 }
 
-static rs_sequence *find(const rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found = rs_find_sequence(index, sequence);
-    if (found == NULL) {
-        rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
-    }
-    return found;
+static rs_status find(const rs_index *index, int32_t sequence, rs_sequence **found, rs_error *error) {
+    *found = rs_find_sequence(index, sequence);
+    return *found != NULL ? RS_OK : rs_fail(error, RS_EUNKNOWN, "sequence=%" PRId32 ": unknown", sequence);
 }
 
 rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found = find(index, sequence, error);
-    if (found == NULL) {
-        return RS_EUNKNOWN;
-    }
+    rs_sequence *found;
+    RS_TRY(find(index, sequence, &found, error));
     if (found->kind == RS_RUNNING) {
         rs_sequence_become(index, found, RS_PARKED);
         rs_group_leave(index, found->group);
@@ -191,9 +173,10 @@ rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error) {
 }
 
 rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found = find(index, sequence, error);
-    if (found == NULL || found->kind == RS_RUNNING) {
-        return found == NULL ? RS_EUNKNOWN : RS_OK;
+    rs_sequence *found;
+    RS_TRY(find(index, sequence, &found, error));
+    if (found->kind == RS_RUNNING) {
+        return RS_OK;
     }
     rs_group_enter(index, found->group);
     rs_status status = rs_sequence_become(index, found, RS_RUNNING);
@@ -204,10 +187,8 @@ rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error)
 }
 
 rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) {
-    rs_sequence *found = find(index, sequence, error);
-    if (found == NULL) {
-        return RS_EUNKNOWN;
-    }
+    rs_sequence *found;
+    RS_TRY(find(index, sequence, &found, error));
     const int32_t group = found->group;
     const bool runs = found->kind == RS_RUNNING;
     if (found->at.indexed < found->end && !found->is_left_out) {
@@ -223,10 +204,8 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
 
 rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tokens, int64_t capacity,
                            int64_t *num_tokens, rs_error *error) {
-    const rs_sequence *found = find(index, sequence, error);
-    if (found == NULL) {
-        return RS_EUNKNOWN;
-    }
+    rs_sequence *found;
+    RS_TRY(find(index, sequence, &found, error));
     *num_tokens = found->end - found->start;
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
     if (num_copied > 0) {

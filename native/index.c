@@ -14,10 +14,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     }
     rs_memory memory = {.max_bytes = options->max_bytes};
     rs_index *made = NULL;
-    rs_status status = RS_NEW(&memory, made);
-    if (status != RS_OK) {
-        return rs_memory_error(&memory, error, status);
-    }
+    RS_TRY(rs_memory_error(&memory, error, RS_NEW(&memory, made)));
     memset(made, 0, sizeof *made);
     made->options = *options;
     made->memory = memory;
@@ -25,7 +22,7 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
     made->memory.owner = made;
     made->free_group = made->given_up = made->oldest_idle = made->newest_idle = made->free_slot = -1;
     rs_mixer_init(&made->mixer);
-    status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
+    rs_status status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
     if (status != RS_OK) {
         rs_index_free(made);
         return status;
@@ -60,7 +57,7 @@ void rs_index_free(rs_index *index) {
     RS_RESIZE(&index->memory, index->groups, index->groups_capacity, 0);
     RS_RESIZE(&index->memory, index->slots, index->slots_capacity, 0);
     RS_RESIZE(&index->memory, index->queue, index->queue_capacity, 0);
-    rs_contexts_free(&index->contexts, &index->memory);
+    RS_RESIZE(&index->memory, index->contexts.buckets, index->contexts.capacity, 0);
     free(index);
 }
 

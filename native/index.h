@@ -95,8 +95,8 @@ struct rs_index {
 
 /* ---- groups.c ---- */
 
-/* The open group with this id; NULL: there is none, and the error says so. */
-rs_group *rs_find_group(const rs_index *index, int32_t group, rs_error *error);
+/* Whether there is an open group with this id; if not, the error says so. */
+rs_status rs_check_group(const rs_index *index, int32_t group, rs_error *error);
 
 /* While somebody is in a group, it is not given up. A running sequence is, from rs_sequence_open or _resume to _close or
  * _park; others are during a call. */

@@ -11,7 +11,6 @@ METHODS = ("sam", "off", "keyed")
 ROUTINGS = ("group", "verl")
 MAX_SPECULATIVE_TOKENS = 64
 MAX_ON_NPUS = 15  # vllm-ascend's attention takes 16 tokens of a request in a step with drafts
-DEFAULT_SPECULATIVE_TOKENS = MAX_ON_NPUS  # so that `+rollout.spec=sam` is enough on NPUs too
 AUTO = "auto"  # of batch_threshold
 
 
@@ -50,7 +49,7 @@ class SpecConfig:
         "or with `+rollout.spec=off rollout.spec.method=keyed`",
     )
     num_speculative_tokens: int = _option(
-        DEFAULT_SPECULATIVE_TOKENS,
+        MAX_ON_NPUS,  # so that `+rollout.spec=sam` is enough there too
         "at most this many draft tokens per request and step",
         "text repeats in long runs (more)",
         (1, MAX_SPECULATIVE_TOKENS),

@@ -2,9 +2,8 @@
 
 from typing import Any, NamedTuple
 
-BY_PROMPT = (
-    "prompt"  # what a name by the first prompt begins with: then the seed, the prompt's digest, a number
-)
+# What a name by the first prompt begins with: then the seed, the prompt's digest, a number.
+BY_PROMPT = "prompt"
 
 
 class RowName(NamedTuple):

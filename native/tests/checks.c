@@ -261,11 +261,10 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->text_capacity) {
         return "sequence: its text is longer than there is room for";
     }
-    const rs_group *group = rs_find_group(index, sequence->group, NULL);
-    if (group == NULL) {
+    if (rs_check_group(index, sequence->group, NULL) != RS_OK) {
         return "sequence: its group is not open";
     }
-    const rs_automaton *a = &group->automaton;
+    const rs_automaton *a = &index->groups[sequence->group].automaton;
     if (sequence->at.last >= a->num_states || (rs_waits_for_prompt(sequence)
                                                    ? indexed != sequence->start
                                                    : a->states[sequence->at.last].len != (uint32_t)indexed)) {

@@ -1,7 +1,6 @@
 """What `doctor` says: can drafting work here? A check for each package, device, plugin and patch."""
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -10,7 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_spec.environment import package_version
 from rollout_spec.patches import Patch, PatchError, applied
@@ -31,8 +30,7 @@ GPU_CHECK = "`rollout-spec-lab gpu-check` (from a clone: pip install ./lab)"
 REINSTALL = "reinstall rollout-spec in this environment"
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the report."""
 
     name: str
@@ -52,7 +50,8 @@ def diagnose() -> Iterator[Check]:
             except ModuleNotFoundError as error:
                 found = [_missing(name, error.name or "")]
             except (Exception, SystemExit) as error:
-                found = [Check(name, FAIL, _first_line(error))]
+                first_line = "".join(str(error).strip().splitlines()[:1])
+                found = [Check(name, FAIL, f"{type(error).__name__}: {first_line}")]
         yield from found
 
 
@@ -60,7 +59,7 @@ def report() -> dict[str, Any]:
     """What `rollout-spec doctor --json` prints."""
     checks = list(diagnose())
     works = not any(check.status == FAIL for check in checks)
-    return {"works": works, "checks": [dataclasses.asdict(check) for check in checks]}
+    return {"works": works, "checks": [check._asdict() for check in checks]}
 
 
 def _python() -> Iterator[Check]:
@@ -281,8 +280,3 @@ def _missing(name: str, module: str) -> Check:
     if module.startswith("rollout_spec"):
         return Check(name, FAIL, f"{module} is not built", REINSTALL)
     return Check(name, FAIL, f"needs {module}, which is not installed", f"install {module}")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

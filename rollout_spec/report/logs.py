@@ -1,6 +1,5 @@
 """What verl's loggers wrote, read back: JSON lines, wandb (offline folders and online runs), tensorboard."""
 
-import dataclasses
 import itertools
 import json
 import logging
@@ -10,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_spec.config import UserError
 
@@ -29,8 +28,7 @@ Record = tuple[int, dict[str, Any]]  # a training step and what was logged at it
 Reader = Callable[[Path], Iterator[Record]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """A run's log: where it was found, and its records."""
 
     source: str

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ FAR = 1.2  # a step that took that many times as long as the others was disturbe
 FIRM = 8  # of fewer pairs, a bootstrap gives a rough interval, narrower than 95 %
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """What is compared: per step `numerator / denominator`, over all steps the ratio of their sums.
 
     Both are names in `Step`; without a denominator every step weighs the same. The change from one run to the
@@ -58,8 +57,7 @@ MEASURES = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A value with its 95 % interval; NaN where it is not known."""
 
     value: float
@@ -69,8 +67,7 @@ class Estimate:
         return {"value": for_json(self.value), "ci95": for_json(self.ci95)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """One measure in both runs, and the change from `off` to `on`: on / off, or on - off."""
 
     measure: Measure
@@ -163,7 +160,7 @@ class Comparison:
             self.off.name: self.off.to_dict() | {c.measure.name: for_json(c.off.value) for c in values},
             self.on.name: self.on.to_dict() | {c.measure.name: for_json(c.on.value) for c in values},
             "speedup": None if self.has_drifted else for_json(self.speedup.value),
-            "first_step_agreement": self.agreement and dataclasses.asdict(self.agreement),
+            "first_step_agreement": self.agreement and self.agreement._asdict(),
             "speedup_ci95": [None, None] if self.has_drifted else for_json(self.speedup.ci95),
             "drift": for_json(self.drift),
             "has_drifted": self.has_drifted,

@@ -1,10 +1,10 @@
 """What a run's recorded responses say: how many end in a loop, and how many are another run's."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rollout_spec import trace
 from rollout_spec.sample_names import is_repeated
@@ -14,8 +14,7 @@ from rollout_spec.sample_names import is_repeated
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """How many tokens are the same, each response up to its first difference."""
 
     num_tokens: int  # compared: up to and with the first that differs

@@ -6,11 +6,6 @@ BLOCK_SIZE = 128
 CHUNK_SIZE = 1 << 22  # values that a temporary of logits' size holds at a time: 16 MiB of float32
 
 
-def rows_at_a_time(row_size: int) -> int:
-    """The number of rows in a chunk, each row of `row_size` values."""
-    return max(1, CHUNK_SIZE // row_size)
-
-
 def split_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of values, [n, vocab_size]: the whole blocks, [n, vocab_size // BLOCK_SIZE, BLOCK_SIZE], and the
     values after them, [n, vocab_size % BLOCK_SIZE]."""

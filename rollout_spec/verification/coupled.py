@@ -207,7 +207,7 @@ def _block_masses(
     masses = torch.zeros_like(wanted, dtype=top.dtype)
     wanted = wanted[:, : whole.shape[1]]
     before_wait()
-    for chunk in wanted.nonzero().split(blocks.rows_at_a_time(BLOCK_SIZE)):
+    for chunk in wanted.nonzero().split(max(1, blocks.CHUNK_SIZE // BLOCK_SIZE)):
         rows, columns = chunk.unbind(-1)
         masses[rows, columns] = _sums(whole[rows, columns].sub_(top.index_select(0, rows)).exp_())
     if rest.shape[1]:

@@ -42,10 +42,8 @@ def engine_speculative_config(spec: _Options, mtp: _Options | None) -> dict[str,
     asked = asked_model(spec, mtp)
     if spec["method"] != "sam":
         return asked if spec.get(OPTION) else None
-    num_speculative_tokens = spec["num_speculative_tokens"]
-    if asked is None:
-        return speculative_config(num_speculative_tokens)
-    return asked | {"num_speculative_tokens": num_speculative_tokens}
+    num = {"num_speculative_tokens": spec["num_speculative_tokens"]}
+    return (asked or speculative_config(**num)) | num
 
 
 def engine_scheduler(spec: _Options, mtp: _Options | None) -> str | None:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +123,16 @@ def _line(group: str, step: int | None, prompt: tuple[int, ...], chains: Iterabl
     return trace.to_line(group, step, prompt, [response for ((_, response),) in turns], names)
 
 
-def _joined(chains: list[_Chain]) -> Iterator[_Chain]:
-    """Calls may have ended in another order than they began."""
-    last: _Chain | None = None
+def _joined(chains: list[_Chain]) -> list[_Chain]:
+    """Calls may have ended in another order than they began. The chains are not used any more."""
+    joined: list[_Chain] = []
     for chain in sorted(chains, key=lambda each: each.number):
-        if last is not None and last.goes_on(chain.tokens, chain.turns[0][0]):
-            chain = dataclasses.replace(last, tokens=chain.tokens, turns=[*last.turns, *chain.turns])
-        elif last is not None:
-            yield last
-        last = chain
-    if last is not None:
-        yield last
+        if joined and joined[-1].goes_on(chain.tokens, chain.turns[0][0]):
+            joined[-1].tokens = chain.tokens
+            joined[-1].turns += chain.turns
+        else:
+            joined.append(chain)
+    return joined
 
 
 def _plain(name: Any) -> Any:

@@ -94,27 +94,22 @@ def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
 
     Raises ConfigError: an option is unknown or out of range, or contradicts vLLM's own.
     """
-    options = asked_options(vllm_config.additional_config)
-    speculative = vllm_config.speculative_config
-    if not has_our_drafter(vllm_config):
-        if options is None:
-            return None
-        config = SpecConfig.from_mapping(options)
-        if config.enabled:
+    asked, is_ours = asked_options(vllm_config.additional_config), has_our_drafter(vllm_config)
+    if asked is None and not is_ours:
+        return None
+    options = dict(asked or {})
+    if is_ours:
+        num = vllm_config.speculative_config.num_speculative_tokens
+        if options.setdefault("num_speculative_tokens", num) != num:
             raise ConfigError(
-                f"rollout.spec.method={config.method} without a speculative_config that names the drafter, "
-                f"or one of the methods {', '.join(MODEL_METHODS)}"
+                f"rollout.spec.num_speculative_tokens={options['num_speculative_tokens']} differs from "
+                f"speculative_config.num_speculative_tokens={num}"
             )
-        return config
-    options = dict(options or {})
-    num_speculative_tokens = speculative.num_speculative_tokens
-    if options.setdefault("num_speculative_tokens", num_speculative_tokens) != num_speculative_tokens:
-        raise ConfigError(
-            f"rollout.spec.num_speculative_tokens={options['num_speculative_tokens']} differs from "
-            f"speculative_config.num_speculative_tokens={num_speculative_tokens}"
-        )
     config = SpecConfig.from_mapping(options)
-    if not config.enabled:
-        asked = f"rollout.spec.method={config.method}"
-        raise ConfigError(f"{asked} together with a speculative_config that names the drafter")
+    method, drafter = f"rollout.spec.method={config.method}", "a speculative_config that names the drafter"
+    if is_ours and not config.enabled:
+        raise ConfigError(f"{method} together with {drafter}")
+    if config.enabled and not is_ours:
+        methods = ", ".join(MODEL_METHODS)
+        raise ConfigError(f"{method} without {drafter}, or one of the methods {methods}")
     return config

@@ -47,7 +47,7 @@ class Turns:
         estimates = {name: getattr(self, name).to_dict() for name in ("off", "on", "speedup")}
         rates = {name: for_json(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
         seconds = [list(pair) for pair in self.seconds]
-        return estimates | rates | {"agreement": dataclasses.asdict(self.agreement), "seconds": seconds}
+        return estimates | rates | {"agreement": self.agreement._asdict(), "seconds": seconds}
 
 
 def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list[list[int]]:

@@ -57,21 +57,16 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
-    """Let a model draft with the target's noise, and hand its drafts to the host."""
+    """Let a model draft with the target's noise, pass by pass, and hand its drafts to the host."""
     check_speculator()
     speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
     speculator.log_odds = torch.zeros(
         speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
     )
-    _draft_pass_by_pass(speculator)
-    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
-
-
-def _draft_pass_by_pass(speculator: DraftModelSpeculator) -> None:
-    """Let a speculator run its passes one by one."""
     for name in (each for each in _FUSES if hasattr(speculator, each)):
         setattr(speculator, name, lambda: None)
         record(PASS_BY_PASS)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
 
 
 class SuffixSpeculator(BaseSpeculator):

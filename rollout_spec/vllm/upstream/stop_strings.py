@@ -30,18 +30,15 @@ def fix(module: Any) -> None:
         parts = [
             part
             for output in engine_core_outputs
-            for part in (
-                one_by_one(output)
-                if len(output.new_token_ids) > 1 and _has_stop_strings(self, output)
-                else (output,)
-            )
+            for part in (one_by_one(output) if _may_stop_inside(self, output) else [output])
         ]
         return process(self, parts, *args, **kwargs)
 
 
-def _has_stop_strings(processor: Any, output: Any) -> bool:
+def _may_stop_inside(processor: Any, output: Any) -> bool:
+    """Whether it has several tokens, and its request has stop strings."""
     state = processor.request_states.get(output.request_id)
-    return bool(getattr(getattr(state, "detokenizer", None), "stop", None))
+    return len(output.new_token_ids) > 1 and bool(getattr(getattr(state, "detokenizer", None), "stop", None))
 
 
 def one_by_one(output: Any) -> list[Any]:
