@@ -359,7 +359,7 @@ class GroupsMachine(RuleBasedStateMachine):
         chain, num_resumed = self.expected(prompt, key, sample), self.rows.counters.num_resumed
         busy = {each.place.group.handle for each, _ in self.running}
         idle = [handle for handle, at in self.indexed.items() if at.key == key and handle not in busy]
-        waiting = {each.place.group.handle for each in self.parked if each.is_aborted}
+        waiting = {each.place.group.handle for each in self.parked if each.is_aborted and each.sample}
         idle_for_good = [handle for handle in idle if chain is None and handle not in waiting]
         stale = [handle for handle in idle_for_good if self.indexed[handle].is_stale(self.packed)]
         sequence = self.rows.add(prompt, group, num_group_tokens, sample)

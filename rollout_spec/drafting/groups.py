@@ -156,9 +156,10 @@ class Groups:
 
     def _is_stale(self, group: _Group) -> bool:
         """Whether it is asked for in a new training step, and too much of it is too old to be kept. Not while
-        something waits in it that was interrupted."""
+        a sample waits in it that was interrupted; one without a name may never come back."""
         before, group.training_step = group.training_step, self._history.training_step
-        if before == group.training_step or any(each.is_aborted for each in group.parked):
+        waits = any(each.is_aborted and each.sample is not None for each in group.parked)
+        if waits or before == group.training_step:
             return False
         nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
         return sum(nums_old) > _STALE_SHARE * sum(len(text.tokens) for text in group.texts)
