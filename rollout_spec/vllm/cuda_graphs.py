@@ -21,8 +21,9 @@ def pads_drafts(vllm_config: VllmConfig) -> bool:
     With vllm-ascend's FULL_DECODE_ONLY: it keeps a graph's parameters by its number of tokens, so graphs of
     plain steps have no place beside those.
     """
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return current_platform.is_out_of_tree() and mode == CUDAGraphMode.FULL_DECODE_ONLY
+    if not current_platform.is_out_of_tree():
+        return False
+    return vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def has_plain_graphs(runner: Any) -> bool:
