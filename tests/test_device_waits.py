@@ -68,7 +68,10 @@ class Engine:
         # Its constructor would pin memory.
         processor = MinTokensLogitsProcessor.__new__(MinTokensLogitsProcessor)
         processor.device, processor.neg_inf_tensor = DEVICE, put(torch.tensor(-torch.inf))
-        processor.min_toks = {row: (min_tokens, [], {1, 2}) for row in range(num) if min_tokens}
+        params = SamplingParams(min_tokens=min_tokens, stop_token_ids=[1, 2])
+        processor.min_toks = {
+            row: processor.add_request(params, None, []) for row in range(num) if min_tokens
+        }
         self.sampling = SamplingMetadata(
             temperature=put(torch.tensor(temperature)),
             all_greedy=not any(temperature), all_random=all(temperature),

@@ -43,7 +43,7 @@ NOTHING = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, sy
 @pytest.fixture
 def one_device(monkeypatch):
     """Its streams wait for nothing, and no other rank hears of what it drafts."""
-    monkeypatch.setattr(torch.cuda, "Event", lambda: NOTHING)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: NOTHING)
     monkeypatch.setattr(async_utils, "stream", lambda *_: contextlib.nullcontext())
     group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
     monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
