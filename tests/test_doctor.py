@@ -8,7 +8,7 @@ import pytest
 from vllm.platforms import current_platform
 
 from rollout_spec.cli import main
-from rollout_spec.doctor import diagnosis
+from rollout_spec.doctor import check, diagnosis, patched
 
 
 def doctor(code, *arguments):
@@ -31,8 +31,8 @@ def test_doctor_says_that_drafting_works_here():
 
 
 def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(monkeypatch, capsys):
-    found = {"a": diagnosis.OK, "patch p": diagnosis.OK, "b": diagnosis.WARN, "patch q": diagnosis.FAIL}
-    checks = [diagnosis.Check(name, status, "why", "do") for name, status in found.items()]
+    found = {"a": check.OK, "patch p": check.OK, "b": check.WARN, "patch q": check.FAIL}
+    checks = [check.Check(name, status, "why", "do") for name, status in found.items()]
     monkeypatch.setattr(diagnosis, "diagnose", lambda: iter(checks))
     assert main(["doctor"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -44,18 +44,18 @@ def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(mo
 @pytest.mark.parametrize(
     ("version", "status", "state"),
     [
-        ("0.24.0", diagnosis.OK, "tested"),
-        ("0.32.0+cpu", diagnosis.WARN, "tested without verl"),
-        ("0.30.0", diagnosis.WARN, "not tested: judged by guards at start"),
-        ("0.1.dev7", diagnosis.WARN, "not tested: judged by guards at start"),  # a build without tags
-        ("0.22.1", diagnosis.FAIL, "refused: too old"),
-        ("0.33.0", diagnosis.FAIL, "refused: newer than what was tested"),
-        ("1.0.0", diagnosis.FAIL, "refused: newer than what was tested"),
+        ("0.24.0", check.OK, "tested"),
+        ("0.32.0+cpu", check.WARN, "tested without verl"),
+        ("0.30.0", check.WARN, "not tested: judged by guards at start"),
+        ("0.1.dev7", check.WARN, "not tested: judged by guards at start"),  # a build without tags
+        ("0.22.1", check.FAIL, "refused: too old"),
+        ("0.33.0", check.FAIL, "refused: newer than what was tested"),
+        ("1.0.0", check.FAIL, "refused: newer than what was tested"),
     ],
 )
 def test_doctor_says_what_is_known_of_a_vllm(version, status, state):
-    check = diagnosis._known("vllm", version)
-    assert (check.status, check.detail) == (status, f"{version} ({state})")
+    known = diagnosis._known("vllm", version)
+    assert (known.status, known.detail) == (status, f"{version} ({state})")
 
 
 def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
@@ -65,9 +65,9 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
         ((None, {"B", "A"}), "MRV2 where Triton runs for A, B; MRV1 for other models", False),
         (("it", None), "MRV1, because MRV2 cannot be used: it", False),
     ):
-        on_gpu, on_cpu = (diagnosis._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
-        assert (on_cpu.status, on_cpu.detail) == (diagnosis.OK, detail)
-        assert on_gpu.status == (diagnosis.OK if is_free else diagnosis.WARN)
+        on_gpu, on_cpu = (patched._model_runner(*given, is_cpu=is_cpu) for is_cpu in (False, True))
+        assert (on_cpu.status, on_cpu.detail) == (check.OK, detail)
+        assert on_gpu.status == (check.OK if is_free else check.WARN)
         assert on_gpu.detail == detail + ("" if is_free else costs)
 
 
@@ -80,8 +80,25 @@ def test_doctor_warns_where_drafts_cost_a_gpu_its_asynchronous_scheduling():
 )
 def test_doctor_names_what_cannot_be_imported(module, name, detail):
     done = doctor(f"sys.modules['{module}'] = None", "--json")
-    [check] = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
-    assert (done.returncode, check["status"], check["detail"]) == (1, "fail", detail)
+    [found] = [one for one in json.loads(done.stdout)["checks"] if one["name"] == name]
+    assert (done.returncode, found["status"], found["detail"]) == (1, "fail", detail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "line"),
+    [
+        ("client", "patch_clients", ("patch verl-named-calls", "warn", "does not fit this verl")),
+        ("server", "guard_ranks", ("patches", "fail", "PatchError: other")),
+    ],
+)
+def test_doctor_says_which_patch_does_not_fit_verl(module, name, line):
+    imported = f"from rollout_spec.patches import PatchError; from rollout_spec.verl import {module}"
+    done = doctor(
+        f"{imported}\ndef unfit(_): raise PatchError('other')\n{module}.{name} = unfit\nimport sys", "--json"
+    )
+    found = [tuple(one.values())[:3] for one in json.loads(done.stdout)["checks"]]
+    assert line in found and [one for one, *_ in found].count(line[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,9 +115,9 @@ def test_doctor_sees_plugins_that_are_shut_out(monkeypatch, variable, value, fai
     for name in diagnosis.ENTRY_POINTS.values():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
-    failed = [check for check in diagnosis._entry_points() if check.status == diagnosis.FAIL]
-    assert [check.detail for check in failed] == ([f"{variable}={value} excludes it"] if fails else [])
-    assert all(variable in check.fix for check in failed)
+    failed = [one for one in diagnosis._entry_points() if one.status == check.FAIL]
+    assert [one.detail for one in failed] == ([f"{variable}={value} excludes it"] if fails else [])
+    assert all(variable in one.fix for one in failed)
 
 
 @pytest.mark.parametrize(("wanted", "num_warnings"), [("1", 1), ("0", 0)])
@@ -108,19 +125,19 @@ def test_doctor_says_that_vllms_sampler_wants_flashinfer(monkeypatch, wanted, nu
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", wanted)
     monkeypatch.setattr(diagnosis, "package_version", lambda name: None)
     found = list(diagnosis._sampler())
-    assert [(check.name, check.status) for check in found] == [("flashinfer", "warn")] * num_warnings
+    assert [(one.name, one.status) for one in found] == [("flashinfer", "warn")] * num_warnings
 
 
 @pytest.mark.parametrize(
     ("mode", "is_cuda", "status", "detail"),
     [
-        ("0", True, diagnosis.OK, "off: with drafts you get the tokens without them, up to rounding"),
-        ("1", True, diagnosis.OK, "certify judges bit for bit"),
-        ("1", False, diagnosis.WARN, "CUDA and ROCm only"),
+        ("0", True, check.OK, "off: with drafts you get the tokens without them, up to rounding"),
+        ("1", True, check.OK, "certify judges bit for bit"),
+        ("1", False, check.WARN, "CUDA and ROCm only"),
     ],
 )
 def test_doctor_says_what_the_batch_invariant_mode_covers(monkeypatch, mode, is_cuda, status, detail):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
     monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: is_cuda)
-    (check,) = diagnosis._batch_invariance()
-    assert check.status == status and detail in check.detail
+    (found,) = diagnosis._batch_invariance()
+    assert found.status == status and detail in found.detail

@@ -13,11 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import quiet_vllm
-    from rollout_spec.doctor.diagnosis import report
+    from rollout_spec.doctor.diagnosis import diagnosis_record
     from rollout_spec.files import as_json
 
     quiet_vllm()
-    found = report()
+    found = diagnosis_record()
     if args.json:
         print(as_json(found), end="")
     else:
@@ -30,7 +30,7 @@ def _print(checks: list[dict[str, str]]) -> None:
     from rich.text import Text
 
     from rollout_spec.cli.console import make_console
-    from rollout_spec.doctor.diagnosis import FAIL, OK, WARN
+    from rollout_spec.doctor.check import FAIL, OK, WARN
 
     colours = {FAIL: "bold red", WARN: "yellow", OK: "green"}
     plain = [check for check in checks if not (check["name"].startswith("patch ") and check["status"] == OK)]

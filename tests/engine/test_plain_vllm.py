@@ -19,7 +19,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.doctor import diagnosis
+from rollout_spec.doctor import diagnosis, patched
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm import checks, plugin, speculative_config, versions
 from rollout_spec.vllm.checks import check_options
@@ -284,7 +284,7 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
 )
 def test_other_samplers_of_vllm_are_refused_and_doctor_fails(tiny_model, monkeypatch, capsys, where, patch):
     monkeypatch.setattr(plugin, "failure", None)
-    monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", diagnosis._engine_patches)])
+    monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", patched.in_engines)])
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)
     message = f"patch 'vllm-{patch}' does not fit the installed packages"

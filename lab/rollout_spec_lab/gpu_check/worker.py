@@ -16,9 +16,9 @@ BEGAN = time.monotonic()
 
 def doctor(job: Mapping[str, Any]) -> dict[str, Any]:
     """What `rollout-spec doctor --json` prints."""
-    from rollout_spec.doctor.diagnosis import report
+    from rollout_spec.doctor.diagnosis import diagnosis_record
 
-    return report()
+    return diagnosis_record()
 
 
 def verification(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
