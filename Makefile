@@ -130,5 +130,5 @@ cuda-imports: ## see, without a GPU, that all modules import with the CUDA engin
 	$(VENV)/cuda/bin/python -m pytest -q tests/test_device_waits.py
 
 clean: ## remove everything that was built or downloaded
-	rm -rf $(VENV) .cache build dist outputs *.egg-info lab/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .cache build dist *.egg-info lab/*.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	rm -f rollout_spec/drafting/_native.*.so rollout_spec/drafting/_native.c

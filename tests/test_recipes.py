@@ -28,8 +28,12 @@ SIZES = ("qwen3_8b", "qwen3_32b", "qwen3_235b")
 DEVICES = ("gpu", "npu")
 
 
-def composed(recipe, name, *overrides):
-    with initialize_config_dir(str(ROOT / "recipes" / recipe), version_base=None):
+def composed(recipe, size, *overrides):
+    return composed_file("train", f"rollout_spec_recipe={recipe}", f"rollout_spec_size={size}", *overrides)
+
+
+def composed_file(name, *overrides):
+    with initialize_config_dir(str(ROOT / "recipes"), version_base=None):
         return compose(name, list(overrides))
 
 
@@ -62,6 +66,9 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     check(config)
     assert check_config(config) == SpecConfig()
     assert (get_trainer_cls(mode)(config).replay_buffer.filter_groups_metric == "acc") == (recipe == "dapo")
+    assert recipe != "dapo" or config.algorithm.filter_groups.max_inflight_gen_batches == 1 + 2 * (
+        size != SIZES[2]
+    )
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
     assert rollout.enforce_eager == (device == "npu")
@@ -72,6 +79,13 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     # A prompt with its longest response must fit.
     assert rollout.max_model_len >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.train_batch_size * rollout.n % num_devices == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_smallest_size_composes(recipe):
+    config = composed_file("cpu", f"rollout_spec_demo=[cpu,{recipe}]")
+    check(config)
+    assert (config.trainer.device, config.algorithm.filter_groups.enable) == ("cpu", recipe == "dapo")
 
 
 def run_script(*arguments, **env):

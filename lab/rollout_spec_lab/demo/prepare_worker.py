@@ -1,4 +1,4 @@
-"""The demo's model and configuration, each made in a process of its own: `runner` starts it."""
+"""The demo's model, files and configuration, each made in a process of its own, for `runner` and recipes."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 import omegaconf
 
+from rollout_spec_lab.demo.data import make_data
 from rollout_spec_lab.demo.model import make_model
 from rollout_spec_lab.demo.turns import prompts_of
 
@@ -25,5 +26,8 @@ def write_config(file: str, model: str, train_file: str, num_steps: str, *overri
 if __name__ == "__main__":
     if sys.argv[1] == "model":
         make_model(sys.argv[2])
+    elif sys.argv[1] == "files":  # of a recipe's training; what is there stays
+        make_model(Path(sys.argv[2]) / "model")
+        make_data(Path(sys.argv[2]))
     else:
         write_config(*sys.argv[2:])
