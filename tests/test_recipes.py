@@ -81,13 +81,6 @@ def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, si
     assert config.data.train_batch_size * rollout.n % num_devices == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_smallest_size_composes(recipe):
-    config = composed_file("cpu", f"rollout_spec_demo=[cpu,{recipe}]")
-    check(config)
-    assert (config.trainer.device, config.algorithm.filter_groups.enable) == ("cpu", recipe == "dapo")
-
-
 def run_script(*arguments, **env):
     command = [str(argument) for argument in arguments]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **env}

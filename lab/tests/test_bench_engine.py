@@ -24,7 +24,8 @@ from rollout_spec_lab.bench.load import Load, first_responses, recorded_load
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
 from rollout_spec_lab.cli.bench_engine import METHODS
-from rollout_spec_lab.cli.inputs import checked_methods, default_dtype
+from rollout_spec_lab.cli.inputs import default_dtype
+from rollout_spec_lab.cli.methods import checked_methods
 
 
 def timeline(steps: list[tuple[float, int, int, int, int, int]]) -> Timeline:
@@ -120,9 +121,9 @@ def test_lengths_are_long_tailed_and_the_same_for_every_method():
 def test_methods_pass_their_threshold_on():
     assert Method("sam:16").options({"history": 2}) == {"history": 2, "batch_threshold": 16}
     assert Method("sam").options({}) == {}
-    on_v1 = Method("sam:16/v1")
-    assert (on_v1.name, on_v1.options({})) == ("sam", {"batch_threshold": 16})
-    assert [Method(each).environment for each in ("off", "off/v1", "suffix/v2")] == [
+    on_mrv1 = Method("sam:16/mrv1")
+    assert (on_mrv1.name, on_mrv1.options({})) == ("sam", {"batch_threshold": 16})
+    assert [Method(each).environment for each in ("off", "off/mrv1", "suffix/mrv2")] == [
         {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     ]  # fmt: skip
     for label, message in (
@@ -218,12 +219,12 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
         steps = [(seconds, 2, 0, 2, 0, 0), (seconds, 2, 2, 2, 0, 0)] + [(seconds, 1, 1, 1, 0, 0)] * 2
         return {
             "timeline": asdict(timeline(steps)), "responses": load.all_recorded, "draft_cpu_s": 0.0,
-            "counters": {}, "settings": {"options": None, "model_runner": "V1"},
+            "counters": {}, "settings": {"options": None, "model_runner": "MRV1"},
         }  # fmt: skip
 
     of_all = {method: [served(1.0), served(2.0)] for method in plan.methods}
     record = make_record(plan, of_all)
-    predict(record, plan, of_all, {"V1": StepTimes.parse("1:4")})
+    predict(record, plan, of_all, {"MRV1": StepTimes.parse("1:4")})
     off, suffix = record["results"]
     steps = 6 / (2 * 2.0 + 2 * 2.0 + 2 * 1.0 + 2 * 1.0)
     assert off["tokens_per_s"] == 1.0

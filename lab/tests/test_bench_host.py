@@ -67,8 +67,8 @@ def test_what_a_real_kernel_takes_is_no_work_of_the_host() -> None:
     ("label", "found"),
     [
         ("off", ("off", True)),
-        ("off/v1", ("off", False)),
-        ("off:sync/v1", ("off:sync", False)),
+        ("off/mrv1", ("off", False)),
+        ("off:sync/mrv1", ("off:sync", False)),
         ("sam:0", ("sam:0", True)),
         ("suffix", ("suffix", False)),
         ("ngram", ("ngram", False)),
@@ -79,13 +79,13 @@ def test_a_method_has_the_model_runner_that_it_has_on_a_gpu(label: str, found: t
 
 
 @dataclasses.dataclass
-class OutputV2:
+class OutputMRV2:
     sampled_token_ids: torch.Tensor
     num_sampled: torch.Tensor | None = None
     num_rejected: torch.Tensor | None = None
 
 
-class RunnerV2:
+class RunnerMRV2:
     """The parts of a model runner that `Recorded` touches; it samples 99 everywhere."""
 
     device, num_speculative_steps = torch.device("cpu"), 3
@@ -94,7 +94,7 @@ class RunnerV2:
         return None
 
     def sample(self, hidden: Any, batch: Any, grammar: Any) -> Any:
-        return OutputV2(torch.full((2, 1), 99)), None, None
+        return OutputMRV2(torch.full((2, 1), 99)), None, None
 
 
 RESPONSES = [[10, 11, 12, 13, 14], [20, 21, 22, 23]]
@@ -103,7 +103,7 @@ PLAIN = SimpleNamespace(scheduled_spec_decode_tokens={})
 
 def test_on_mrv2_levels_go_by_what_rows_got_and_part_of_a_prompt_gets_nothing() -> None:
     """On MRV1: lab/tests/engine/test_bench.py."""
-    runner: Any = RunnerV2()
+    runner: Any = RunnerMRV2()
     recorded = Recorded(runner)
     batch = SimpleNamespace(
         req_ids=["1-aaaaaaaa", "0-bbbbbbbb"], num_computed_tokens_np=np.array([0, 0]),

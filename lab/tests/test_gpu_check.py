@@ -20,8 +20,8 @@ from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.verify import sentences as verified
 from rollout_spec_lab.bench.waits import WAITS
 from rollout_spec_lab.cli import gpu_check as command
+from rollout_spec_lab.gpu_check import ON_MRV2, gpu_check, latency
 from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
-from rollout_spec_lab.gpu_check import V2, gpu_check, latency
 from rollout_spec_lab.gpu_check.gpu_check import Check
 from rollout_spec_lab.gpu_check.page import tables, verdict
 from rollout_spec_lab.gpu_check.plan import CheckPlan
@@ -29,7 +29,7 @@ from tests.test_device_waits import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-PARTS = ["doctor", "verify", "certify" + V2, "certify", "steps", "rollouts"]
+PARTS = ["doctor", "verify", "certify" + ON_MRV2, "certify", "steps", "rollouts"]
 PARTS += [f"rollouts: {method}" for method in METHODS]
 NOTHING: dict[str, Any] = dict.fromkeys(ALL_PARTS)
 NAMES = [part for part in PARTS if "rollouts: " not in part]
@@ -81,9 +81,9 @@ def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
 
     monkeypatch.setattr(gpu_check, "answers", answers)
     monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    record = checked(tmp_path, 120.0, ["doctor", "steps" + V2, "steps"])[-1]
+    record = checked(tmp_path, 120.0, ["doctor", "steps" + ON_MRV2, "steps"])[-1]
     names, seconds, environments = zip(*asked, strict=True)
-    assert (names, seconds) == (("doctor", "steps" + V2, "steps"), (60.0, 55.0, 100.0))
+    assert (names, seconds) == (("doctor", "steps" + ON_MRV2, "steps"), (60.0, 55.0, 100.0))
     assert environments == ({}, {RUNNER: "1"}, {RUNNER: "0"})
     assert "steps: 2 rows, 7 drafts: dropped: no room." in verdict(NOTHING | {"parts": record["parts"]})
 
@@ -127,9 +127,9 @@ def test_a_part_that_is_cut_off_keeps_what_it_has(
 def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of MRV1 beside MRV1's roofline: 10 ms and 1 ms for each token."""
     steps = [row(64, 1, 0, 0.011), row(64, 2, 1, 0.007)]
-    found = {"steps": steps, "settings": {"model_runner": "V1"}, "waits": {}}
+    found = {"steps": steps, "settings": {"model_runner": "MRV1"}, "waits": {}}
     monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found]))
-    rooflines = {"V1": StepTimes.parse("1:0.011,11:0.021"), "V2": StepTimes.parse("1:9")}
+    rooflines = {"MRV1": StepTimes.parse("1:0.011,11:0.021"), "MRV2": StepTimes.parse("1:9")}
     *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
     assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
@@ -193,9 +193,15 @@ def test_engines_are_asked_on_both_model_runners_where_cuda_is(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_cuda)
     parts = command._parts(argparse.Namespace(parts="rollouts,steps,start,doctor"))
-    assert parts == ["doctor", "start" + V2 * has_cuda, *["steps" + V2] * has_cuda, "steps", "rollouts"]
+    assert parts == [
+        "doctor",
+        "start" + ON_MRV2 * has_cuda,
+        *["steps" + ON_MRV2] * has_cuda,
+        "steps",
+        "rollouts",
+    ]
     found = set(command._parts(argparse.Namespace(parts=None)))
-    assert found >= {*ALL_PARTS, *["certify" + V2] * has_cuda} - {"start", "latency"}
+    assert found >= {*ALL_PARTS, *["certify" + ON_MRV2] * has_cuda} - {"start", "latency"}
     assert ("latency" in found) == has_cuda, "elsewhere no stream can wait for the host"
     with pytest.raises(UserError, match="--parts stepz: must be one of doctor, latency, start, verify"):
         command._parts(argparse.Namespace(parts="doctor,stepz"))
@@ -247,9 +253,9 @@ STEPS += [row(64, 16, 7, 0.040), row(512, 1, 0, 0.020)]
 )  # fmt: skip
 def test_the_verdict_on_steps(waits: dict[str, list[str] | None], says: str) -> None:
     """It names the waits of each runner, and the least time of each context and how it grows."""
-    found = {"steps": STEPS, "waits": waits, "settings": {"model_runner": "V1"}}
-    v2 = {"steps": STEPS, "waits": {"plain": []}, "settings": {"model_runner": "V2"}}
-    sentences = verdict(NOTHING | {"steps": found, "steps" + V2: v2, "parts": []})
+    found = {"steps": STEPS, "waits": waits, "settings": {"model_runner": "MRV1"}}
+    on_mrv2 = {"steps": STEPS, "waits": {"plain": []}, "settings": {"model_runner": "MRV2"}}
+    sentences = verdict(NOTHING | {"steps": found, "steps" + ON_MRV2: on_mrv2, "parts": []})
     assert len(sentences) == 6 and says in sentences[3]
     assert sentences[0] == "Waits in sampling are as documented: plain 0 (documented: 0), on MRV2."
     assert [sentence.endswith(", on MRV2.") for sentence in sentences] == [True] * 3 + [False] * 3
@@ -281,4 +287,4 @@ def test_the_verdict_on_rollouts_has_every_ratio_with_its_interval() -> None:
 
 
 def test_it_expects_the_waits_that_are_counted_without_a_gpu() -> None:
-    assert {kind: len(COUNTED[kind][1]) for kind in WAITS["V1"]} == WAITS["V1"]
+    assert {kind: len(COUNTED[kind][1]) for kind in WAITS["MRV1"]} == WAITS["MRV1"]

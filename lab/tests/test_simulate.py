@@ -75,8 +75,8 @@ def test_it_predicts_for_a_device_that_is_not_there(printed):
     texts = [text for line in itertools.islice(read_trace(TRACE), 2) for text in line.responses[:4]]
     longest = max(map(len, texts))
     assert makespans("--longest-response", 20 * longest)[0] > 20.05 * plain
-    on_v1 = makespans("--runner", "v1")
-    assert on_v1[0] == plain and on_v1[1] > 1.02 * drafted
+    on_mrv1 = makespans("--runner", "mrv1")
+    assert on_mrv1[0] == plain and on_mrv1[1] > 1.02 * drafted
     both = makespans("--copies", 2)
     assert plain < both[0] < 1.5 * plain
 

@@ -150,6 +150,7 @@ def check_versions(storm):
 
 
 @pytest.mark.parametrize("num_interruptions", [100, pytest.param(3000, marks=pytest.mark.long)])
+@pytest.mark.timeout(3600)
 def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, make_server, make_engine):
     """The longer one also sees that memory stays as it is, after 2000 interruptions to warm up."""
     spec = {"history": 32, "max_index_mb": 4}

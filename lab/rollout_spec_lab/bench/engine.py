@@ -30,9 +30,9 @@ Served = dict[str, list[dict[str, Any]]]  # by method what `engine_worker.run` g
 class Method:
     """One competitor.
 
-    `off` is plain vLLM, `off:coupled` the same with our noise (method=keyed), `ngram` and `suffix` are
+    `off` is plain vLLM, `keyed` the same with our noise (method=keyed), `ngram` and `suffix` are
     vLLM's own drafters, `sam` is ours, `sam:N` and `sam:auto` ours with that `batch_threshold`. `model` is a
-    model's drafts with our noise, `sam+model`, which takes thresholds too, ours beside it. /v1 or /v2
+    model's drafts with our noise, `sam+model`, which takes thresholds too, ours beside it. /mrv1 or /mrv2
     after it: on that model runner, not on the one that vLLM chooses.
 
     Raises ConfigError: there is no such method, or it takes no such variant.
@@ -41,11 +41,11 @@ class Method:
     label: str
 
     def __post_init__(self) -> None:
-        if self.drafting in ("off", "off:coupled", "ngram", "suffix", "model"):
+        if self.drafting in ("off", "keyed", "ngram", "suffix", "model"):
             return
         if not self.is_ours:
             raise ConfigError(
-                f"method {self.label!r}: must be off, off:coupled, ngram, suffix, model, sam, sam+model, "
+                f"method {self.label!r}: must be off, keyed, ngram, suffix, model, sam, sam+model, "
                 "sam:THRESHOLD or sam+model:THRESHOLD"
             )
         self.options({})
@@ -53,13 +53,13 @@ class Method:
     @property
     def drafting(self) -> str:
         """The label without a model runner."""
-        return self.label.removesuffix("/v1").removesuffix("/v2")
+        return self.label.removesuffix("/mrv1").removesuffix("/mrv2")
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its engine's process."""
         runner = self.label.removeprefix(self.drafting)
-        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "/v2"))} if runner else {}
+        return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "/mrv2"))} if runner else {}
 
     @property
     def name(self) -> str:
@@ -181,7 +181,7 @@ def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Ma
     """Add to a record's results of plain vLLM and ours the tokens per second that `simulate` says.
 
     predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and
-    with the device's roofline, if there is one of its model runner ("V1", "V2").
+    with the device's roofline, if there is one of its model runner ("MRV1", "MRV2").
     """
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):

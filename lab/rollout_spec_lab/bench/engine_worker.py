@@ -118,7 +118,7 @@ def make_engine(job: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     mend_cpu_rejection()  # by which `ngram` and `suffix` are verified
-    if Method(job["method"]).drafting == "off:coupled" and mrv2_misfit() is not None:
+    if Method(job["method"]).drafting == "keyed" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be MRV2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
@@ -187,7 +187,7 @@ def settings_of(config: Any) -> dict[str, Any]:
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "device": current_platform.get_device_name(),
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,
-        "model_runner": "V2" if config.use_v2_model_runner else "V1",
+        "model_runner": "MRV2" if config.use_v2_model_runner else "MRV1",
         "async_scheduling": config.scheduler_config.async_scheduling,
         "enforce_eager": config.model_config.enforce_eager,
         "num_threads": torch.get_num_threads(),

@@ -26,7 +26,7 @@ from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
 
 WORKER = "rollout_spec_lab.bench.host_worker"
-V1 = "/v1"  # after a method: on MRV1
+ON_MRV1 = "/mrv1"  # after a method: on MRV1
 SYNC = "off:sync"  # plain vLLM that schedules step by step
 VOCAB_SIZE = 151_936  # Qwen2.5's and Qwen3's, at least
 MAX_NUM_BATCHED_TOKENS = 8192  # vLLM's own on a GPU of 80 GB
@@ -55,11 +55,11 @@ class Cell:
 
 def split(label: str) -> tuple[str, bool]:
     """A label's method, and whether it has MRV2: as on a GPU, unless the label says MRV1."""
-    name = label.removesuffix(V1)
-    if name != SYNC and Method(name).label == "off:coupled":
+    name = label.removesuffix(ON_MRV1)
+    if name != SYNC and Method(name).label == "keyed":
         raise ConfigError(f"method {label!r}: bench host times {SYNC} in its place")
-    if name.endswith("/v2"):
-        raise ConfigError(f"method {label!r}: must be METHOD or METHOD/v1 in bench host")
+    if name.endswith("/mrv2"):
+        raise ConfigError(f"method {label!r}: must be METHOD or METHOD/mrv1 in bench host")
     return name, name == label and name not in ("suffix", "ngram")
 
 
@@ -92,14 +92,14 @@ class HostPlan:
             "max_num_batched_tokens": max(MAX_NUM_BATCHED_TOKENS, longest), "block_size": 32,
             "kv_cache_memory_bytes": rows * (longest + 64) * KV_BYTES,
         }  # fmt: skip
-        method, v2 = split(method)
+        method, on_mrv2 = split(method)
         if method == SYNC:
             method, engine["async_scheduling"] = "off", False
-        elif v2:
+        elif on_mrv2:
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
         return dataclasses.asdict(self) | {
-            "method": method, "v2": v2, "model": model, "dtype": "bfloat16", "seed": 0, "natural_ends": False,
-            "engine": engine, "trace": str(self.trace), "vocab_size": vocab_size,
+            "method": method, "on_mrv2": on_mrv2, "model": model, "dtype": "bfloat16", "seed": 0,
+            "natural_ends": False, "engine": engine, "trace": str(self.trace), "vocab_size": vocab_size,
         }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def measure(
 
         def serve(_: int, method: str) -> dict[str, Any]:
             job = plan.job(method, model, longest, vocab_size)
-            runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(job["v2"]))}
+            runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(job["on_mrv2"]))}
             return last(answers(WORKER, job, method, folder, environment=runner))
 
         yield from take_turns(plan.methods, plan.repeats, serve, tracked)

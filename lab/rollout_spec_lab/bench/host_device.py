@@ -2,7 +2,7 @@
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
 replaced, and a clock says when it would be done. `Device.install` lists the replacements in MRV1,
-`DeviceV2.install` those in MRV2, where launches of kernels return at once too.
+`DeviceMRV2.install` those in MRV2, where launches of kernels return at once too.
 """
 
 import itertools
@@ -144,7 +144,7 @@ class Device:
         return AsyncOutput
 
 
-class DeviceV2(Device):
+class DeviceMRV2(Device):
     """Stands in for MRV2's kernels."""
 
     def install(self) -> None:

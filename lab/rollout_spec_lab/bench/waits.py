@@ -9,8 +9,8 @@ import torch
 
 SYNCHRONIZES = "called a synchronizing"  # in torch's warning
 WAITS = {  # by model runner, as docs/how-it-works/verification.md says of sampled rows
-    "V1": {"plain": 1, "with drafts": 3},
-    "V2": {"plain": 0, "with drafts": 0},
+    "MRV1": {"plain": 1, "with drafts": 3},
+    "MRV2": {"plain": 0, "with drafts": 0},
 }
 
 
@@ -44,7 +44,7 @@ def waits() -> Iterator[list[str] | None]:
     ]
 
 
-def sentence(found: Mapping[str, Sequence[str] | None], model_runner: str = "V1") -> str:
+def sentence(found: Mapping[str, Sequence[str] | None], model_runner: str = "MRV1") -> str:
     """Whether the places where the host waited, by plain and with drafts, are as many as documented."""
     counted = {kind: len(places) for kind, places in found.items() if places is not None}
     if not counted:

@@ -7,7 +7,8 @@ from typing import Any
 from rollout_spec.cli import rollouts
 from rollout_spec.cli.arguments import add_options, add_spec_argument, number, spec_options
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, SpecConfig, UserError
-from rollout_spec_lab.cli.inputs import add_output, installed, report
+from rollout_spec_lab.cli.methods import installed
+from rollout_spec_lab.cli.outputs import add_output, report
 
 HELP = "compare drafters on the same steps of recorded rollouts"
 EXAMPLE = (

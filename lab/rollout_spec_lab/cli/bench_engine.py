@@ -13,6 +13,8 @@ from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
+from rollout_spec_lab.cli.methods import add_compared_arguments, compared, needed_model_drafter
+from rollout_spec_lab.cli.outputs import add_output, output_folder
 
 if TYPE_CHECKING:
     from rollout_spec.predict.step_times import Times
@@ -53,16 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
     )
-    compared = inputs.add_compared_arguments(
-        parser, "off, off:coupled (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; model and sam+model, of --model-drafter; METHOD/v1, METHOD/v2: on that model runner",
+    group = add_compared_arguments(
+        parser, "off, keyed (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
+        "sam:auto; model and sam+model, of --model-drafter; METHOD/mrv1, METHOD/mrv2: on that model runner",
         METHODS, "--model-drafter sets it",
     )  # fmt: skip
-    add_options(compared, inputs.TAIL)
+    add_options(group, inputs.TAIL)
     drawn = parser.add_argument_group("what is drawn, and by which model")
     add_model_drafter(drawn)
     add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
-    inputs.add_output(parser, WRITTEN, *OURS)
+    add_output(parser, WRITTEN, *OURS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.rollouts import tables
 
     plan = _plan(args)
-    with inputs.output_folder(args.output) as folder:
+    with output_folder(args.output) as folder:
         kind = {"kind": args.load, "prompts": args.prompts and str(args.prompts)}
         record = serve(args, plan, folder, {}, kind)
     show(record, args.json, *tables(record))
@@ -107,9 +109,9 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     if args.prompts and args.load == "random":
         raise UserError("--prompts: --load random makes prompts of its own")
-    methods, spec = inputs.compared(args, "bench engine")
+    methods, spec = compared(args, "bench engine")
     most = spec.get("num_speculative_tokens", SpecConfig.num_speculative_tokens)
-    drafter = inputs.needed_model_drafter(args.model_drafter, methods, most)
+    drafter = needed_model_drafter(args.model_drafter, methods, most)
     # Before the model is made, which takes longer.
     rows = inputs.prompt_rows("--prompts", args.prompts, args.num_prompts, args.seed, "bench")
     dtype = args.dtype or inputs.default_dtype()

@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli.arguments import add_options, number, path
-from rollout_spec_lab.cli.inputs import add_output, report
+from rollout_spec_lab.cli.outputs import add_output, report
 
 HELP = "judge the gate: scenarios that hurt, beside plain steps and an oracle"
 EXAMPLE = "rollout-spec-lab bench gate cpu stairs --output outputs/gate.json"

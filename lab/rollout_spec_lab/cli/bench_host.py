@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli.arguments import add_options, number
 from rollout_spec_lab.cli import devices, inputs
+from rollout_spec_lab.cli.methods import add_compared_arguments, compared
+from rollout_spec_lab.cli.outputs import add_output, output_folder, write
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.host import Cell, HostPlan
 
 HELP = "the time of vLLM and the drafter on the host in a step, with a simulated device: no GPU is needed"
 EXAMPLE = "rollout-spec-lab bench host outputs/demo/off/rollouts/rollouts-0.jsonl --rows 8 --step-ms 20"
-METHODS = ("off", "sam:0", "sam:1024", "off/v1", "off:sync/v1", "sam:0/v1", "sam:1024/v1", "suffix")
+METHODS = ("off", "sam:0", "sam:1024", "off/mrv1", "off:sync/mrv1", "sam:0/mrv1", "sam:1024/mrv1", "suffix")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--steps", count, "N", 100, "that are measured"),
         ("--warm-up-steps", count, "N", 50, "before them"),
     )
-    inputs.add_compared_arguments(
+    add_compared_arguments(
         parser, "off, off:sync (plain vLLM that schedules step by step), ngram, suffix, sam, sam:THRESHOLD, "
-        "sam:auto; METHOD/v1: on MRV1, as suffix and ngram are anyway", METHODS,
+        "sam:auto; METHOD/mrv1: on MRV1, as suffix and ngram are anyway", METHODS,
     )  # fmt: skip
-    inputs.add_output(parser, "host.json", "host.json")
+    add_output(parser, "host.json", "host.json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
 
     plan = _plan(args)
     lines = inputs.recording(plan.trace, plan.limit_groups)
-    with inputs.output_folder(args.output) as folder:
+    with output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
         for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
             record = make_record(plan, found)
             if args.output:
-                inputs.write(record, folder / "host.json")
+                write(record, folder / "host.json")
     show(record, args.json, *host_tables(record))
     return 0
 
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> HostPlan:
     from rollout_spec_lab.bench.host import HostPlan, drafting
 
-    methods, spec = inputs.compared(args, "bench host", drafting)
+    methods, spec = compared(args, "bench host", drafting)
     longest = args.max_tokens or (None if args.rollout else 1024)
     return HostPlan(
         trace=args.trace, limit_groups=args.limit_groups, cells=_cells(args),

@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, report
+from rollout_spec_lab.cli.outputs import add_output, report
 
 HELP = "simulate a training by epochs with less and less memory"
 EXAMPLE = "rollout-spec-lab bench memory --engines 2"

@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, report
+from rollout_spec_lab.cli.outputs import add_output, report
 
 HELP = "measure what indexing a token, one step and a whole engine's steps cost"
 EXAMPLE = "rollout-spec-lab bench native --output outputs/native.json"

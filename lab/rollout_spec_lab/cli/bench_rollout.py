@@ -10,6 +10,8 @@ from rollout_spec.cli.arguments import add_options, number, path
 from rollout_spec.cli.models import device_arguments
 from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS, WRITTEN, serve
+from rollout_spec_lab.cli.methods import add_compared_arguments, compared
+from rollout_spec_lab.cli.outputs import add_output, output_folder
 
 if TYPE_CHECKING:
     from rollout_spec_lab.bench.engine import Plan
@@ -43,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         inputs.ENGINE,
     )
     known = "as in `bench engine`, without models"
-    add_options(inputs.add_compared_arguments(parser, known, METHODS), inputs.TAIL)
-    inputs.add_output(parser, WRITTEN, *OURS)
+    add_options(add_compared_arguments(parser, known, METHODS), inputs.TAIL)
+    add_output(parser, WRITTEN, *OURS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec_lab.bench.rollouts import tables
 
     predicted = devices.rooflines(args.model_config, args.gpu)
-    with inputs.output_folder(args.output) as folder:
+    with output_folder(args.output) as folder:
         model = inputs.dummy_model(args.model_config, folder)
         plans = {f"rows-{rows}" if rows else ".": _plan(args, model, rows) for rows in args.rows or [None]}
         found = {}
@@ -67,7 +69,7 @@ def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan
     from rollout_spec_lab.bench.engine import Plan
     from rollout_spec_lab.bench.load import first_responses, recorded_load
 
-    methods, spec = inputs.compared(args, "bench rollout")
+    methods, spec = compared(args, "bench rollout")
     lines = inputs.recording(args.trace, args.limit_groups)
     if rows:
         lines = first_responses(lines, rows)

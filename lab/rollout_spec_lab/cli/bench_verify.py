@@ -3,7 +3,7 @@
 import argparse
 
 from rollout_spec.cli.arguments import add_options, number
-from rollout_spec_lab.cli.inputs import add_output, report, write
+from rollout_spec_lab.cli.outputs import add_output, report, write
 
 HELP = "verification alone: time beside vLLM's, waits, and a device's tokens beside a CPU's"
 EXAMPLE = "rollout-spec-lab bench verify --device cpu --rows 8 --drafts 7"

@@ -14,7 +14,8 @@ from rollout_spec.cli.models import add_model_drafter, device_arguments, tokeniz
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS
-from rollout_spec_lab.gpu_check import PARTS, V2
+from rollout_spec_lab.cli.methods import checked_methods, needed_model_drafter
+from rollout_spec_lab.gpu_check import ON_MRV2, PARTS
 
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     importlib.import_module("jinja2")  # not at the end of all minutes
     methods = _methods(args)
-    drafter = inputs.needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
+    drafter = needed_model_drafter(args.model_drafter, methods, SpecConfig.num_speculative_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     plan = _plan(args, methods, drafter)
     # What there is so far is kept, if the command is stopped early.
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _methods(args: argparse.Namespace) -> list[str]:
     default = METHODS + (OF_MODEL if args.model_drafter else ())
-    methods = inputs.checked_methods("gpu-check", default, args.methods, {})
+    methods = checked_methods("gpu-check", default, args.methods, {})
     if methods[0] != "off":
         raise UserError(f"--methods {args.methods}: must begin with off")
     return methods
@@ -105,7 +106,7 @@ def _parts(args: argparse.Namespace) -> list[str]:
     asked = args.parts.split(",") if args.parts else [one for one in PARTS if has_cuda or one != "latency"]
     if unknown := [part for part in asked if part not in PARTS]:
         raise UserError(f"--parts {unknown[0]}: must be one of {', '.join(PARTS)}")
-    runners = {"start": [V2], "certify": [V2, ""], "steps": [V2, ""]} if has_cuda else {}
+    runners = {"start": [ON_MRV2], "certify": [ON_MRV2, ""], "steps": [ON_MRV2, ""]} if has_cuda else {}
     return [part + runner for part in PARTS if part in asked for runner in runners.get(part, [""])]
 
 
@@ -133,7 +134,7 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
     says_nothing = args.model_config and not lines
     return plan.CheckPlan(
         60.0 * args.minutes,
-        {part: jobs.get(part.removesuffix(V2), {}) for part in parts},
+        {part: jobs.get(part.removesuffix(ON_MRV2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
         devices.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
     )

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each device holds whole experts, as always with --dp",
     )  # fmt: skip
     group.add_argument(
-        "--runner", choices=("v1", "v2"), default="v2",
-        help="vLLM's model runner: with v2 only steps with drafts wait for the host",
+        "--runner", choices=("mrv1", "mrv2"), default="mrv2",
+        help="vLLM's model runner: with mrv2 only steps with drafts wait for the host",
     )  # fmt: skip
     rollouts.add_simulated_model(group)
 

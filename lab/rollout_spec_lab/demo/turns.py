@@ -26,7 +26,7 @@ from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 from rollout_spec_lab.verl_cpu.environment import engine_environment
 
 WORKER = "rollout_spec_lab.demo.turns_worker"
-METHODS = ("off:coupled", "sam")  # plain vLLM with our random numbers: its tokens are those of `sam`
+METHODS = ("keyed", "sam")  # plain vLLM with our random numbers: its tokens are those of `sam`
 LEAST_PAIRS, MOST_PAIRS = 4, 64  # each method begins half of the pairs
 MEMORY_SHARE = 0.4  # of an accelerator's memory, for each of the two engines
 

@@ -5,4 +5,4 @@ May import: rollout_spec, `bench`, numpy, torch, vllm. Each part runs in a proce
 """
 
 PARTS = ("doctor", "latency", "start", "verify", "certify", "steps", "rollouts")
-V2 = " on MRV2"  # after the name of a part
+ON_MRV2 = " on MRV2"  # after the name of a part

@@ -15,7 +15,7 @@ from rollout_spec_lab.bench import engine
 from rollout_spec_lab.bench.engine import make_record, predict
 from rollout_spec_lab.bench.jobs import EngineError, TimeLimitError, answers
 from rollout_spec_lab.bench.rollouts import write_rollouts
-from rollout_spec_lab.gpu_check import PARTS, V2
+from rollout_spec_lab.gpu_check import ON_MRV2, PARTS
 from rollout_spec_lab.gpu_check.plan import CheckPlan
 
 WORKER = "rollout_spec_lab.gpu_check.worker"
@@ -47,7 +47,7 @@ class Check:
 
     def _record(self) -> dict[str, Any]:
         engines = [*(self._found["rollouts"] or {}).get("engines", {}).values()]
-        engines += [(self._found.get(name) or {}).get("settings") for name in ("steps" + V2, "steps")]
+        engines += [(self._found.get(name) or {}).get("settings") for name in ("steps" + ON_MRV2, "steps")]
         settings: dict[str, Any] = next(filter(None, engines), {})
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
         return {"environment": environment() | where, "parts": self.parts} | self._found
@@ -64,7 +64,7 @@ class Check:
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
         # So that it can end by itself.
-        job = {**job, "part": name.removesuffix(V2), "seconds": seconds * 0.9}
+        job = {**job, "part": name.removesuffix(ON_MRV2), "seconds": seconds * 0.9}
         found: dict[str, Any] | None = None
         status, reason = DONE, ""
         try:
@@ -95,8 +95,8 @@ class Check:
         self._say(f"gpu-check: {self._elapsed:.0f} s: {doing}")
 
     def _environment(self, name: str) -> dict[str, str]:
-        if name.endswith(V2) or name + V2 in self._plan.jobs:
-            return {"VLLM_USE_V2_MODEL_RUNNER": str(int(name.endswith(V2)))}
+        if name.endswith(ON_MRV2) or name + ON_MRV2 in self._plan.jobs:
+            return {"VLLM_USE_V2_MODEL_RUNNER": str(int(name.endswith(ON_MRV2)))}
         return {}
 
     def _note(self, name: str, status: str, began: float | None, reason: str = "") -> None:

@@ -11,7 +11,7 @@ from rollout_spec.report.certificate import where
 from rollout_spec.report.page import Table, render
 from rollout_spec_lab.bench import rollouts, waits
 from rollout_spec_lab.bench.verify import sentences as verified
-from rollout_spec_lab.gpu_check import V2
+from rollout_spec_lab.gpu_check import ON_MRV2
 
 FILES = {"json": "gpu-check.json", "html": "index.html"}
 NAMES = {"sam": "rollout_spec", "model": "the model's drafts", "sam+model": "rollout_spec with the model"}
@@ -42,9 +42,9 @@ def verdict(record: Mapping[str, Any]) -> list[str]:
         "rollouts": _rollouts, "steps": _steps,
     }  # fmt: skip
     found = [
-        f"{sentence[:-1]}, on MRV2." if name.endswith(V2) else sentence
+        f"{sentence[:-1]}, on MRV2." if name.endswith(ON_MRV2) else sentence
         for part, say in says.items()
-        for name in (part + V2, part)
+        for name in (part + ON_MRV2, part)
         if record.get(name)
         for sentence in say(record[name])
     ]
@@ -145,7 +145,7 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
     ]  # fmt: skip
     if record["rollouts"]:
         yield from rollouts.tables(record["rollouts"])
-    for runner in (V2, ""):
+    for runner in (ON_MRV2, ""):
         if found := record.get(f"steps{runner}"):
             yield f"A step{runner}, ms (the roofline)", *_by_drafts(found["steps"])
 

@@ -61,8 +61,8 @@ Host = Mapping[bool, tuple[float, float]]
 # By vLLM's model runner: lines through what `bench host` measured at 1 to 256 rows, vLLM's part and the
 # drafter's (lab/record/host.md). MRV2 schedules steps without drafts ahead; MRV1 with a drafter none.
 HOSTS: Mapping[str, Host] = {
-    "v1": {False: (0.7e-3, 13e-6), True: (1.2e-3, 21e-6)},
-    "v2": {False: (0.0, 0.0), True: (1.2e-3, 26e-6)},
+    "mrv1": {False: (0.7e-3, 13e-6), True: (1.2e-3, 21e-6)},
+    "mrv2": {False: (0.0, 0.0), True: (1.2e-3, 26e-6)},
 }
 
 

@@ -49,7 +49,7 @@ def gains(cell: Cell) -> list[float]:
     has_experts = bool(model.num_experts)
     times = [
         Roofline(model, DEVICES[cell.device], devices[cell.device], expert_parallel=has_experts, host=host)
-        for host in (HOSTS["v2"], HOSTS["v1"])
+        for host in (HOSTS["mrv2"], HOSTS["mrv1"])
     ]
     cluster = Cluster(1, cell.num_rows, kv_tokens=times[0].kv_tokens)
     off = simulate(lines, cluster, SpecConfig(method="off"), times[0])["makespan_s"]

@@ -36,7 +36,7 @@ def main(model: str) -> dict[str, Any]:
     cuts = {num: nums_kept(num) for num in (7, 8)}  # before an engine lets the process cut all rows alike
     job = job_of(model, async_scheduling=True)
     load = {"prompts": PROMPTS, "requests": REQUESTS, "temperature": 0.3}
-    methods = "off:coupled", "sam:0", "sam:64"
+    methods = "keyed", "sam:0", "sam:64"
     result = {method: engine_worker.run(job | load | {"method": method}) for method in methods}
     in_turn = job_of(model, async_scheduling=False)  # else the first steps are ahead of the drafter
     result["recorded"] = engine_worker.run(in_turn | recorded_load() | {"method": "sam:64"})

@@ -90,8 +90,8 @@ def test_mrv2_is_measured(tiny_model: str, tmp_path: Path) -> None:
         assert cuts[num_rows]["alike"] == [20] * int(num_rows)
         assert (max(cuts[num_rows]["vllm's"]) > 20) == (num_rows == "7")
     assert_recorded(found["recorded"])
-    assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"V2"}
-    assert found["off:coupled"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
+    assert {one["settings"]["model_runner"] for one in (*found.values(), steps)} == {"MRV2"}
+    assert found["keyed"]["responses"] == found["sam:0"]["responses"] == found["sam:64"]["responses"]
     sam = found["sam:64"]
     assert sam["counters"]["num_draft_tokens"] == sum(sam["timeline"]["num_draft_tokens"]) > 0
     assert not any(found["sam:0"]["timeline"]["num_draft_tokens"])
@@ -104,7 +104,7 @@ def test_mrv2_is_measured(tiny_model: str, tmp_path: Path) -> None:
     assert timed == {(1, 0), (1, 2), (2, 0), (2, 2)} and {*steps["waits"]} == {"plain", "with drafts"}
 
 
-METHODS = ["off:coupled", "sam:4", "ngram"]
+METHODS = ["keyed", "sam:4", "ngram"]
 LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
 
 
@@ -153,7 +153,7 @@ def test_rollouts_without_and_with_drafts(
     assert product(["simulate", trace, "--step-times", table, "--max-num-seqs", "6", "--json"]) == 0
     [simulated] = json.loads(capsys.readouterr().out)["results"]
     assert simulated["runs"][0]["makespan_s"] > 0
-    engine = record["engines"]["off:coupled"]
+    engine = record["engines"]["keyed"]
     assert not engine["async_scheduling"] or engine["device"] != "cpu"
     assert sam["predicted_tokens_per_s"]["step_times"] > 0
     assert "predicted_tokens_per_s" not in ngram

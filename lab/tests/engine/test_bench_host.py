@@ -8,9 +8,9 @@ from vllm.platforms import current_platform
 
 from rollout_spec.trace import to_line
 
-METHODS = ["off/v1", "sam:8/v1"]
-ALL = ["off/v1", "off:sync/v1", "sam:0/v1", "sam:8/v1"]
-V2 = ["off", "sam:0", "sam:8"]
+METHODS = ["off/mrv1", "sam:8/mrv1"]
+ALL = ["off/mrv1", "off:sync/mrv1", "sam:0/mrv1", "sam:8/mrv1"]
+ON_MRV2 = ["off", "sam:0", "sam:8"]
 SECONDS = 0.004
 
 
@@ -19,8 +19,8 @@ SECONDS = 0.004
 )
 @pytest.mark.parametrize(
     "methods",
-    [METHODS, V2, pytest.param(ALL, marks=pytest.mark.long)],
-    ids=["V1", "V2", "all V1"],
+    [METHODS, ON_MRV2, pytest.param(ALL, marks=pytest.mark.long)],
+    ids=["MRV1", "MRV2", "all MRV1"],
 )
 def test_a_device_made_of_time(
     methods: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -36,10 +36,10 @@ def test_a_device_made_of_time(
     assert main(["bench", "host", str(trace), *options]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "host.json").read_text())
-    v2 = methods == V2
+    on_mrv2 = methods == ON_MRV2
     engines = [record["engines"][method] for method in methods]
-    assert {engine["model_runner"] for engine in engines} == {"V2" if v2 else "V1"}
-    ahead = [method == methods[0] or v2 for method in methods]
+    assert {engine["model_runner"] for engine in engines} == {"MRV2" if on_mrv2 else "MRV1"}
+    ahead = [method == methods[0] or on_mrv2 for method in methods]
     assert [engine["async_scheduling"] for engine in engines] == ahead
 
     results = {(row["rows"], row["step"], row["method"]): row for row in record["results"]}
@@ -49,13 +49,13 @@ def test_a_device_made_of_time(
         assert run["num_rows"] == rows and abs(run["num_steps"] - 24) <= 1  # one may be on its way
         at_least = run["num_steps"] * SECONDS * (1 - 1e-9)
         assert row["vllm_ms"] > 0 and (row["drafter_ms"] > 0) == method.startswith("sam")
-        assert (run["launch_s"] > 0) == v2
+        assert (run["launch_s"] > 0) == on_mrv2
         assert run["seconds"] >= at_least
-        if method in ("off/v1", "off", "sam:0"):
+        if method in ("off/mrv1", "off", "sam:0"):
             assert run["num_ahead"] > 12
         else:  # MRV2 is ahead until the gate has opened
             waited = 1 - run["num_ahead"] / run["num_steps"]
-            assert waited == 1 or (v2 and waited > 0.5)
+            assert waited == 1 or (on_mrv2 and waited > 0.5)
             assert run["seconds"] >= at_least + waited * run["host_s"] / 4  # MRV2 schedules meanwhile
         if method.startswith("sam:8"):
             assert run["num_accepted_tokens"] > 12 * rows
