@@ -88,8 +88,8 @@ test-fast: ## run the tests that start no engine and train nothing
 
 test-long: ## train in verl's asynchronous modes, have faults, try new examples (UNI_AGENT=DIR: with its agents)
 	$(UNI_AGENT:%=PYTHONPATH=%) $(UNI_AGENT:%=UNI_AGENT=%) $(PYTEST) -m long $(TEST_ARGS) $(SOME)
-	@# Examples that no run has had before.
-	$(PYTEST) --hypothesis-profile default tests/test_index_oracle.py $(TEST_ARGS) $(SOME)
+	@# Without TEST_ARGS, examples that no run has had before.
+	$(if $(TEST_ARGS),,$(PYTEST) --hypothesis-profile default tests/test_index_oracle.py)
 
 test-ascend: dev ## run our drafter in the published vllm-ascend, with a stub of torch_npu
 	$(foreach v,$(ASCENDS),$(IN) ascend-$(v) python -m pytest tests/ascend lab/tests/ascend $(TEST_ARGS) &&) true

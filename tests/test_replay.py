@@ -45,7 +45,7 @@ def count(*lines):
     result = ReplayResult()
     for prompt, responses in lines:
         line = Rollout("g", None, int32(*prompt), [int32(*response) for response in responses])
-        replay_line(Copier(), line, (), 4, result)
+        result.add(replay_line(Copier(), line, (), 4))
     return result
 
 
@@ -80,8 +80,7 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     turns = [([8, 8], [1, 2, 3]), ([1, 2, 3, 4], [7]), ([1], [2, 3, 4, 6])]
     path.write_text(to_line("g", None, [5], names=["a"], samples=[turns]))
     [line] = read_trace(path)
-    result = ReplayResult()
-    replay_line(Copier(), line, (), 4, result)
+    result = replay_line(Copier(), line, (), 4)
     # 1, 7 and 2 come from prefills. Two steps give 2 and 3, with nothing to draft from. After 1 2 the draft
     # is 3 4 7 1: two are right, and the target says 6.
     assert (result.total.num_tokens, result.total.num_steps, result.total.num_decoded_tokens) == (8, 3, 5)

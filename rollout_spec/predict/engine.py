@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.metrics import Counters
+from rollout_spec.predict.batch import Batch
 from rollout_spec.predict.load import Request
-from rollout_spec.predict.replay import drafts_at
+from rollout_spec.predict.replay_drafters import drafts_at
 from rollout_spec.predict.step_times import Times
 
 TAIL_ROWS = 8  # a rollout is in its tail while an engine runs at most this many requests
@@ -93,10 +94,7 @@ class Engine:
         self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
-        self._running: list[Request] = []  # by row, as the arrays below
-        self._admitted: dict[str, None] = {}  # names of running requests, the newest last
-        self._drafts: list[list[int]] = []
-        self._unfilled: list[int] = []  # tokens of each that are still to be prefilled
+        self._batch = Batch(1, 1)
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
         self._begin = 0.0
 
@@ -113,22 +111,22 @@ class Engine:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
         self._queue.extend((request, 0) for request in requests)
-        num_rows = min(self._cluster.max_num_seqs, len(requests))
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
-        num_rows, longest = max(1, num_rows), max(1, longest)  # the index takes no empty array
-        self._token_ids = np.zeros((num_rows, longest), np.int32)  # whole responses
-        # How many tokens of each row exist, and with how many it ends.
-        self._levels, self._ends = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._batch = Batch(min(self._cluster.max_num_seqs, len(requests)), longest)
         self._prefilled.clear()
         self._begin = self.total.seconds
 
     def begin_step(self) -> Step:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
             self._queue.append((self._at_tools.popleft()[1], 0))
-        may_admit, num_verified = not self._preempt(), self._num_verified
-        num_prompt_tokens = self._prefill(self._cluster.max_num_batched_tokens - num_verified, may_admit)
+        batch, may_admit = self._batch, not self._preempt()
+        num_verified = batch.num_verified
+        num_left = self._cluster.max_num_batched_tokens - num_verified
+        num_prompt_tokens = batch.prefill(num_left)
+        if may_admit:
+            num_prompt_tokens += self._admit(num_left - num_prompt_tokens)
         num_tokens = num_verified + num_prompt_tokens
-        has_drafts, num_rows, context = any(self._drafts), len(self._running), self._num_context
+        has_drafts, num_rows, context = any(batch.drafts), len(batch), batch.num_context
         return Step(num_tokens, num_prompt_tokens, has_drafts, num_rows=num_rows, num_context=context)
 
     def seconds(self, step: Step, num_tokens_of_others: int) -> float:
@@ -142,162 +140,108 @@ class Engine:
 
     def end_step(self, seconds: float, step: Step) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
-        total, num_running = self.total, len(self._running)
+        total, batch = self.total, self._batch
         total.seconds += seconds
-        total.tail_seconds += seconds if num_running <= TAIL_ROWS else 0.0
+        total.tail_seconds += seconds if len(batch) <= TAIL_ROWS else 0.0
         total.num_steps += 1
-        total.num_row_steps += num_running
-        nums_new = self._verify()
-        num_gained = sum(nums_new)
-        total.num_tokens += num_gained
-        self._levels[:num_running] += np.array(nums_new, np.int32)
-        self._drafts = self._draft(nums_new, step)
-        for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
-            self._remove(int(row))
-        return num_gained
-
-    def _verify(self) -> list[int]:
-        """The number of tokens that every row gets: the accepted ones of its draft, and one more."""
-        nums_new = [int(not num) for num in self._unfilled]
-        for row, draft in enumerate(self._drafts):
-            if not draft:
-                continue
-            level, end = int(self._levels[row]), int(self._ends[row])
-            recorded = self._token_ids[row, level : min(end, level + len(draft))].tolist()
-            agrees = [token == said for token, said in zip(recorded, draft, strict=False)]
-            accepted = [*agrees, False].index(False)
-            nums_new[row] = min(accepted + 1, end - level)
-            self.total.num_draft_tokens += len(draft)
-            self.total.num_accepted_tokens += accepted
-        return nums_new
+        total.num_row_steps += len(batch)
+        nums_new, nums_accepted = batch.verify()
+        total.num_draft_tokens += sum(map(len, batch.drafts))
+        total.num_accepted_tokens += sum(nums_accepted)
+        total.num_tokens += sum(nums_new)
+        batch.levels[: len(batch)] += np.array(nums_new, np.int32)
+        batch.drafts = self._draft(nums_new, step)
+        for row in reversed(np.flatnonzero(batch.nums_left <= 0)):
+            self._end(int(row))
+        return sum(nums_new)
 
     def _draft(self, nums_new: list[int], step: Step) -> list[list[int]]:
         """Drafts for the next step, by row."""
-        model = self._drafts_of_model()
+        model, batch = self._drafts_of_model(), self._batch
         if self.drafter is not None:
-            names = [request.name for request in self._running]
+            names = [request.name for request in batch.requests]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
-            drafts = self.drafter.draft(names, nums_new, self._token_ids, self._levels, step, next_step)
+            drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, step, next_step)
             self._num_model_tokens = drafts.num_model_tokens
             return drafts.lists()
         if model is None:
-            return [[] for _ in self._running]
-        room = self._ends[: len(self._running)] - self._levels[: len(self._running)] - 1
+            return [[] for _ in batch.requests]
+        room = (batch.nums_left - 1).tolist()
         return [
             [token for token in tokens[: max(0, most) if num_new else 0] if token >= 0]
-            for tokens, most, num_new in zip(model.tokens.tolist(), room.tolist(), nums_new, strict=True)
+            for tokens, most, num_new in zip(model.tokens.tolist(), room, nums_new, strict=True)
         ]
 
     def _drafts_of_model(self) -> ModelDrafts | None:
         if not self._num_model_tokens:
             return None
-        prompt_lens = [len(request.prompt_token_ids) for request in self._running]
-        nums_done = (self._levels[: len(prompt_lens)] - np.array(prompt_lens, np.int32)).tolist()
-        drafts = [request.model_drafts for request in self._running]
-        return drafts_at(drafts, nums_done, self._num_model_tokens)
-
-    @property
-    def _num_context(self) -> int:
-        return int(self._levels[: len(self._running)].sum())
-
-    @property
-    def _num_verified(self) -> int:
-        """Tokens that the rows bring to the step: one each, and their drafts."""
-        return self._unfilled.count(0) + sum(map(len, self._drafts))
+        drafts = [request.model_drafts for request in self._batch.requests]
+        return drafts_at(drafts, self._batch.nums_done, self._num_model_tokens)
 
     @property
     def _num_kept(self) -> float:
         """Tokens of the KV cache that the step fills."""
-        return self._num_context + self._num_verified + len(self._running) * self._row_tokens
+        batch = self._batch
+        return batch.num_context + batch.num_verified + len(batch) * self._row_tokens
 
-    @property
-    def idle_until(self) -> float:
-        """When the first tool answers, if nothing else is to do; 0.0: something is; inf: nothing ever."""
-        if self._running or self._queue:
-            return 0.0
-        return self._at_tools[0][0] if self._at_tools else math.inf
+    def next_time(self) -> float | None:
+        """When there is something to do: now, or once the first tool has answered; None: never again."""
+        if len(self._batch) or self._queue:
+            return self.total.seconds
+        return max(self.total.seconds, self._at_tools[0][0]) if self._at_tools else None
 
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
         num_before = self.total.num_preemptions
-        while len(self._running) > 1 and self._num_kept > self._cluster.kv_tokens:
-            newest = next(reversed(self._admitted))
-            row = next(i for i, request in enumerate(self._running) if request.name == newest)
-            request = self._running[row]
-            self._queue.appendleft((request, int(self._levels[row]) - len(request.prompt_token_ids)))
-            self._remove(row, has_ended=False)
+        while len(self._batch) > 1 and self._num_kept > self._cluster.kv_tokens:
+            row = self._batch.newest_row()
+            num_done = self._batch.nums_done[row]
+            self._queue.appendleft((self._remove(row), num_done))
             self.total.num_preemptions += 1
         return self.total.num_preemptions > num_before
-
-    def _prefill(self, num_left: int, may_admit: bool) -> int:
-        """Prefill `num_left` tokens at most, those of the batch first; returns how many."""
-        num_tokens = 0
-        for row, num in enumerate(self._unfilled):
-            part = max(0, min(num, num_left - num_tokens))
-            self._unfilled[row] -= part
-            num_tokens += part
-        return num_tokens + (self._admit(num_left - num_tokens) if may_admit else 0)
 
     def _admit(self, num_left: int) -> int:
         """Fill the batch from the queue, while there are tokens left; returns how many it has prefilled."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._running) < self._cluster.max_num_seqs and num_tokens < num_left:
+        while self._queue and len(self._batch) < self._cluster.max_num_seqs and num_tokens < num_left:
             request, num_done = self._queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
-            if self._running and needed > self._cluster.kv_tokens:
+            if len(self._batch) and needed > self._cluster.kv_tokens:
                 break
             self._queue.popleft()
-            self._start(request, num_done)
             shared, own = request.num_group_tokens, len(request.prompt_token_ids)
             if request.num_cached or request.group in self._prefilled:
                 own -= request.num_cached or (own if shared is None else shared)
             self._prefilled.add(request.group)
             own = max(1, own + num_done)  # vLLM computes the last one again
             part = min(own, num_left - num_tokens)
-            self._unfilled[-1] = own - part
+            end = self._batch.add(request, num_done, own - part)
+            if self.drafter is not None:
+                names = request.group, request.num_group_tokens, request.sample
+                self.drafter.add(request.name, request.prompt_token_ids, end, *names)
             num_tokens += part
         return num_tokens
 
-    def _start(self, request: Request, num_done: int) -> None:
-        """Give a request the next row; `num_done` tokens of its response exist."""
-        row, prompt = len(self._running), request.prompt_token_ids
-        end = len(prompt) + len(request.response)
-        self._token_ids[row, : len(prompt)] = prompt
-        self._token_ids[row, len(prompt) : end] = request.response
-        self._levels[row], self._ends[row] = len(prompt) + num_done, end
-        self._running.append(request)
-        self._admitted[request.name] = None
-        self._drafts.append([])
-        self._unfilled.append(0)
-        if self.drafter is not None:
-            names = request.group, request.num_group_tokens, request.sample
-            self.drafter.add(request.name, prompt, end, *names)
+    def _end(self, row: int) -> None:
+        request = self._remove(row)
+        if request.next_turn is not None:
+            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
+        elif self.drafter is not None:
+            self.drafter.end_samples([request.sample])
 
-    def _remove(self, row: int, *, has_ended: bool = True) -> None:
-        """Take a request out of the batch; the last row takes its place, as in vLLM's."""
-        last = len(self._running) - 1
-        request = self._running[row]
-        del self._admitted[request.name]
+    def _remove(self, row: int) -> Request:
+        request = self._batch.remove(row)
         if self.drafter is not None:
             self.drafter.remove(request.name)
-            if has_ended and request.next_turn is None:
-                self.drafter.end_samples([request.sample])
-        if has_ended and request.next_turn is not None:
-            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
-        for rows in (self._token_ids, self._levels, self._ends):
-            rows[row] = rows[last]
-        by_row: tuple[list[Any], ...] = (self._running, self._drafts, self._unfilled)
-        for values in by_row:
-            values[row] = values[last]
-            values.pop()
+        return request
 
 
 def step_together(ranks: Sequence[Engine]) -> int:
     """Run one step of data-parallel ranks, as long as the slowest's; the number of tokens that it gave."""
-    idle_until = min(rank.idle_until for rank in ranks)
+    begin = min(time for rank in ranks if (time := rank.next_time()) is not None)
     for rank in ranks:
-        rank.total.seconds = max(rank.total.seconds, idle_until)
+        rank.total.seconds = max(rank.total.seconds, begin)
     steps = [rank.begin_step() for rank in ranks]
     total = sum(step.num_tokens for step in steps)
     took = max(rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True))

@@ -10,7 +10,8 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexDrafter, token_matrix
+from rollout_spec.predict.replay import token_matrix
+from rollout_spec.predict.replay_drafters import IndexDrafter
 from rollout_spec.trace import ResponseDrafts, Rollout
 
 # What is easy for the suffix index is easy for a model. Where the index is right, the model is wrong half as

@@ -7,17 +7,16 @@ lockstep, as siblings do in a rollout. Of other lines the drafter has its histor
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.history import History, group_key
-from rollout_spec.drafting.index import make_index
-from rollout_spec.drafting.native import BudgetExceeded, Int32Array
+from rollout_spec.drafting.native import Int32Array
 from rollout_spec.metrics import Counters
-from rollout_spec.trace import ResponseDrafts, Rollout
+from rollout_spec.predict.replay_drafters import IndexDrafter, ReplayDrafter
+from rollout_spec.trace import Rollout
 
 
 @dataclasses.dataclass
@@ -61,6 +60,14 @@ class ReplayResult:
     num_tail_tokens: int = 0  # tokens that these gave
     responses: list[Replayed] = dataclasses.field(default_factory=list)
 
+    def add(self, other: "ReplayResult") -> None:
+        self.total.add(other.total)
+        self.num_groups += other.num_groups
+        self.num_drafts += other.num_drafts
+        self.num_tail_steps += other.num_tail_steps
+        self.num_tail_tokens += other.num_tail_tokens
+        self.responses += other.responses
+
     def to_dict(self) -> dict[str, float]:
         names = ("num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step", "acceptance_rate")
         return {
@@ -70,109 +77,6 @@ class ReplayResult:
             "mean_acceptance_length": 1.0 + self.total.num_accepted_tokens / max(1, self.num_drafts),
             "tail_tokens_per_step": self.num_tail_tokens / max(1, self.num_tail_steps),
         }
-
-
-class ReplayDrafter(Protocol):
-    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`;
-    `close` at the end of all."""
-
-    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
-        """Begin a line's responses; `earlier` are responses to the same prompt."""
-        return
-
-    def draft(
-        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
-    ) -> tuple[Int32Array, Int32Array]:
-        """Index what is new in n rows and draft for them.
-
-        Args:
-            rows: [n], rows of token_ids.
-            token_ids: [num_rows, L], the prompt and the whole response of every row.
-            levels: [n], the number of tokens that each row has so far.
-            max_draft_tokens: [n], 0: index only.
-
-        Returns:
-            Draft tokens [n, >= longest draft], and their numbers [n].
-        """
-
-    def finish(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def drafts_at(
-    model_drafts: Sequence[ResponseDrafts | None], nums_done: Iterable[int], num_tokens: int
-) -> ModelDrafts:
-    """What a model drafts in n rows.
-
-    Args:
-        model_drafts: [n], of each row's response.
-        nums_done: [n], how many tokens of the response exist; negative: the row gets no draft.
-        num_tokens: of a draft, at most.
-    """
-    shape = (len(model_drafts), num_tokens)
-    tokens, log_odds = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    for row, (each, num_done) in enumerate(zip(model_drafts, nums_done, strict=True)):
-        if each is not None and 0 <= num_done < len(each.tokens):
-            drafted = each.tokens[num_done, :num_tokens]
-            tokens[row, : len(drafted)] = drafted
-            log_odds[row, : len(drafted)] = each.log_odds[num_done, :num_tokens]
-    return ModelDrafts(tokens, log_odds)
-
-
-def drafts_of_line(line: Rollout, rows: Int32Array, levels: Int32Array, most_tokens: int) -> ModelDrafts:
-    """What a model drafts for all rows of a line, nothing in rows that are not named; levels: [n], of the
-    named ones; most_tokens: of a draft."""
-    nums_done = np.full(len(line.responses), -1)
-    nums_done[rows] = levels - len(line.prompt_token_ids)
-    num_tokens = min(most_tokens, max(each.tokens.shape[1] for each in line.model_drafts))
-    return drafts_at(line.model_drafts, nums_done.tolist(), num_tokens)
-
-
-class IndexDrafter:
-    """The suffix index, with one group a line; `mixes` in what a model drafts, where the line has it."""
-
-    def __init__(self, config: SpecConfig, *, mixes: bool = False) -> None:
-        self.index, self._mixes = make_index(config), mixes
-        self.min_survival = config.min_survival
-        self.num_speculative_tokens = config.num_speculative_tokens
-        self._group = -1
-        self._sequences = np.empty(0, np.int32)
-        self._line: Rollout | None = None  # whose model's drafts are mixed in
-
-    def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
-        self._group = self.index.open_group(line.prompt_token_ids)
-        for response in reversed(earlier):  # of continuations that are equally frequent the latest is drafted
-            self.index.add_text(self._group, response)
-        self.index.catch_up()
-        if self.index.stats().num_texts_left_out:
-            raise BudgetExceeded("earlier responses do not fit")
-        self._sequences = np.array([self.index.open_sequence(self._group) for _ in line.responses], np.int32)
-        self._line = line if self._mixes and line.model_drafts else None
-
-    def draft(
-        self, rows: Int32Array, token_ids: Int32Array, levels: Int32Array, max_draft_tokens: Int32Array
-    ) -> tuple[Int32Array, Int32Array]:
-        model = None
-        if self._line is not None:
-            model = drafts_of_line(self._line, rows, levels, self.num_speculative_tokens)
-        sequences = self._sequences[rows]
-        result = self.index.index_and_draft(
-            sequences, token_ids, rows, levels, max_draft_tokens, self.min_survival, model_drafts=model
-        )
-        if result.num_dropped:  # an engine goes on without them; here they are what is measured
-            raise BudgetExceeded(f"{result.num_dropped} responses do not fit")
-        return result.draft_tokens, result.num_draft_tokens
-
-    def finish(self) -> None:
-        for sequence in self._sequences:
-            self.index.close_sequence(int(sequence))
-        self.index.close_group(self._group)
-
-    def close(self) -> None:
-        self.index.close()
 
 
 def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
@@ -188,20 +92,17 @@ def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
     with contextlib.closing(IndexDrafter(config, mixes=True)) as drafter:
         for line in trace:
             key = group_key(line.group)
-            replay_line(drafter, line, history.get(key), config.num_speculative_tokens, result)
+            result.add(replay_line(drafter, line, history.get(key), config.num_speculative_tokens))
             for response in line.responses if config.history else ():
                 history.add(key, response)
     return result
 
 
 def replay_line(
-    drafter: ReplayDrafter,
-    line: Rollout,
-    earlier: Sequence[Int32Array],
-    num_speculative_tokens: int,
-    result: ReplayResult,
-) -> None:
-    """Decode the responses of one line in lockstep; adds to the result."""
+    drafter: ReplayDrafter, line: Rollout, earlier: Sequence[Int32Array], num_speculative_tokens: int
+) -> ReplayResult:
+    """Decode the responses of one line in lockstep; `earlier` are responses to the same prompt."""
+    result = ReplayResult(num_groups=1)
     decoding = _Decoding(line, num_speculative_tokens)
     token_ids, levels, ends = decoding.token_ids, decoding.levels, decoding.ends
     n = len(levels)
@@ -226,11 +127,11 @@ def replay_line(
         rows = np.flatnonzero(is_running).astype(np.int32)
         is_running = levels < ends
     drafter.finish()
-    result.num_groups += 1
     for row in np.column_stack([line.num_generated, counts]).tolist():
         response = Counts(*row)
         result.responses.append(Replayed(line.step, response))
         result.total.add(response)
+    return result
 
 
 class _Decoding:

@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -136,7 +135,7 @@ def rollout(
     while turns:
         _, i = heapq.heappop(turns)
         ranks = replicas[i]
-        if all(rank.idle_until == math.inf for rank in ranks):
+        if all(rank.next_time() is None for rank in ranks):
             continue
         num_gained = step_together(ranks)
         if on_tokens is not None:

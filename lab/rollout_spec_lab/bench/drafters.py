@@ -17,7 +17,8 @@ import numpy as np
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexDrafter, ReplayDrafter, ReplayResult, drafts_of_line, replay_line
+from rollout_spec.predict.replay import ReplayResult, replay_line
+from rollout_spec.predict.replay_drafters import IndexDrafter, ReplayDrafter, drafts_of_line
 from rollout_spec.trace import Rollout
 
 SUFFIX_PACKAGE = "arctic-inference==0.1.1"  # what vLLM 0.24 asks for
@@ -192,7 +193,7 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
         key = group_key(line.group)
         for (_, config), drafter, result in zip(runs, drafters, results, strict=True):
             earlier = histories[config.history].get(key)
-            replay_line(drafter, line, earlier, config.num_speculative_tokens, result)
+            result.add(replay_line(drafter, line, earlier, config.num_speculative_tokens))
         for num_responses, history in histories.items():
             for response in line.responses if num_responses else ():
                 history.add(key, response)

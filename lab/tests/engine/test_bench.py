@@ -11,7 +11,8 @@ import pytest
 from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
-from rollout_spec.predict.replay import IndexDrafter, ReplayResult, replay_line
+from rollout_spec.predict.replay import replay_line
+from rollout_spec.predict.replay_drafters import IndexDrafter
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
 from rollout_spec_lab.bench.load import Load, random_prompts
 from tests.engine.conftest import VOCAB_SIZE
@@ -45,9 +46,9 @@ def assert_recorded(found: dict[str, Any]) -> None:
     """The recording came, token for token, with the drafts and the acceptance of `replay`."""
     assert found["responses"] == RECORDED
     prompt, *responses = (np.array(each, np.int32) for each in (PROMPTS[0], *RECORDED))
-    config, said = SpecConfig(num_speculative_tokens=4, history=0), ReplayResult()
+    config = SpecConfig(num_speculative_tokens=4, history=0)
     with contextlib.closing(KnownEnds(config)) as drafter:
-        replay_line(drafter, Rollout("g", None, prompt, responses), [], 4, said)
+        said = replay_line(drafter, Rollout("g", None, prompt, responses), [], 4)
     counters = found["counters"]
     assert counters["num_accepted_tokens"] == said.total.num_accepted_tokens > 20
     assert counters["num_draft_tokens"] == said.total.num_draft_tokens
