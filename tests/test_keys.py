@@ -18,7 +18,7 @@ from rollout_spec.vllm.keys import (
     RequestNames,
     key_of_name,
     keys_of,
-    names_of,
+    read_names,
     with_numbered_key,
 )
 
@@ -135,14 +135,14 @@ NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KE
     ids=lambda said: type(said).__name__,
 )
 def test_what_a_request_says_of_itself(extra_args, names):
-    assert names_of(extra_args) == RequestNames(*names)
+    assert read_names(extra_args) == RequestNames(*names)
 
 
 def test_a_name_that_cannot_be_written_is_none():
     nested: list[Any] = []
     for _ in range(200_000):
         nested = [nested]
-    assert names_of({NAME_KEY: nested}).key is None
+    assert read_names({NAME_KEY: nested}).key is None
     while nested:  # freed one by one: all at once would need as deep a stack
         nested = nested.pop()
     keys = RequestKeys(3)

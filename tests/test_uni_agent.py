@@ -19,7 +19,7 @@ def test_a_gateway_says_when_a_session_has_ended_also_if_that_fails(end, monkeyp
     async def fail():
         raise ValueError("it failed")
 
-    monkeypatch.setattr(uni_agent.sample_calls.here, "end_request", ended.append)
+    monkeypatch.setattr(uni_agent.sample_calls.calls_here, "end_request", ended.append)
     gateway = object.__new__(uni_agent.NamingGateway)
     gateway._sessions = {"a": SimpleNamespace(finalize=fail, abort=fail)}
     with pytest.raises(ValueError, match="it failed"):

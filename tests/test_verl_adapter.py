@@ -28,10 +28,10 @@ from rollout_spec.metrics import EngineCounters, RequestCounters
 from rollout_spec.patches import PatchError
 from rollout_spec.predict.rollout_files import read_rollouts
 from rollout_spec.verification.noise import make_key
-from rollout_spec.verl import sample_calls, samples, server_drafters, server_windows, trainer_hooks
+from rollout_spec.verl import row_names, sample_calls, server_drafters, server_windows, trainer_hooks
 from rollout_spec.verl import server as verl_server
+from rollout_spec.verl.row_names import ROW
 from rollout_spec.verl.sample_calls import SampleCalls
-from rollout_spec.verl.samples import ROW
 from rollout_spec.verl.server_windows import Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
@@ -326,7 +326,7 @@ class LookingLoop:
 
     async def run(self, sampling_params, session_id, **kwargs):
         sample = sampling_params["extra_args"].get("rollout_spec_key")
-        assert sample is None or sample in sample_calls.here
+        assert sample is None or sample in sample_calls.calls_here
         self.seen.append((sampling_params, kwargs))
         if session_id > 1:
             raise asyncio.CancelledError if session_id == 2 else ValueError("it failed")
@@ -354,10 +354,10 @@ def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_fr
     async def put(**_): ...
 
     here, scored = SampleCalls(), list[Any]()
-    monkeypatch.setattr(sample_calls, "here", here)
+    monkeypatch.setattr(sample_calls, "calls_here", here)
     monkeypatch.setattr(transfer_queue, "async_kv_batch_put", put)
     monkeypatch.setitem(agent_loop._agent_loop_registry, "looking", {"_target_": f"{__name__}.LookingLoop"})
-    samples.patch_agent_loops(agent_loop)
+    row_names.patch_agent_loops(agent_loop)
     row, given = [7, 3, "train", "4", "ab", 1], {"temperature": 1.0, "extra_args": {"mine": 1}}
     step = {"step": 3, "validate": False, "sample_index": 4, "rollout_n": 0}
     columns = {"agent_name": "looking", "trace": False, "uid": "u", "global_steps": 3}

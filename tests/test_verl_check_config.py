@@ -20,7 +20,8 @@ from verl.trainer import main_ppo
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl import entry_point, settings
-from rollout_spec.verl.check_config import check_config, check_overrides
+from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.check_overrides import check_overrides
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 

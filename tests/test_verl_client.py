@@ -21,8 +21,8 @@ from verl.workers.rollout.replica import TokenOutput
 from rollout_spec.sample_names import split_of
 from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import sample_calls
+from rollout_spec.verl.row_names import ROW, RowNames, prompt_name
 from rollout_spec.verl.sample_calls import Call, SampleCalls, number_of_prompt, prompt_digest
-from rollout_spec.verl.samples import ROW, RowNames, prompt_name
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -83,8 +83,8 @@ CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "rollout":
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """The samples of a process that has just begun."""
-    monkeypatch.setattr(sample_calls, "here", SampleCalls())
-    return sample_calls.here
+    monkeypatch.setattr(sample_calls, "calls_here", SampleCalls())
+    return sample_calls.calls_here
 
 
 def make(server, verls=FullyAsyncLLMServerClient):
@@ -111,7 +111,7 @@ async def best_of(client, sampling_params):
 def test_every_call_of_a_sample_has_a_name_of_its_own_and_the_same_in_every_run(verls, monkeypatch):
     runs = []
     for _ in range(2):
-        monkeypatch.setattr(sample_calls, "here", SampleCalls())
+        monkeypatch.setattr(sample_calls, "calls_here", SampleCalls())
         server, given = Server(), params()
         asyncio.run(best_of(make(server, verls), given))
         runs.append(server.names)
@@ -185,7 +185,7 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
         server = Server()
         client = make(server, verls)
         for process in "12":
-            monkeypatch.setattr(sample_calls, "here", SampleCalls())
+            monkeypatch.setattr(sample_calls, "calls_here", SampleCalls())
             for request_id, prompt in zip(request_ids, ([1, 2], [1, 2], [3]), strict=True):
                 asyncio.run(session(client, request_id + process, prompt, [4]))
         runs.append(server)
@@ -210,7 +210,7 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
     client._load_balancer = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail)) if balancer else None
     for request_id in "ab":
         made = Call(request_id, "its digest", 1, {}, False)
-        calls.append(asyncio.run(verl_client._named(client, made))[0][NAME_KEY])
+        calls.append(asyncio.run(verl_client._name_call(client, made))[0][NAME_KEY])
     assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
 
 
@@ -249,7 +249,7 @@ def test_a_client_that_derives_from_verls_is_named():
         wrap(verl_client._acquire_server)
         asyncio.run(call(client, [1], {}))
     assert json.loads(server.names[0])[0] == "prompt"
-    sample_calls.here.end_request("r")
+    sample_calls.calls_here.end_request("r")
     assert server.ended == [server.sent[0]["rollout_spec_sample"]]
 
 
@@ -272,10 +272,10 @@ def test_samples_are_forgotten_when_they_end_and_beyond_a_bound(monkeypatch, her
         asyncio.run(call(client, [1], params([number]), f"r{number}"))
     assert [[number] in here for number in range(5)] == [True, False, False, True, True], "those used last"
     assert here.name_of("r1") is None and here.name_of("r4") == [4]
-    sample_calls.here.end([4])
-    sample_calls.here.end("unknown")
-    sample_calls.here.end_request("r1")
-    sample_calls.here.end_request("r3")
+    sample_calls.calls_here.end([4])
+    sample_calls.calls_here.end("unknown")
+    sample_calls.calls_here.end_request("r1")
+    sample_calls.calls_here.end_request("r3")
     assert len(here) == 1 and here.name_of("r4") is None
     assert server.ended == ["[4]", "[3]"]
     asyncio.run(call(client, [1], params([4])))
@@ -332,7 +332,7 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
 
 
 @pytest.mark.parametrize("failure", ["none", "no actor", "busy", "dead"])
-def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkeypatch):
+def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkeypatch, caplog):
     """With real processes: tests/test_verl_history.py. Where nobody answers, names are apart all the same."""
 
     async def answer(function, *args):
@@ -340,11 +340,11 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
             await asyncio.sleep(60)
         if failure == "dead":
             raise ActorDiedError
-        monkeypatch.setattr(sample_calls, "here", here)
+        monkeypatch.setattr(sample_calls, "calls_here", here)
         try:
             return function(None, *args)
         finally:
-            monkeypatch.setattr(sample_calls, "here", there)
+            monkeypatch.setattr(sample_calls, "calls_here", there)
 
     monkeypatch.setattr(verl_client, "HOME_ANSWER_S", 0.01)
     remote = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(answer(*args)))
@@ -352,10 +352,10 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     server, there = Server(), SampleCalls()
     client = make(server)
     assert verl_client._HOME not in client.__getstate__(), "it brings no samples"
-    sample_calls.here.begin(SAMPLE)
+    sample_calls.calls_here.begin(SAMPLE)
     asyncio.run(call(client, [1] * 100, params()))
     copied = sent(client, home)
-    monkeypatch.setattr(sample_calls, "here", there)
+    monkeypatch.setattr(sample_calls, "calls_here", there)
     monkeypatch.setattr(verl_client, "_process", "another")
     for prompt in ([1] * 100, [1] * 600):
         asyncio.run(call(copied, prompt, params()))
@@ -367,6 +367,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     else:
         assert len(there) == 1
         assert all("another" in name for name in server.names[1:])
+    assert caplog.text.count("another run has other tokens") == (failure in ("busy", "dead")), "once a client"
 
 
 def batch_of(prompts, indices, step, validate=False, **columns):

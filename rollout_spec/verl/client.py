@@ -1,7 +1,7 @@
 """Lets verl's client of the rollout servers name every call, in every process and for any agent loop.
 
 What a call's name is, `sample_calls.py` says. After an abort, verl's client sends a further request of the
-same call and name. Where nobody has named the sample (`samples.py`), it is named here: by its first prompt,
+same call and name. Where nobody has named the sample (`row_names.py`), it is named here: by its first prompt,
 and by how many samples of the run have begun with that. So a run that repeats this one has the same set of
 samples. Its calls are those of one request id.
 
@@ -10,7 +10,7 @@ process in the middle, as to a task of Ray, takes along where it comes from, and
 """
 
 import asyncio
-import contextlib
+import logging
 import uuid
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -29,6 +29,8 @@ from rollout_spec.verl.sample_calls import Call, number_of_prompt, prompt_digest
 from rollout_spec.verl.settings import ROLLOUT, value
 from rollout_spec.vllm import keys
 
+logger = logging.getLogger(f"verl.{__name__}")
+_NOT_REPEATED = "who counts a sample's calls gave no answer, so another run has other tokens for it"
 HOME_ANSWER_S = 10.0  # for which an answer of a sample's home is waited for
 
 
@@ -66,7 +68,7 @@ async def _generate(
     prompt_ids = normalize_token_ids(prompt_ids)
     is_seeded = given.get(keys.NAME_KEY) is None and sampling_params.get("seed") is not None
     call = Call(str(request_id), prompt_digest(prompt_ids), len(prompt_ids), dict(given), is_seeded)
-    extra_args, home = await _named(self, call)
+    extra_args, home = await _name_call(self, call)
     token = _caller.set((extra_args.get(keys.SAMPLE_KEY), home))
     try:
         params = {**sampling_params, "extra_args": extra_args}
@@ -80,7 +82,7 @@ async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, 
     acquired = await acquire(self, request_id, *args, **request)
     name, home = _caller.get()
     if name is not None and home is None:
-        sample_calls.here.note_server(name, acquired[1])
+        sample_calls.calls_here.note_server(name, acquired[1])
     elif name is not None:
         _ask(home, "note_server", name, acquired[1])
     return acquired
@@ -89,30 +91,31 @@ async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, 
 def _state(self: Any) -> dict[str, Any]:
     """What a copy of a client gets: it says where the samples began that call through it."""
     state = dict(vars(self))
-    if len(sample_calls.here):
+    if len(sample_calls.calls_here):
         context: Any = ray.get_runtime_context() if ray.is_initialized() else None
         in_actor = context is not None and context.get_actor_id() is not None
         state[_HOME] = Home(_process, context.current_actor if in_actor else None)
     return state
 
 
-async def _named(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
+async def _name_call(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
     """The call's `extra_args`, and the actor of the home that has counted it; None: this process has."""
     name = call.extra_args.get(keys.NAME_KEY)
     if name is None:
-        name = sample_calls.here.name_of(call.request_id) or await _name_by_prompt(client, call)
-    elif keys.names_of(call.extra_args).key is None:
+        name = sample_calls.calls_here.name_of(call.request_id) or await _name_by_prompt(client, call)
+    elif keys.read_names(call.extra_args).key is None:
         return dict(call.extra_args), None  # what cannot be read is handed on
     home = vars(client).get(_HOME)
-    if home is not None and home.process != _process and name not in sample_calls.here:
+    if home is not None and home.process != _process and name not in sample_calls.calls_here:
         if home.actor is not None:
             try:
                 return await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S), home.actor
-            except (RayError, TimeoutError):
+            except (RayError, TimeoutError) as error:
+                logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
                 vars(client)[_HOME] = Home(home.process, None)
         # Nobody can say which calls there were: those from here are apart from them.
-        sample_calls.here.begin(name, _process)
-    return sample_calls.here.add(name, call), None
+        sample_calls.calls_here.begin(name, _process)
+    return sample_calls.calls_here.add(name, call), None
 
 
 def _ask(home: Any, method: str, *args: Any) -> Any:
@@ -121,7 +124,7 @@ def _ask(home: Any, method: str, *args: Any) -> Any:
 
 
 def _answer(_: Any, method: str, *args: Any) -> Any:
-    return getattr(sample_calls.here, method)(*args)
+    return getattr(sample_calls.calls_here, method)(*args)
 
 
 async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
@@ -131,8 +134,10 @@ async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
     """
     begun: Sequence[Any] = call.digest, uuid.uuid4().hex
     if hasattr(balancer := client._load_balancer, "__ray_call__"):
-        with contextlib.suppress(RayError):
+        try:
             begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
+        except RayError as error:
+            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
     return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 

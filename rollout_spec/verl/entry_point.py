@@ -37,7 +37,7 @@ def _load() -> None:
     when_imported("verl.workers.rollout.router", _register_router)
     when_imported("verl.workers.rollout.llm_server", functools.partial(_patch, "client:patch_clients"))
     loops = "verl.experimental.agent_loop.agent_loop"
-    when_imported(loops, functools.partial(_patch, "samples:patch_agent_loops"))
+    when_imported(loops, functools.partial(_patch, "row_names:patch_agent_loops"))
 
 
 def _register_router(module: Any) -> None:

@@ -20,7 +20,8 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import wrap
 from rollout_spec.verl import settings
 from rollout_spec.verl.changes import PLAIN_OPTIONS
-from rollout_spec.verl.check_config import check_config, check_overrides, num_places, refuse_plain_options
+from rollout_spec.verl.check_config import check_config, num_places, refuse_plain_options
+from rollout_spec.verl.check_overrides import check_overrides
 from rollout_spec.verl.model_drafter import OPTION, engine_scheduler, engine_speculative_config, spec_options
 from rollout_spec.verl.recurrent_policy import default_tokens, said_of_memory
 from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_file, say

@@ -7,7 +7,7 @@ from typing import Any
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rollout_spec.placement import GroupPlacement
-from rollout_spec.vllm.keys import names_of
+from rollout_spec.vllm.keys import read_names
 
 # In verl's branches it may be the class of a Ray actor, which has no subclasses.
 _actor = getattr(GlobalRequestLoadBalancer, "__ray_metadata__", None)
@@ -34,7 +34,7 @@ class GroupRouter(_Balancer):
     ) -> tuple[str, Any]:
         """Choose a server. `sampling_params` name the group, and where verl gives none, its prompt does; a
         request without a group is placed as verl does."""
-        group: Any = names_of((sampling_params or {}).get("extra_args")).group
+        group: Any = read_names((sampling_params or {}).get("extra_args")).group
         if sampling_params is None and prompt_ids:
             group = hash(array("q", prompt_ids).tobytes())
         if group is not None and request_id not in self._request_id_to_server and self._inflight_requests:
@@ -70,7 +70,7 @@ class RankRouter:
 
         A request without a group goes to the rank that the caller names, by default to the emptiest one.
         """
-        names, rank = names_of(sampling_params.extra_args), data_parallel_rank
+        names, rank = read_names(sampling_params.extra_args), data_parallel_rank
         loads = self._loads
         if names.group is not None:
             rank = self._placement.choose(names.group, loads, names.sample)

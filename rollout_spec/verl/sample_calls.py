@@ -36,7 +36,7 @@ class Call(NamedTuple):
 class _Sample:
     """What is remembered of a sample."""
 
-    apart: tuple[str, ...] = ()  # what else is in the names of its calls
+    name_suffix: tuple[str, ...] = ()  # what else is in the names of its calls
     group: str | None = None  # by its first prompt
     num_group_tokens: int = 0
     num_calls: Counter[str] = dataclasses.field(default_factory=Counter)  # with each prompt, by its digest
@@ -62,10 +62,10 @@ class SampleCalls:
         """That of the sample of this request id; None: it has none here."""
         return self._names.get(request_id)
 
-    def begin(self, name: Any, *apart: str) -> _Sample:
-        """The sample of this name, whose calls are counted here. `apart`: what else is in their names."""
+    def begin(self, name: Any, *name_suffix: str) -> _Sample:
+        """The sample of this name, whose calls are counted here; `name_suffix` is in their names too."""
         with self._lock:
-            sample = self._samples.setdefault(str(name), _Sample(apart))
+            sample = self._samples.setdefault(str(name), _Sample(name_suffix))
             self._samples.move_to_end(str(name))
             if len(self._samples) > MAX_OPEN_SAMPLES:
                 self._forget(next(iter(self._samples)))
@@ -91,7 +91,7 @@ class SampleCalls:
         }
         if not call.is_seeded:
             plain = name if isinstance(name, (list, tuple)) else [name]
-            own[keys.NAME_KEY] = [*plain, *sample.apart, call.digest, number]
+            own[keys.NAME_KEY] = [*plain, *sample.name_suffix, call.digest, number]
         return {**call.extra_args, **own}
 
     def note_server(self, name: str, server: Any) -> None:
@@ -119,8 +119,8 @@ class SampleCalls:
         return sample.servers
 
 
-here = SampleCalls()
-"""Those of this process: users write `sample_calls.here`."""
+calls_here = SampleCalls()
+"""Those of this process: users write `sample_calls.calls_here`."""
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:

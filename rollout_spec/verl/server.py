@@ -23,7 +23,7 @@ from rollout_spec.verl.server_windows import ABORTED_END_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
-from rollout_spec.vllm.keys import NAME_KEY, names_of
+from rollout_spec.vllm.keys import NAME_KEY, read_names
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -104,7 +104,7 @@ class SpecHttpServer(vLLMHttpServer):
         if self._spec.enabled:
             has_decoded = counters is not None and counters.num_decode_steps > 0
             self._drafters.end_request(request_id, is_aborted, core, has_decoded)
-            self._drafters.note_request_of(names_of(extra_args).sample)
+            self._drafters.note_request_of(read_names(extra_args).sample)
         if not is_aborted and is_training:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output

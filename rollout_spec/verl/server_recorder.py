@@ -13,7 +13,8 @@ import numpy.typing as npt
 from vllm.logger import init_logger
 
 from rollout_spec import trace
-from rollout_spec.vllm.keys import NAME_KEY, names_of
+from rollout_spec.verl.sample_calls import prompt_digest
+from rollout_spec.vllm.keys import NAME_KEY, read_names
 
 MAX_IDLE_FLUSHES = 3  # a sample that makes no call for so long is taken to have ended
 
@@ -48,7 +49,7 @@ class _Chain:
 @dataclasses.dataclass
 class _Sample:
     chains: list[_Chain] = dataclasses.field(default_factory=list)
-    goes_on: bool = False
+    may_go_on: bool = False
     num_idle: int = 0  # flushes since its last call
 
 
@@ -72,15 +73,15 @@ class Recorder:
         `prompt_ids` after the turn's prompt. `named`: the request's `extra_args` (`vllm.keys`)."""
         if self._file is None:
             return
-        names = names_of(named)
+        names = read_names(named)
         begin = len(prompt_ids) if names.num_call_tokens is None else names.num_call_tokens
         tokens = np.concatenate([np.asarray(part, np.int32) for part in (prompt_ids, token_ids)])
         if begin >= len(tokens):
             return
         self._num_added += 1
-        group = names.group if names.group is not None else str(hash(tokens[:begin].tobytes()))
+        group = f"prompt:{prompt_digest(tokens[:begin].tolist())}" if names.group is None else names.group
         sample = self._samples[group, self._num_added if names.sample is None else names.sample]
-        sample.goes_on, sample.num_idle = names.sample is not None, 0
+        sample.may_go_on, sample.num_idle = names.sample is not None, 0
         for chain in sample.chains:
             if chain.goes_on(tokens, begin):
                 chain.tokens = tokens
@@ -101,7 +102,7 @@ class Recorder:
         texts: dict[tuple[str, tuple[int, ...]], list[_Chain]] = defaultdict(list)
         for (group, name), sample in list(self._samples.items()):
             sample.num_idle += 1
-            if not sample.goes_on or name in self._ended or sample.num_idle > MAX_IDLE_FLUSHES:
+            if not sample.may_go_on or name in self._ended or sample.num_idle > MAX_IDLE_FLUSHES:
                 del self._samples[group, name]
                 for chain in _joined(sample.chains):
                     texts[group, chain.prompt].append(chain)

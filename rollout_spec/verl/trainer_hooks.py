@@ -9,7 +9,7 @@ from rollout_spec.metrics import rollout_metrics
 from rollout_spec.patches import PatchError, when_imported, wrap
 from rollout_spec.verl import trainer_history as history
 from rollout_spec.verl.changes import TRAINER
-from rollout_spec.verl.samples import RowNames
+from rollout_spec.verl.row_names import RowNames
 from rollout_spec.verl.settings import ROLLOUT, value
 from rollout_spec.verl.trainer_servers import Watch, servers, watch_servers
 

@@ -17,7 +17,7 @@ from uni_agent.gateway import gateway
 from rollout_spec.patches import PatchError, guard_class, put_before, record
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SESSIONS
-from rollout_spec.verl.samples import ROW, named
+from rollout_spec.verl.row_names import ROW, with_sample_name
 
 WHERE = entry.__file__
 _Fields = Mapping[str, Any]
@@ -31,7 +31,7 @@ class NamedSessions(OpenAICompatibleAgentFramework):
         self, *, sample_fields: _Fields, session_index: int, sampling_params: _Fields, **session: Any
     ) -> Any:
         if (row := sample_fields.get(ROW)) is not None:
-            sampling_params = named(row, session_index, sampling_params)[1]
+            sampling_params = with_sample_name(row, session_index, sampling_params)[1]
         return await super()._run_session(
             sample_fields=sample_fields,
             session_index=session_index,
@@ -60,13 +60,13 @@ class NamingGateway(gateway.GatewayActor.__ray_actor_class__):
         try:
             return await super().finalize_session(session_id, **tracing)
         finally:
-            sample_calls.here.end_request(session_id)
+            sample_calls.calls_here.end_request(session_id)
 
     async def abort_session(self, session_id: str, **tracing: Any) -> None:
         try:
             await super().abort_session(session_id, **tracing)
         finally:
-            sample_calls.here.end_request(session_id)
+            sample_calls.calls_here.end_request(session_id)
 
 
 def install() -> None:

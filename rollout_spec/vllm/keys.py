@@ -47,7 +47,7 @@ class RequestNames(NamedTuple):
     call: int | None = None
 
 
-def names_of(extra_args: Any) -> RequestNames:
+def read_names(extra_args: Any) -> RequestNames:
     """Read `SamplingParams.extra_args`. Whatever is in it costs the request its names at most."""
     said = extra_args if isinstance(extra_args, Mapping) else {}
     name, group = said.get(NAME_KEY), _text(said.get(GROUP_KEY))
@@ -144,7 +144,7 @@ class RequestKeys:
 
     def new_key(self, params: Any) -> int:
         """The key of the next request to come to the engine, of its sampling parameters."""
-        key = names_of(getattr(params, "extra_args", None)).key
+        key = read_names(getattr(params, "extra_args", None)).key
         if key is not None:
             return key
         if getattr(params, "seed", None) is not None:

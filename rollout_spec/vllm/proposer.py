@@ -17,7 +17,7 @@ from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import pads_drafts
-from rollout_spec.vllm.keys import names_of
+from rollout_spec.vllm.keys import read_names
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
 
@@ -233,7 +233,7 @@ class SuffixProposer:
         prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
         if request.prompt_token_ids is not None:
             prompt = np.asarray(request.prompt_token_ids, np.int32)
-        names = names_of(getattr(request.sampling_params, "extra_args", None))
+        names = read_names(getattr(request.sampling_params, "extra_args", None))
         drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
 
 

@@ -57,7 +57,9 @@ class RowNames:
         return prompts
 
 
-def named(row: str, number: Any, sampling_params: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def with_sample_name(
+    row: str, number: Any, sampling_params: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """The name of a sample, of which row (its name, from the column `ROW`) and which of its samples; and its
     sampling parameters with the name and the group."""
     of_row = RowName(*json.loads(row))
@@ -92,15 +94,15 @@ def patch_agent_loops(module: Any) -> None:
         row = kwargs.pop(ROW, None)
         if row is None:
             return await run(self, sampling_params, trajectory, **kwargs)
-        name, sampling_params = named(row, kwargs.get("session_id", 0), sampling_params)
-        sample_calls.here.begin(name)
+        name, sampling_params = with_sample_name(row, kwargs.get("session_id", 0), sampling_params)
+        sample_calls.calls_here.begin(name)
         _running.set(name)
         try:
             return await run(self, sampling_params, trajectory, **kwargs)
         finally:
-            sample_calls.here.end(name)
+            sample_calls.calls_here.end(name)
 
     @wrap(module.AgentLoopWorker, "_compute_score", NAMED_SAMPLES)
     async def score_ended(score: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        sample_calls.here.end(_running.get())  # its agent loop has returned: the reward may take long
+        sample_calls.calls_here.end(_running.get())  # its agent loop has returned: the reward may take long
         return await score(self, *args, **kwargs)
