@@ -98,13 +98,6 @@ def test_a_text_that_goes_on_is_kept_once_and_what_a_branch_leaves_is_handed_on(
         assert [text.tolist() for text in taken] == [[number, 30, 31, 5, 32]] * (sample is not None)
 
 
-def test_a_group_stays_whose_texts_are_all_kept(rows):
-    """However short they are, in a new training step."""
-    first = rows.end(rows.add(PROMPT, **OF_SAMPLE), [*PROMPT, 30])
-    rows.history.training_step += 1
-    assert rows.add([*PROMPT, 50], "group", len(PROMPT), "another").group is first.group
-
-
 @pytest.mark.parametrize("names", [{}, OF_SAMPLE], ids=["without a name", "of a sample"])
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
@@ -134,60 +127,54 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
         assert rows.add(PROMPT, group="group") is not sequence
 
 
+def serve(drafter, text, begin, end, sample="s", is_aborted=False, ends=()):
+    """A request that says a part of a text, whose first 50 tokens are its group's prompt. While it runs other
+    samples end, or its own."""
+    drafter.add("r", text[:begin].copy(), 600, "g", 50, sample)
+    drafter.draft(["r"], [end - begin], text[None], int32(end))
+    drafter.end_samples(ends)
+    drafter.remove("r", is_aborted=is_aborted)
+    return drafter.counters.num_resumed
+
+
 @pytest.mark.parametrize("is_told_early", [True, False])
 def test_a_sample_goes_on_where_it_was_until_it_has_ended(is_told_early):
     """Its turns are requests; the prompt after an abort may lack the last tokens. The end is told while a
     request runs, or after it."""
     text = speak(np.random.default_rng(0), 400)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-
-    def num_resumed_after(turn, begin, end):
-        drafter.add(turn, text[:begin].copy(), 600, "g", 50, "s")
-        drafter.draft([turn], [end - begin], text[None], int32(end))
-        ended = {"second": ["another"], "last": ["s"] * is_told_early}
-        drafter.end_samples(ended.get(turn, ()))
-        drafter.remove(turn, is_aborted=turn == "aborted")
-        return drafter.counters.num_resumed
-
-    assert num_resumed_after("aborted", 60, 200) == 0
-    assert num_resumed_after("second", 190, 250) == 1
-    assert num_resumed_after("last", 250, 300) == 2
+    assert serve(drafter, text, 60, 200, is_aborted=True) == 0
+    assert serve(drafter, text, 190, 250, ends=["another"]) == 1
+    assert serve(drafter, text, 250, 300, ends=["s"] * is_told_early) == 2
     if not is_told_early:
         drafter.end_samples(["s"])
-    assert num_resumed_after("of another", 300, 350) == 2
+    assert serve(drafter, text, 300, 350) == 2
     check_index(drafter.index)
     assert [each.tolist() for each in drafter.history.get(group_key("g"))] == [text[50:350].tolist()]
 
 
-def test_what_was_interrupted_goes_on_where_it_was_beside_an_earlier_answer_like_it():
+@pytest.mark.parametrize(("answered", "interrupted"), [(120, 80), (80, 120)])
+def test_what_was_interrupted_goes_on_where_it_was_beside_an_earlier_answer_like_it(answered, interrupted):
     """An agent asks the same again; the second answer is like the first as far as it has come."""
     text = speak(np.random.default_rng(0), 200)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-    for name, begin, end in (("answered", 50, 120), ("interrupted", 50, 80), ("resumed", 80, 120)):
-        drafter.add(name, text[:begin].copy(), 600, "g", 50, "s")
-        drafter.draft([name], [end - begin], text[None], int32(end))
-        drafter.remove(name, is_aborted=name == "interrupted")
-    assert drafter.counters.num_resumed == 1
-    assert drafter.index.stats().num_tokens == 50 + 70 + 70
+    serve(drafter, text, 50, answered)
+    serve(drafter, text, 50, interrupted, is_aborted=True)
+    assert serve(drafter, text, 80, 120) == 1
+    assert drafter.index.stats().num_tokens == 50 + (answered - 50) + 70
 
 
-def test_a_group_stays_for_what_was_interrupted_in_it():
-    """After a weight sync nothing runs in it, most of its text is too old, and another sample comes first."""
+@pytest.mark.parametrize(("sample", "is_aborted"), [("s", True), ("s", False), (None, True)])
+def test_a_group_stays_for_what_was_interrupted_in_it(sample, is_aborted):
+    """After a weight sync nothing runs in it, most of its text is too old, and another sample comes first.
+    One without a name may never come back."""
     random, prompt = np.random.default_rng(0), np.arange(50, dtype=np.int32)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=1))
-
-    def serve(name, said, num_before=0, is_aborted=False):
-        text = np.concatenate([prompt, said])
-        drafter.add(name, text[: 50 + num_before].copy(), 600, "g", 50, name[0])
-        drafter.draft([name], [len(said) - num_before], text[None], int32(len(text)))
-        drafter.remove(name, is_aborted=is_aborted)
-
-    texts = [random.integers(0, 9_000, 60, dtype=np.int32) for _ in range(5)]
-    for name, text in zip("abc", texts, strict=False):
-        serve(name, text)
+    texts = [np.append(prompt, random.integers(0, 9_000, 60, dtype=np.int32)) for _ in range(5)]
+    for ended, text in zip("abc", texts, strict=False):
+        serve(drafter, text, 50, 110, ended)
     drafter.end_samples("abc")
-    serve("s", texts[3][:30], is_aborted=True)
+    serve(drafter, texts[3], 50, 80, sample, is_aborted)
     drafter.note_new_weights()
-    serve("n", texts[4])
-    serve("s again", texts[3], num_before=30)
-    assert drafter.counters.num_resumed == 1
+    serve(drafter, texts[4], 50, 110, "another")
+    assert serve(drafter, texts[3], 80, 110, sample) == (sample is not None and is_aborted)
