@@ -96,20 +96,14 @@ class ContextTimes(StepTimes):
         return num_context + 1000 * num_tokens_of_others
 
 
-def right_model(response, num_tokens):
-    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
-    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
-    return ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))
-
-
-def modelled(num_tokens=2, length=6):
-    """One request of 5 + 6 tokens that nothing but its model knows."""
-    [rollout] = noise(1, 1, length)
-    model_drafts = [right_model(response, num_tokens) for response in rollout.responses]
-    prompt = rollout.prompt_token_ids[:5]
-    return requests_of(
-        [dataclasses.replace(rollout, prompt_token_ids=prompt, model_drafts=model_drafts)], None
-    )
+def modelled():
+    """One request of 5 + 6 tokens that nothing but its model knows, which drafts two of them."""
+    [rollout] = noise(1, 1, 6)
+    ahead = np.append(rollout.responses, np.full(2, -1, np.int32))
+    tokens = np.lib.stride_tricks.sliding_window_view(ahead, 2)[:6]
+    model_drafts = [ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))]
+    given = {"prompt_token_ids": rollout.prompt_token_ids[:5], "model_drafts": model_drafts}
+    return requests_of([dataclasses.replace(rollout, **given)], None)
 
 
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))
