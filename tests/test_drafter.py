@@ -94,7 +94,7 @@ def test_a_models_drafts_are_those_of_their_rows():
 def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens):
     """Also where the text gives nothing, if there is a model. Drafts that come too late are none."""
     config = SpecConfig(batch_threshold=batch_threshold)  # type: ignore[arg-type]
-    batch = Batch(Drafter(config, most_model_tokens=most_model_tokens), "a")
+    batch = Batch(Drafter(config, itertools.count().__next__, most_model_tokens=most_model_tokens), "a")
     for token in [10, 11] * 10:
         assert batch.step([[token]], takes_drafts=False) == [[]]
         repeats = batch.levels[0] > len(PROMPT) + 2
