@@ -223,18 +223,6 @@ def test_what_is_wrong_changes_nothing():
     assert batch.step([[], [11]])[1][:1] == [12]
 
 
-@pytest.mark.parametrize("prompt", [[5, 6, 7, 8], [1, 2, 3, 9], [1, 2, 3, 9, 4], [1, 2, 3]])
-def test_a_response_to_another_prompt_of_the_group_is_one_of_the_group(prompt):
-    batch = make()
-    batch.add("own", PROMPT, 64, "g")
-    batch.add("other", np.array(prompt, np.int32), 64, "g")
-    assert batch.step([[21, 22, 23], [31, 32, 33]]) == [[], []]
-    assert [draft[:2] for draft in batch.step([[31], [21]])] == [[32, 33], [22, 23]]
-    batch.end()
-    kept = [text.tolist() for text in batch.drafter.history.get(group_key("g"))]
-    assert kept == [[21, 22, 23, 31], [31, 32, 33, 21]]
-
-
 @pytest.mark.parametrize("token", [-1, -(2**31)])
 def test_what_is_no_text_is_dropped_and_the_others_draft(token):
     """A row, a prompt, a response of the history."""
