@@ -50,7 +50,7 @@ ENGINE_TESTS := $(patsubst %,tests/engine/test_%.py,\
 	top_k_top_p \
 	model_drafter recurrent)
 # What needs verl, and no training.
-VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_drafter verl_check_engine \
+VERL_TESTS := $(patsubst %,tests/test_%.py,verl_adapter verl_check_config verl_check_engine \
 	verl_client verl_history verl_ranks verl_router recipes) tests/engine/test_verl_server.py tests/engine/test_storm.py \
 	$(patsubst %,lab/tests/test_%.py,verl_cpu checkpoint_engine)
 ASCENDS := 0.23.0 0.23.0.post1 0.24.0rc1

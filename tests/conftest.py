@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from rollout_spec.cli import main
 from tests.engine.rollout_server import server_of  # noqa: F401
 
 settings.register_profile("default", deadline=None, suppress_health_check=list(HealthCheck))
@@ -70,6 +71,20 @@ def pytest_generate_tests(metafunc):
 def warnings_are_seen(caplog):
     # What verl imports sets every handler of the process to ERROR.
     caplog.set_level(logging.WARNING)
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(*arguments)`: the line that the command says when it ends with exit code 2."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"rollout-spec {arguments[0]}")
+        return line
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -87,13 +87,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
-def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, capsys):
-    arguments = shlex.split(line.format(**FILES))
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message.format(**FILES) in error
-    assert error.startswith(f"rollout-spec {arguments[0]}: ")
-    assert error.count("\n") == 1
+def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, refused):
+    assert message.format(**FILES) in refused(*shlex.split(line.format(**FILES)))
 
 
 def parsers(parser, name="rollout-spec"):
@@ -132,11 +127,11 @@ def test_every_command_has_groups_for_its_arguments_and_one_example(name):
         (["replay", "--limit-groups", "1"], [[[]], [[2, 3]]]),
     ],
 )
-def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path, capsys):
+def test_first_responses_without_a_token_are_a_mistake(options, lines, tmp_path, refused):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(to_line("a", None, [1], responses) for responses in lines))
-    assert main([options[0], str(trace), *options[1:]]) == 2
-    assert capsys.readouterr().err == f"rollout-spec {options[0]}: {trace}: no token in any response\n"
+    said = f"rollout-spec {options[0]}: {trace}: no token in any response"
+    assert refused(options[0], trace, *options[1:]) == said
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, capsys):
@@ -168,7 +163,7 @@ def test_simulate_compares_thresholds_on_clusters(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["replay no.jsonl", "compare no no", "certify --model no"])
-def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_path, capsys):
+def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_path, refused):
     (closed := tmp_path / "closed").mkdir()
     (dangling := tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(os, "access", lambda path, mode: mode & os.W_OK == 0 or path != closed)  # as of root
@@ -179,10 +174,9 @@ def test_an_output_that_cannot_be_is_refused_first(command, monkeypatch, tmp_pat
         (closed, f"{closed} cannot be written"),
         (closed / "deep" / "er", f"{closed} cannot be written"),
     ):
-        assert main([*command.split(), "--output", str(output)]) == 2
-        assert capsys.readouterr().err == f"rollout-spec {command.split()[0]}: --output: {fault}\n"
-    assert main([*command.split(), "--output", str(tmp_path / "new" / "deep")]) == 2
-    assert "--output" not in capsys.readouterr().err
+        said = refused(*command.split(), "--output", output)
+        assert said == f"rollout-spec {command.split()[0]}: --output: {fault}"
+    assert "--output" not in refused(*command.split(), "--output", tmp_path / "new" / "deep")
 
 
 FULL = """
@@ -236,13 +230,12 @@ def test_a_reader_that_has_gone_is_exit_code_141_and_files_are_written(more, tmp
         ("certify --model no", "certificate.json"),
     ],
 )
-def test_a_file_that_is_not_ours_stays(command, name, tmp_path, capsys):
+def test_a_file_that_is_not_ours_stays(command, name, tmp_path, refused):
     (tmp_path / "kept").write_text("somebody's work")
     for make in ((tmp_path / name).symlink_to, (tmp_path / name).hardlink_to):
         make(tmp_path / "kept")
-        assert main([*command.split(), "--output", str(tmp_path)]) == 2
-        said = capsys.readouterr().err
-        assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another place\n")
+        said = refused(*command.split(), "--output", tmp_path)
+        assert said.endswith(f"--output: {tmp_path / name} is there and not ours: name another place")
         (tmp_path / name).unlink()
     assert (tmp_path / "kept").read_text() == "somebody's work"
 
@@ -256,10 +249,9 @@ def test_names_that_are_no_text_and_terminals_without_letters(tmp_path):
         assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
 
 
-def test_too_little_memory_is_one_line(monkeypatch, capsys):
+def test_too_little_memory_is_one_line(monkeypatch, refused):
     monkeypatch.setattr("rollout_spec.cli.replay.spec_options", Mock(side_effect=MemoryError))
-    assert main(["replay", TRACE]) == 2
-    assert capsys.readouterr().err == "rollout-spec replay: needs more memory than there is\n"
+    assert refused("replay", TRACE) == "rollout-spec replay: needs more memory than there is"
 
 
 def test_a_closed_output_is_no_fault():

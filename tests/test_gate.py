@@ -146,9 +146,9 @@ def relative_speed(times_of_a_step, slope=0.025):
     return 0.1 * sum(nums_tokens[200:]) / NUM_ROWS / sum(work[200:])
 
 
-def drifting(period, seed=0):
+def drifting(period):
     """Up to twice as long as at other times: another value every `period` steps, and a line between them."""
-    values = 2.0 ** np.random.default_rng(seed).random(1000)
+    values = 2.0 ** np.random.default_rng(0).random(1000)
     return lambda number: float(np.interp(number / period, np.arange(len(values)), values))
 
 
@@ -250,13 +250,10 @@ def test_a_closed_gate_tries_drafts_before_it_measures_a_plain_step():
 class Model:
     """Each of its passes takes so long, and its tokens bring so much a row; measured with noise."""
 
-    def __init__(self, gains, seconds, seed=0):
-        self.gate, self.gains, self.seconds = (
-            AutoGate(EngineCounters(), most_model_tokens=len(gains)),
-            np.array(gains),
-            seconds,
-        )
-        self._rng, self._num_drafted = np.random.default_rng(seed), 0
+    def __init__(self, gains, seconds):
+        self.gate = AutoGate(EngineCounters(), most_model_tokens=len(gains))
+        self.gains, self.seconds = np.array(gains), seconds
+        self._rng, self._num_drafted = np.random.default_rng(0), 0
         self._promised = 0.0
 
     def steps(self, num):

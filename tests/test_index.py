@@ -15,7 +15,7 @@ from rollout_spec.drafting.index import SuffixIndex, make_index
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
 from rollout_spec.drafting.native import lib as native_lib
 from tests.native.checks import check_index
-from tests.text import int32, speak
+from tests.text import int32
 
 
 @pytest.fixture
@@ -244,20 +244,3 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
         for sequence in (first, second):
             index.park_sequence(sequence)
         assert index.given_up() == [group], "it lacks a text, and is idle"
-
-
-def test_a_failed_step_learns_nothing():
-    text = speak(np.random.default_rng(7), 200)
-    drafts = []
-    for broken in (False, True):
-        with SuffixIndex(num_speculative_tokens=8) as index:
-            sequence = index.open_sequence(index.open_group(int32()))
-            drafts.append([])
-            for level in range(1, 200):
-                step = int32(sequence), text[None], int32(0)
-                result = index.index_and_draft(*step, int32(level), int32(8), 0.15)
-                drafts[-1].append(result.draft_tokens[0, : result.num_draft_tokens[0]].tolist())
-                if broken:
-                    with pytest.raises(ValueError, match="must not be negative"):
-                        index.index_and_draft(*step, int32(level + 1), int32(-1))
-    assert drafts[0] == drafts[1] and any(drafts[0])

@@ -203,6 +203,9 @@ class IndexMachine(RuleBasedStateMachine):
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         num_left_out = self.index.stats().num_texts_left_out
         asked = *arrays[1:], price, max_tokens, as_arrays(models)
+        negative = np.array([*budgets[:-1], -1], np.int32)
+        with pytest.raises(InvalidArgument, match=rf"^max_draft_tokens\[{len(chosen) - 1}\]=-1: must not be"):
+            self.index.index_and_draft(arrays[0], matrix, *arrays[1:3], negative)  # which learns nothing
         result = self.index.index_and_draft(arrays[0], matrix, *asked)
         dropped = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
         assert result.num_dropped == len(dropped)

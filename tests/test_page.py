@@ -10,9 +10,7 @@ import subprocess
 import pytest
 
 from rollout_spec.report.comparison import write_report
-from rollout_spec.report.measures import compare
-from rollout_spec.report.runs import read_run
-from tests.test_report import write_run
+from tests.test_report import compared
 
 HEIGHT, WIDEST = 4800, 1300
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -54,9 +52,8 @@ def chromium():
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    off = write_run(folder / "off", [10.0, 20.0, 10.0, 12.0], [1000, 2000, 1000, 1100])
-    on = write_run(folder / "on", [5.0, 10.0, 6.0, 6.0], [1000, 1800, 1200, 1100], True)
-    comparison = compare(read_run(off, "off"), read_run(on, "sam"))
+    steps = [10.0, 20.0, 10.0, 12.0], [5.0, 10.0, 6.0, 6.0]
+    comparison = compared(folder, *steps, [1000, 2000, 1000, 1100], [1000, 1800, 1200, 1100])
     return write_report(comparison, folder / "report", {"Model": "a <small> one"})["html"]
 
 

@@ -46,8 +46,8 @@ def vllm_config(options, **parallel):
 class Engine:
     """As much of vLLM's as the proposer sees: requests, a batch of rows, and drafts that are verified."""
 
-    def __init__(self, **options):
-        config = vllm_config(options)
+    def __init__(self, parallel=types.MappingProxyType({}), **options):
+        config = vllm_config(options, **parallel)
         self.proposer = SuffixProposer(config)
         self.requests: dict[str, Any] = {}  # vLLM's own, in the order in which they came
         self.batch = Value(req_ids=[])
@@ -373,21 +373,13 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
     ],
 )
 def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
-    config = vllm_config({"history": 4, "min_survival": 0.0}, **parallel)
-    proposer = SuffixProposer(config)
-    request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
-    proposer.bind(
-        Value(
-            requests={"a": request}, input_batch=Value(req_ids=["a"]), max_model_len=9,
-            parallel_config=Value(data_parallel_size=1),
-        ),
-        engine_options(config),
-    )  # fmt: skip
-    proposer.load_model()
-    matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)
-    assert proposer.propose([[5]], np.array([5], np.int32), matrix) == [[6, 5, 6] if is_used else []]
-    assert proposer.take_counters().num_steps == is_used
-    assert (ProposerControl(proposer).take_history() is not None) == is_used
+    engine = Engine(parallel, history=4, min_survival=0.0)
+    engine.add("a", [5, 6, 5, 6])
+    vars(engine.requests["a"]).update(prompt_token_ids=None, sampling_params=None)  # embeddings
+    engine.runner.max_model_len = 9
+    assert engine.step({"a": [5]}) == {"a": [6, 5, 6] if is_used else []}
+    assert engine.proposer.take_counters().num_steps == is_used
+    assert (engine.control.take_history() is not None) == is_used
 
 
 @pytest.mark.parametrize(("own", "padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)])

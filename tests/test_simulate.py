@@ -27,10 +27,10 @@ def line(group, prompt, *lengths, rng=None):
     return Rollout(group, None, np.arange(prompt, dtype=np.int32), [speak(rng, n) for n in lengths])
 
 
-def rollouts(num_groups=6, group_size=8, seed=3):
-    rng = np.random.default_rng(seed)
-    lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, group_size)), 900).astype(int) + 8
-    return [line(str(i), 10, *row, rng=np.random.default_rng([seed, i])) for i, row in enumerate(lengths)]
+def rollouts(num_groups=6):
+    rng = np.random.default_rng(3)
+    lengths = np.minimum(60 * rng.lognormal(0.5, 0.8, (num_groups, 8)), 900).astype(int) + 8
+    return [line(str(i), 10, *row, rng=np.random.default_rng([3, i])) for i, row in enumerate(lengths)]
 
 
 def noise(num_groups=4, group_size=8, length=150):
@@ -95,20 +95,14 @@ class ContextTimes(StepTimes):
         return num_context + 1000 * num_tokens_of_others
 
 
-def right_model(response, num_tokens):
-    ahead = np.append(response, np.full(num_tokens, -1, np.int32))
-    tokens = np.lib.stride_tricks.sliding_window_view(ahead, num_tokens)[: len(response)]
-    return ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))
-
-
-def modelled(num_tokens=2, length=6):
-    """One request of 5 + 6 tokens that nothing but its model knows."""
-    [rollout] = noise(1, 1, length)
-    model_drafts = [right_model(response, num_tokens) for response in rollout.responses]
-    prompt = rollout.prompt_token_ids[:5]
-    return requests_of(
-        [dataclasses.replace(rollout, prompt_token_ids=prompt, model_drafts=model_drafts)], None
-    )
+def modelled():
+    """One request of 5 + 6 tokens that nothing but its model knows, which drafts two of them."""
+    [rollout] = noise(1, 1, 6)
+    ahead = np.append(rollout.responses, np.full(2, -1, np.int32))
+    tokens = np.lib.stride_tricks.sliding_window_view(ahead, 2)[:6]
+    model_drafts = [ResponseDrafts(tokens, np.full(tokens.shape, 9, np.float32))]
+    given = {"prompt_token_ids": rollout.prompt_token_ids[:5], "model_drafts": model_drafts}
+    return requests_of([dataclasses.replace(rollout, **given)], None)
 
 
 MODEL = SimulatedModel(2, StepTimes.parse("1:0.125"))

@@ -22,9 +22,9 @@ def learned(steps, seconds, noise=0.0, pads_drafts=False):
     return found
 
 
-def sizes(num, seed=1):
+def sizes(num):
     """Steps, half of them without drafts, a third of them with a prompt."""
-    rng, steps = np.random.default_rng(seed), list[Step]()
+    rng, steps = np.random.default_rng(1), list[Step]()
     for i, context in enumerate(rng.integers(0, 100_000, num).tolist()):
         num_verified = 4 if i % 2 else int(rng.integers(4, 64))
         steps.append(step(num_verified, int(rng.integers(1, 4000)) * (i % 3 == 0), context=context))

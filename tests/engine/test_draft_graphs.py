@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import graphs, graphs_24
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
-from rollout_spec.vllm.mrv2.runner import DraftingRunner, GraphsRunner, patch_graphs_for_drafts
+from rollout_spec.vllm.mrv2.runner import DraftingRunner, patch_graphs_for_drafts
 
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
@@ -294,18 +294,14 @@ def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
 
 
 @pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="vLLM 0.24 puts shorter rows first by itself")
-def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step():
+def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step(monkeypatch):
     """Attention that decodes rows of one length takes those after the first others for prompts."""
-    states = SimpleNamespace(
+    runner = runner_with(monkeypatch)
+    runner.cudagraph_manager = None  # as in vLLM's profile
+    runner.req_states = SimpleNamespace(
         req_id_to_index={"chunk": 0, "row": 1}, num_computed_prefill_tokens=np.array([20, 5]),
         prefill_len=SimpleNamespace(np=np.array([100, 5])),
     )  # fmt: skip
-    config = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=False))
-    runner = SomeRunner(
-        decode_query_len=1 + K, req_states=states, vllm_config=config, cudagraph_manager=None, use_pp=False,
-        adaptive_verification=None, pcp_manager=None,
-    )  # fmt: skip
-    put_before(GraphsRunner, runner, graphs.GRAPHS)
     output = SimpleNamespace(
         num_scheduled_tokens={"chunk": 1 + K, "row": 1}, total_num_scheduled_tokens=2 + K,
         scheduled_spec_decode_tokens={},

@@ -52,7 +52,12 @@ def core_mutants() -> list[tuple[str, str, str]]:
     return found
 
 
-CORE_TESTS = ("tests/test_index.py", "tests/test_index_oracle.py", "tests/test_groups.py")
+CORE_TESTS = (
+    "tests/test_index.py",
+    "tests/test_index_oracle.py",
+    "tests/test_groups.py",
+    "tests/test_groups_machine.py",
+)
 MOST_SECONDS = 300  # in which they are done many times over
 
 
