@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from verl.workers.rollout.vllm_rollout.utils import build_mtp_speculative_config
 
 from rollout_spec.config import ConfigError, SpecConfig
-from rollout_spec.verl.check_config import check_config, check_overrides
+from rollout_spec.verl.check_config import check_config
+from rollout_spec.verl.check_overrides import check_overrides
 from rollout_spec.verl.settings import say
 from rollout_spec.vllm import SCHEDULER, speculative_config
 from tests.test_verl_check_config import ENGINE, composed
