@@ -42,6 +42,7 @@ class Storm:
         self.servers, self.num_interruptions = servers, num_interruptions
         self.rng = random.Random(7)
         self.is_over = False
+        self.steps = itertools.count(1)  # of the training, which all servers have in common
         self.texts: dict[int, list[int]] = {}
         self.parts: list[Part] = []
         self.reports = defaultdict[tuple[int, int], RolloutReport](RolloutReport)  # by server and version
@@ -61,7 +62,7 @@ class Storm:
         self.is_over = True
         await asyncio.gather(*interrupters)
         for server in self.servers:
-            await self.sync(server, server.global_steps + 1)
+            await self.sync(server)
             await server.end_validation()
         await self.share()
 
@@ -85,20 +86,20 @@ class Storm:
         return tokens
 
     async def interrupt(self, server):
-        version = 0
-        while not self.is_over:
-            version += 1
+        for number in itertools.count(1):
+            if self.is_over:
+                return
             for _ in range(self.rng.randrange(30)):
                 await asyncio.sleep(0)
             await server.abort_all_requests(reject_request=self.rng.random() < 0.3)
-            if version % 4 == 0:
-                await self.sync(server, version)
+            if number % 4 == 0:
+                await self.sync(server)
                 await self.share()
             await server.resume_generation()
 
-    async def sync(self, server, version):
+    async def sync(self, server):
         of = self.servers.index(server), server.global_steps
-        await server.set_global_steps(version)
+        await server.set_global_steps(next(self.steps))
         self.reports[of].add(await server.take_rollout_report())
         if self.num_aborted // 250 > len(self.memory):
             gc.collect()
