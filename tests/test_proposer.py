@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.worker import gpu_model_runner
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
@@ -405,5 +405,5 @@ def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
         watching[-1][0].watch(config)
     for num_own, (_, parallel_config) in zip((25, 40), watching, strict=True):
         gpu_model_runner.coordinate_batch_across_dp(num_own, parallel_config=parallel_config)
-    own = Step(25, 3, True)
-    assert [each.seen(own)[:4] for each, _ in watching] == [(31, 3, True, 1), (40, 3, True, 1)]
+    own = Work(25, 3, True)
+    assert [each.of_busiest(own) for each, _ in watching] == [Work(31, 3, True, 1), Work(40, 3, True, 1)]

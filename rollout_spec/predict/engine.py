@@ -15,7 +15,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.load import Request
 from rollout_spec.predict.replay import drafts_at
@@ -122,25 +122,24 @@ class Engine:
         self._prefilled.clear()
         self._begin = self.total.seconds
 
-    def begin_step(self) -> Step:
+    def begin_step(self) -> Work:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
             self._queue.append((self._at_tools.popleft()[1], 0))
         may_admit, num_verified = not self._preempt(), self._num_verified
         num_prompt_tokens = self._prefill(self._cluster.max_num_batched_tokens - num_verified, may_admit)
         num_tokens = num_verified + num_prompt_tokens
-        has_drafts, num_rows, context = any(self._drafts), len(self._running), self._num_context
-        return Step(num_tokens, num_prompt_tokens, has_drafts, num_rows=num_rows, num_context=context)
+        return Work(num_tokens, num_prompt_tokens, has_drafts=any(self._drafts))
 
-    def seconds(self, step: Step, num_tokens_of_others: int) -> float:
+    def seconds(self, work: Work, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
-        num_tokens, context, num_rows = step.num_tokens, step.num_context, step.num_rows
-        seconds = self.times.seconds(num_tokens, step.has_drafts, context, num_tokens_of_others, num_rows)
+        num_tokens, context, num_rows = work.num_tokens, self._num_context, len(self._running)
+        seconds = self.times.seconds(num_tokens, work.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
         num_passes = passes_for(self._num_model_tokens)
         return seconds + self._model.seconds(num_tokens, num_rows, context, num_passes)
 
-    def end_step(self, seconds: float, step: Step) -> int:
+    def end_step(self, seconds: float, work: Work) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, num_running = self.total, len(self._running)
         total.seconds += seconds
@@ -151,7 +150,7 @@ class Engine:
         num_gained = sum(nums_new)
         total.num_tokens += num_gained
         self._levels[:num_running] += np.array(nums_new, np.int32)
-        self._drafts = self._draft(nums_new, step)
+        self._drafts = self._draft(nums_new, work)
         for row in reversed(np.flatnonzero(self._levels[:num_running] >= self._ends[:num_running])):
             self._remove(int(row))
         return num_gained
@@ -171,14 +170,14 @@ class Engine:
             self.total.num_accepted_tokens += accepted
         return nums_new
 
-    def _draft(self, nums_new: list[int], step: Step) -> list[list[int]]:
+    def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
         """Drafts for the next step, by row."""
         model = self._drafts_of_model()
         if self.drafter is not None:
             names = [request.name for request in self._running]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
-            drafts = self.drafter.draft(names, nums_new, self._token_ids, self._levels, step, next_step)
+            drafts = self.drafter.draft(names, nums_new, self._token_ids, self._levels, work, next_step)
             self._num_model_tokens = drafts.num_model_tokens
             return drafts.lists()
         if model is None:
@@ -298,11 +297,11 @@ def step_together(ranks: Sequence[Engine]) -> int:
     idle_until = min(rank.idle_until for rank in ranks)
     for rank in ranks:
         rank.total.seconds = max(rank.total.seconds, idle_until)
-    steps = [rank.begin_step() for rank in ranks]
-    total = sum(step.num_tokens for step in steps)
-    took = max(rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True))
+    works = [rank.begin_step() for rank in ranks]
+    total = sum(work.num_tokens for work in works)
+    took = max(rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True))
     # What vLLM tells each of several.
     number = ranks[0].total.num_steps if len(ranks) > 1 else None
-    most_tokens = max(step.num_tokens for step in steps)
-    told = [step._replace(num_tokens=most_tokens, number=number) for step in steps]
-    return sum(rank.end_step(took, step) for rank, step in zip(ranks, told, strict=True))
+    most_tokens = max(work.num_tokens for work in works)
+    told = [dataclasses.replace(work, num_tokens=most_tokens, number=number) for work in works]
+    return sum(rank.end_step(took, work) for rank, work in zip(ranks, told, strict=True))
