@@ -74,7 +74,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, spoil, message):
     file.write_bytes(spoil(b"".join(history.all_pieces())))
     with pytest.raises(HistoryError, match=f"{file}: {message}"):
         read_file(file)
-    with pytest.raises(HistoryError, match=f"history of another engine: {message}"):
+    with pytest.raises(HistoryError, match=f"history of another engine or a checkpoint: {message}"):
         history.merge(file.read_bytes())
     assert texts(history, b"a" * 16) == [[1, 2, 3]]
 
