@@ -51,8 +51,7 @@ class Rows:
 
 @pytest.fixture
 def rows():
-    with SuffixIndex(num_speculative_tokens=4) as index:
-        yield Rows(index, History(4, 1 << 20))
+    return Rows(SuffixIndex(num_speculative_tokens=4), History(4, 1 << 20))
 
 
 OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sample"}
@@ -121,22 +120,22 @@ def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
-    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
-        rows = Rows(index, History(400, 1 << 20))
-        rng = np.random.default_rng(0)
-        for _ in range(400):
-            rows.history.add(group_key("group"), rng.integers(0, 500, 100).astype(np.int32))
-        sequence = rows.add(PROMPT, group="group")
-        rows.index_all()
-        full = index.stats()
-        assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
-        rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
-        rows.index_all()
-        assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
-        sequence.has_ended = has_ended
-        rows.groups.park(sequence, is_aborted=False)
-        assert index.stats().num_groups == 0, "to be indexed again with what was left out"
-        assert rows.add(PROMPT, group="group") is not sequence
+    index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
+    rows = Rows(index, History(400, 1 << 20))
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        rows.history.add(group_key("group"), rng.integers(0, 500, 100).astype(np.int32))
+    sequence = rows.add(PROMPT, group="group")
+    rows.index_all()
+    full = index.stats()
+    assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
+    rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
+    rows.index_all()
+    assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
+    sequence.has_ended = has_ended
+    rows.groups.park(sequence, is_aborted=False)
+    assert index.stats().num_groups == 0, "to be indexed again with what was left out"
+    assert rows.add(PROMPT, group="group") is not sequence
 
 
 class WatchedIndex(SuffixIndex):
@@ -452,10 +451,6 @@ class GroupsMachine(RuleBasedStateMachine):
         for prompt in packed.prompts:
             kept = [text.tolist() for text in history.get(prompt)]
             assert kept == [text.tokens for text in packed.texts(prompt)]
-
-    def teardown(self):
-        if hasattr(self, "index"):
-            self.index.close()
 
 
 TestGroupsMachine = GroupsMachine.TestCase

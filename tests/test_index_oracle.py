@@ -48,11 +48,11 @@ def assert_drafts(result, row, oracle, *asked):
 def index_with_corpus(given, **options):
     """`max_bytes` is what it has besides the corpus."""
     max_bytes = options.pop("max_bytes", 0)
-    with SuffixIndex(**options) as index:
-        before = index.stats().num_bytes
-        for text in given:
-            index.add_to_corpus(int32(*text))
-        max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
+    index = SuffixIndex(**options)
+    before = index.stats().num_bytes
+    for text in given:
+        index.add_to_corpus(int32(*text))
+    max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
     index = SuffixIndex(**options, max_bytes=max_bytes)
     for text in given:
         index.add_to_corpus(int32(*text))
@@ -348,10 +348,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert stats.num_sequences == len(self.sequence_group)
         assert stats.num_tokens == sum(group.num_tokens for group in self.groups.values())
         assert stats.num_states == sum(group.num_states for group in self.groups.values())
-
-    def teardown(self):
-        if hasattr(self, "index"):
-            self.index.close()
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, ModelDrafts, NextStep, passes_for
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, passes_for
 from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Opening
 from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
@@ -197,14 +197,13 @@ class Drafter:
         whose rows have negative tokens.
         """
         started = time.perf_counter()
-        given, self._given = self._given, _Given()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         tracked, goes_on = self._mapped(request_ids)
         seconds = self._seconds_until(self._clock() if ended is None else ended, goes_on)
-        step = self._ended_step(work, given, nums, levels, seconds, next_step.model_drafts)
+        step = self._ended_step(work, nums, levels, seconds, next_step)
         if step.num_rows < num_rows:
             tracked = tracked.among(nums > 0)
         if step.num_rows:
@@ -220,13 +219,13 @@ class Drafter:
     def _ended_step(
         self,
         work: Work | None,
-        given: _Given,
-        nums_new: Int32Array,
+        nums: Int32Array,
         levels: Int32Array,
         seconds: float | None,
-        model_drafts: ModelDrafts | None,
+        next_step: NextStep,
     ) -> EndedStep:
-        decodes = nums_new > 0
+        given, self._given = self._given, _Given()
+        decodes, model_drafts = nums > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         work = work or Work(num_decoding + given.num_tokens, has_drafts=given.num_tokens > 0)
         num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
@@ -234,11 +233,11 @@ class Drafter:
             **vars(work),
             num_rows=num_decoding,
             num_context=int(levels[: len(decodes)].sum(where=decodes)),
-            num_new_tokens=int(nums_new.sum()),
+            num_new_tokens=int(nums.sum()),
             seconds=seconds,
             promised=given.promised,
             num_passes=passes_for(num_drafted) if self._has_model else 0,
-            model_shares=self._model_share.count_accepted(self._row_ids, nums_new),
+            model_shares=self._model_share.count_accepted(self._row_ids, nums),
         )
 
     def _seconds_until(self, now: float, goes_on: bool) -> float | None:
@@ -260,7 +259,10 @@ class Drafter:
         next_step: NextStep,
     ) -> Drafts:
         """Index, and draft what the gate lets through; tracked: those that decode, as `decodes`."""
-        opening = self._opening(step)
+        opening = self._gate.begin(step)
+        if opening.min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
+            opening = Opening(None)
+            self.counters.num_steps_off_threshold += 1
         proposed = self._propose_after(tracked, token_ids, levels, opening.min_survival, next_step)
         self._count(step, tracked, proposed)
         drafts, are_wanted = Drafts.none(len(decodes), self._num_speculative_tokens), True
@@ -281,13 +283,6 @@ class Drafter:
         return drafts._replace(
             drafts_wanted=not opening.probe_in_two, num_model_tokens=opening.num_model_tokens
         )
-
-    def _opening(self, step: EndedStep) -> Opening:
-        opening = self._gate.begin(step)
-        if opening.min_survival is None or self._pad_to * step.num_rows <= self._max_draft_tokens:
-            return opening
-        self.counters.num_steps_off_threshold += 1  # with padding that would be too many draft tokens
-        return Opening(None)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""

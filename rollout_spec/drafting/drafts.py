@@ -12,15 +12,13 @@ from rollout_spec.drafting.native import Float32Array, Int32Array, InvalidArgume
 class Drafts(NamedTuple):
     """Drafts for the rows of a batch, and what the steps after this one are to have."""
 
-    tokens: Int32Array
-    """[num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified."""
-    lengths: Int32Array
-    """[num_rows], most often 0."""
+    tokens: Int32Array  # [num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified
+    lengths: Int32Array  # [num_rows], most often 0
+    # Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts.
     drafts_wanted: bool = False
-    """Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts."""
+    # How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
+    # ranks share a model all take the same passes: the scheduler tells them.
     num_model_tokens: int = 0
-    """How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
-    ranks share a model all take the same passes: the scheduler tells them."""
 
     @classmethod
     def none(cls, num_rows: int, width: int = 1) -> Drafts:
@@ -34,11 +32,10 @@ class Drafts(NamedTuple):
 class ModelDrafts(NamedTuple):
     """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
 
-    tokens: Int32Array
-    """[R, m]; negative: nothing from there on."""
+    tokens: Int32Array  # [R, m]; negative: nothing from there on
+    # [R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
+    # the model is least sure.
     log_odds: Float32Array
-    """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
-    the model is least sure."""
 
     def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
@@ -70,13 +67,13 @@ class ModelDrafts(NamedTuple):
 class NextStep(NamedTuple):
     """What the next step can take of drafts."""
 
+    # What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
+    # row; None: nothing.
     model_drafts: ModelDrafts | None = None
-    """What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
-    row; None: nothing."""
-    takes_drafts: bool = True
-    """False: it has begun without, or a model has drafted nothing for it."""
-    room: Int32Array | None = None
-    """int32 [num_rows], for how many draft tokens each row has room; None: any number."""
+    takes_drafts: bool = True  # False: it has begun without, or a model has drafted nothing for it
+    room: Int32Array | None = (
+        None  # [num_rows], for how many draft tokens each row has room; None: any number
+    )
 
 
 def passes_for(num_model_tokens: int) -> int:

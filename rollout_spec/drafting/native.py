@@ -59,15 +59,6 @@ _EXCEPTIONS: dict[int, type[NativeError]] = {
 }
 
 
-def int32(name: str, value: Any) -> int:
-    """The value, which must fit an int32_t. Raises InvalidArgument."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise InvalidArgument(f"{name}={value!r}: must be an int")
-    if not -(2**31) <= value < 2**31:
-        raise InvalidArgument(f"{name}={value!r}: out of range")
-    return int(value)
-
-
 def check_vector(name: str, array: Any, length: int | None) -> None:
     """Raise InvalidArgument unless the array is a contiguous int32 vector of `length` entries, if given."""
     is_vector = type(array) is np.ndarray and array.dtype == _INT32 and array.ndim == 1

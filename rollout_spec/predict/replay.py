@@ -4,7 +4,6 @@ A draft token is accepted exactly when it equals the recorded token. The respons
 lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it learned.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -73,8 +72,7 @@ class ReplayResult:
 
 
 class ReplayDrafter(Protocol):
-    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`;
-    `close` at the end of all."""
+    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
@@ -96,9 +94,6 @@ class ReplayDrafter(Protocol):
         """
 
     def finish(self) -> None:
-        return
-
-    def close(self) -> None:
         return
 
 
@@ -171,9 +166,6 @@ class IndexDrafter:
             self.index.close_sequence(int(sequence))
         self.index.close_group(self._group)
 
-    def close(self) -> None:
-        self.index.close()
-
 
 def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
     """Replay a recording.
@@ -185,12 +177,12 @@ def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)
-    with contextlib.closing(IndexDrafter(config, mixes=True)) as drafter:
-        for line in trace:
-            key = group_key(line.group)
-            replay_line(drafter, line, history.get(key), config.num_speculative_tokens, result)
-            for response in line.responses if config.history else ():
-                history.add(key, response)
+    drafter = IndexDrafter(config, mixes=True)
+    for line in trace:
+        key = group_key(line.group)
+        replay_line(drafter, line, history.get(key), config.num_speculative_tokens, result)
+        for response in line.responses if config.history else ():
+            history.add(key, response)
     return result
 
 

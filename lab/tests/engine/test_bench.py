@@ -1,6 +1,5 @@
 """`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def assert_recorded(found: dict[str, Any]) -> None:
     assert found["responses"] == RECORDED
     prompt, *responses = (np.array(each, np.int32) for each in (PROMPTS[0], *RECORDED))
     config, said = SpecConfig(num_speculative_tokens=4, history=0), ReplayResult()
-    with contextlib.closing(KnownEnds(config)) as drafter:
-        replay_line(drafter, Rollout("g", None, prompt, responses), [], 4, said)
+    drafter = KnownEnds(config)
+    replay_line(drafter, Rollout("g", None, prompt, responses), [], 4, said)
     counters = found["counters"]
     assert counters["num_accepted_tokens"] == said.total.num_accepted_tokens > 20
     assert counters["num_draft_tokens"] == said.total.num_draft_tokens
