@@ -37,31 +37,18 @@ class ModelDrafts(NamedTuple):
     # the model is least sure.
     log_odds: Float32Array
 
-    def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
+    def of_rows(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
 
-        Raises InvalidArgument: a type or shape is wrong.
+        Raises InvalidArgument: the shapes do not fit.
         """
-        tokens, log_odds = self
-        for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
-            if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 2:
-                raise InvalidArgument(
-                    f"model_drafts.{name}: must be a two-dimensional {dtype.__name__} array"
-                )
-        if tokens.shape != log_odds.shape:
-            raise InvalidArgument(
-                f"model_drafts.log_odds: has the shape {log_odds.shape}, tokens {tokens.shape}"
-            )
-        if tokens.shape[1] > most_tokens:
-            raise InvalidArgument(
-                f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
-            )
-        if len(tokens) <= rows.max(initial=-1):
-            raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
-        chosen = log_odds.take(rows, axis=0, mode="clip")
+        tokens, log_odds, last = self.tokens, self.log_odds, rows.max(initial=-1)
+        if tokens.ndim != 2 or tokens.shape != log_odds.shape or len(tokens) <= last:
+            shapes = f"has the shapes {tokens.shape} and {log_odds.shape}"
+            raise InvalidArgument(f"model_drafts: {shapes}, must have two that are alike, with row {last}")
         least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
-        confidences = np.floor(np.fmin(np.fmax(chosen, least), most)) - least
-        return tokens.take(rows, axis=0, mode="clip"), confidences.astype(np.int32)
+        confidences = np.floor(np.fmin(np.fmax(log_odds[rows], least), most)) - least
+        return np.ascontiguousarray(tokens[rows], np.int32), confidences.astype(np.int32)
 
 
 class NextStep(NamedTuple):

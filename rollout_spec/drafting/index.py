@@ -229,7 +229,7 @@ class SuffixIndex:
         self._batch.num_model_tokens = 0
         if model_drafts is None:
             return
-        self._model = tokens, confidences = model_drafts.of_rows(rows, self._num_speculative_tokens)
+        self._model = tokens, confidences = model_drafts.of_rows(rows)
         self._batch.num_model_tokens = tokens.shape[1]
         self._batch.model_tokens = ffi.from_buffer("int32_t[]", tokens)
         self._batch.model_confidences = ffi.from_buffer("int32_t[]", confidences)
