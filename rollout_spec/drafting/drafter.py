@@ -197,13 +197,14 @@ class Drafter:
         whose rows have negative tokens.
         """
         started = time.perf_counter()
+        given, self._given = self._given, _Given()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         tracked, goes_on = self._mapped(request_ids)
         seconds = self._seconds_until(self._clock() if ended is None else ended, goes_on)
-        step = self._ended_step(work, nums, levels, seconds, next_step)
+        step = self._ended_step(work, given, nums, levels, seconds, next_step)
         if step.num_rows < num_rows:
             tracked = tracked.among(nums > 0)
         if step.num_rows:
@@ -219,12 +220,12 @@ class Drafter:
     def _ended_step(
         self,
         work: Work | None,
+        given: _Given,
         nums: Int32Array,
         levels: Int32Array,
         seconds: float | None,
         next_step: NextStep,
     ) -> EndedStep:
-        given, self._given = self._given, _Given()
         decodes, model_drafts = nums > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
         work = work or Work(num_decoding + given.num_tokens, has_drafts=given.num_tokens > 0)
@@ -259,13 +260,13 @@ class Drafter:
         next_step: NextStep,
     ) -> Drafts:
         """Index, and draft what the gate lets through; tracked: those that decode, as `decodes`."""
+        drafts, are_wanted = Drafts.none(len(decodes), self._num_speculative_tokens), True
         opening = self._gate.begin(step)
         if opening.min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
             opening = Opening(None)
             self.counters.num_steps_off_threshold += 1
         proposed = self._propose_after(tracked, token_ids, levels, opening.min_survival, next_step)
         self._count(step, tracked, proposed)
-        drafts, are_wanted = Drafts.none(len(decodes), self._num_speculative_tokens), True
         if opening.min_survival is None:
             return drafts
         if next_step.takes_drafts:

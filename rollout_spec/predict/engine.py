@@ -101,11 +101,6 @@ class Engine:
         self._begin = 0.0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that have no row."""
-        return len(self._queue)
-
-    @property
     def elapsed_s(self) -> float:
         """Seconds of this rollout."""
         return self.total.seconds - self._begin

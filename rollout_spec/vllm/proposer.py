@@ -97,12 +97,6 @@ class SuffixProposer:
         self.take_counters()
         self.drafter = drafter
 
-    def reset(self) -> None:
-        """Forget all that was seen and learned, as benchmarks ask between two runs."""
-        self.take_counters()
-        self.drafter = None  # its memory first
-        self.drafter, self._requests = self._new_drafter(), {}
-
     def _new_drafter(self) -> Drafter | None:
         if not self.is_used:
             return None

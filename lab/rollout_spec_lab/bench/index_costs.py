@@ -190,7 +190,7 @@ def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> N
     stopwatch.time(engine.drafter, "add", "remove", "draft")
     engine.enqueue(requests)
     totals = [0.0]
-    while engine.num_waiting:  # so every row is taken
+    while engine._queue:  # so every row is taken
         step_together([engine])
         totals.append(stopwatch.seconds)
     return np.diff(totals)
