@@ -98,8 +98,7 @@ static bool learn_in(rs_context_bucket *bucket, uint32_t tag, int32_t token) {
 
 static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
     uint64_t capacity = 2 * (uint64_t)contexts->capacity;
-    bool fits =
-        memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
+    bool fits = memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
     if (fits && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
         RS_RESIZE(memory, contexts->buckets, contexts->capacity, capacity);

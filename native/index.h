@@ -157,9 +157,6 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
  * prompts idle text makes room: then it may be unindexed again. */
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index);
 
-/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
-
 /* To have it indexed from its start. Up to counted_end it is in the automaton already. */
 void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end);
 

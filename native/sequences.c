@@ -173,14 +173,6 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     return RS_OK;
 }
 
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
-    int32_t common = sequence->start;
-    while (common < level && common < sequence->end && tokens[common] == sequence->tokens[common - sequence->start]) {
-        common++;
-    }
-    return common;
-}
-
 /* ---- indexing ---- */
 
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */

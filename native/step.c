@@ -99,6 +99,15 @@ static void learn_outcome(rs_index *index, const rs_sequence *sequence, const in
     }
 }
 
+/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
+static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
+    int32_t common = sequence->start;
+    while (common < level && common < sequence->end && tokens[common] == sequence->tokens[common - sequence->start]) {
+        common++;
+    }
+    return common;
+}
+
 /* Take over what is new of a row, and index it unless that is much. False where it must be dropped. */
 static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
@@ -109,7 +118,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {
-        rs_sequence_cut(index, sequence, rs_sequence_common(sequence, tokens, level));
+        rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
         sequence->is_resumed = false;
     }
     const int32_t first = sequence->end, num_new = level - first;

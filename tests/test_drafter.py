@@ -351,7 +351,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
     assert index.stats().num_bytes <= 1 << 20
     batch.end()
     assert index.stats().num_sequences == 0
-    assert len(batch.drafter.history) == 64 - nums_dropped[-1]
+    assert len(batch.drafter.history._texts) == 64 - nums_dropped[-1]
 
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):

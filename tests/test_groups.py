@@ -15,7 +15,7 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 from tests.native.checks import check_index
 from tests.oracle import group_of, num_alike
@@ -113,7 +113,7 @@ def test_a_group_stays_whose_texts_are_all_kept(rows):
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.end(rows.add(PROMPT, **names), [*PROMPT, 30 + i]) for i in range(3)]
-    with pytest.raises(UnknownId):
+    with pytest.raises(InvalidArgument):
         rows.index.text(members[0].handle)
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
 
@@ -445,7 +445,7 @@ class GroupsMachine(RuleBasedStateMachine):
             assert self.index.stats().num_states == num_states
         check_index(self.index)
         history, packed = self.rows.history, self.packed
-        assert (len(history), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
+        assert (len(history._texts), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
         assert history.take_num_dropped() == packed.num_dropped
         packed.num_dropped = 0
         for prompt in packed.prompts:

@@ -12,7 +12,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import SuffixIndex, make_index
-from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory, UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, OutOfMemory
 from rollout_spec.drafting.native import lib as native_lib
 from tests.native.checks import check_index
 from tests.text import int32, speak
@@ -90,7 +90,7 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
     assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
     check_index(index)
     assert index.stats()[1:2] + index.stats()[3:4] == (1, 3 + 2)
-    with pytest.raises(UnknownId, match=r"^sequences\[0\]=1: unknown"):
+    with pytest.raises(InvalidArgument, match=r"^sequences\[0\]=1: unknown"):
         index.index_and_draft(**arguments)
     assert index.open_sequence(0) == 1
 
@@ -98,8 +98,8 @@ def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments,
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        (r"sequences\[1\]=7: unknown", int32(1, 7), UnknownId),
-        ("sequences", int32(0, -1), UnknownId),
+        (r"sequences\[1\]=7: unknown", int32(1, 7), InvalidArgument),
+        ("sequences", int32(0, -1), InvalidArgument),
         ("sequences", int32(1, 1), InvalidArgument),
         ("sequences", np.array([0, 1]), InvalidArgument),
         ("sequences", [0, 1], InvalidArgument),
@@ -167,11 +167,11 @@ def test_texts_longer_than_a_state_can_say(index):
         ("open_group", [int32(1, -2)], InvalidArgument, r"prompt_token_ids\[1\]=-2"),
         ("open_group", [[1, 2]], InvalidArgument, "prompt_token_ids"),
         ("add_text", [0, int32(1, -2)], InvalidArgument, r"token_ids\[1\]=-2"),
-        ("add_text", [1, int32(1)], UnknownId, "group=1"),
-        ("open_sequence", [1], UnknownId, "group=1"),
-        ("close_group", [1], UnknownId, "group=1"),
+        ("add_text", [1, int32(1)], InvalidArgument, "group=1"),
+        ("open_sequence", [1], InvalidArgument, "group=1"),
+        ("close_group", [1], InvalidArgument, "group=1"),
         ("close_group", [0], InvalidArgument, "group=0: 2 of its sequences run"),
-        ("close_sequence", [3], UnknownId, "sequence=3"),
+        ("close_sequence", [3], InvalidArgument, "sequence=3"),
     ],
 )
 @pytest.mark.usefixtures("arguments")

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import ALL_TOKENS, SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument
 from tests.native.checks import check_index
 from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle, group_of, num_alike
 from tests.text import int32, speak
@@ -319,7 +319,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.texts += [(group, oracle)] * bool(oracle.num_unindexed)
         if self.parked.pop(sequence, None) is None:
             self.leave(self.sequence_group.pop(sequence))
-        with pytest.raises(UnknownId):
+        with pytest.raises(InvalidArgument):
             self.index.close_sequence(sequence)
         self.check_given_up()
 

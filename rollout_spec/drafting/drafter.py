@@ -43,9 +43,6 @@ class _TrackedRows:
         self._max_draft_levels = max_draft_levels  # at which drafts end at the latest
         self.levels, self.max_draft_tokens = np.zeros((2, len(rows)), np.int32)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def among(self, kept: _Bools) -> _TrackedRows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.rows]
@@ -242,10 +239,8 @@ class Drafter:
         )
 
     def _seconds_until(self, now: float, goes_on: bool) -> float | None:
-        """What the step that ends now took; goes_on: it has a row of the step before.
-
-        Without, the engine may have waited for a request, slept, or taken new weights: nobody knows.
-        """
+        """What the step that ends now took, where it has a row of the step before (`goes_on`). Else the engine
+        may have waited for a request, slept, or taken new weights: nobody knows."""
         seconds = None if self._last_end is None or not goes_on else now - self._last_end
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds
@@ -260,7 +255,7 @@ class Drafter:
         next_step: NextStep,
     ) -> Drafts:
         """Index, and draft what the gate lets through; tracked: those that decode, as `decodes`."""
-        drafts, are_wanted = Drafts.none(len(decodes), self._num_speculative_tokens), True
+        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
         opening = self._gate.begin(step)
         if opening.min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
             opening = Opening(None)
@@ -276,9 +271,7 @@ class Drafter:
             # Too late for that step, but the model has something for every other one. The text's drafts alone
             # would wrongly tell the gate that drafting does not pay.
             self.counters.num_steps_on += 1
-        else:  # too late for that step: what the gate says of them is for others
-            are_wanted = bool(self._chosen(proposed).lengths.any())
-        if not are_wanted:
+        elif not self._chosen(proposed).lengths.any():  # too late too: what the gate says is for other steps
             return drafts
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
         return drafts._replace(
@@ -312,7 +305,7 @@ class Drafter:
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(tracked) + proposed.num_dropped
+        self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + proposed.num_dropped
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(

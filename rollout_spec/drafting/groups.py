@@ -66,7 +66,6 @@ class _Candidate(NamedTuple):
 
     sequence: GroupSequence
     num_shared: int  # of the tokens that it said, with which the prompt goes on
-    is_whole: bool  # they are all that the prompt can repeat
 
     def rank(self) -> tuple[int, bool, int]:
         """By what is shared; of several what was interrupted, else the shortest: it has least that the prompt
@@ -127,15 +126,18 @@ class Groups:
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
         """The parked sequence after which the request goes on. What the prompt does not repeat of it stays a
         text of its own. None: there is none."""
-        found = max(self._candidates(prompt, key, sample), key=_Candidate.rank, default=None)
-        if found is None or (found.num_shared == 0 and not found.is_whole):
+        best = max(self._candidates(prompt, key, sample), key=_Candidate.rank, default=None)
+        if best is None:
             return None
-        sequence = found.sequence
+        sequence, num = best
+        is_all = num == sequence.num_to_repeat(prompt)
+        if num == 0 and not is_all:
+            return None
         self._index.resume_sequence(sequence.handle)
         self._unpark(sequence)
-        self._counters.num_resumed += found.is_whole
-        if not found.is_whole:
-            self._remember(sequence, sequence.said[max(0, found.num_shared - _CONTEXT) :])
+        self._counters.num_resumed += is_all
+        if not is_all:
+            self._remember(sequence, sequence.said[max(0, num - _CONTEXT) :])
         return sequence
 
     def _candidates(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Iterator[_Candidate]:
@@ -145,7 +147,7 @@ class Groups:
             if each.group.key == key or each.group.key[0] == key[0] == "prompt":
                 num = each.num_shared(prompt)
                 if num == len(each.said) or (num >= 0 and sample is not None):
-                    yield _Candidate(each, num, is_whole=num == each.num_to_repeat(prompt))
+                    yield _Candidate(each, num)
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""

@@ -16,7 +16,6 @@ from rollout_spec.drafting.history_pieces import KEY_BYTES, NAME_BYTES, Text, re
 from rollout_spec.drafting.native import Int32Array
 
 _OVERHEAD_BYTES = 200  # that a text and a prompt take beyond their tokens
-_ORIGIN = "history of another engine or a checkpoint"  # of pieces that are merged
 MAX_TEXTS = 64  # of one sample
 
 
@@ -41,10 +40,6 @@ class History:
         self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
         self.num_bytes = 0
         self._num_dropped = 0
-
-    def __len__(self) -> int:
-        """The number of prompts."""
-        return len(self._texts)
 
     def add(
         self,
@@ -140,7 +135,8 @@ class History:
 
         Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
-        for key, text, tokens in read_piece(content, _ORIGIN, self._vocab_size):
+        where = "history of another engine or a checkpoint"
+        for key, text, tokens in read_piece(content, where, self._vocab_size):
             self._keep(key, text, tokens)
 
 

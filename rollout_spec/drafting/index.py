@@ -72,17 +72,14 @@ def make_index(config: SpecConfig, corpus: Iterable[Int32Array] | None = None) -
 
 
 class SuffixIndex:
-    """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
+    """Text of groups of sequences, and drafts from it (native/draft.h). Not thread safe; one per engine.
 
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
 
-    native/draft.h says exactly what is drafted.
-
-    Its methods raise InvalidArgument: an argument is out of range, or an array of the wrong type; UnknownId:
-    no such group or sequence; BudgetExceeded, OutOfMemory. Then they change no text, but `add_to_corpus` the
-    corpus.
+    Its methods raise InvalidArgument, BudgetExceeded or OutOfMemory. Then they change no text, but
+    `add_to_corpus` the corpus.
     """
 
     def __init__(self, *, num_speculative_tokens: int, max_bytes: int = 0) -> None:
@@ -111,8 +108,7 @@ class SuffixIndex:
 
     def set_prompt(self, group: int, prompt_token_ids: Int32Array) -> None:
         """What is opened in the group from now on, or added to it, begins after this prompt, unindexed."""
-        tokens = _tokens("prompt_token_ids", prompt_token_ids)
-        self._call(lib.rs_group_set_prompt, group, *tokens)
+        self._call(lib.rs_group_set_prompt, group, *_tokens("prompt_token_ids", prompt_token_ids))
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
         """A text (int32 vector) that follows the group's prompt; unindexed."""

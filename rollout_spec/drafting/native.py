@@ -25,11 +25,7 @@ class NativeError(Exception):
 
 
 class InvalidArgument(NativeError, ValueError):  # noqa: N818
-    """An argument has the wrong type, shape or range."""
-
-
-class UnknownId(NativeError, LookupError):  # noqa: N818
-    """No open group or sequence has this id."""
+    """An argument has the wrong type, shape or range, or no open group or sequence has this id."""
 
 
 class OutOfMemory(NativeError, MemoryError):  # noqa: N818
@@ -53,7 +49,7 @@ if native_version() != ABI_VERSION:
 
 _EXCEPTIONS: dict[int, type[NativeError]] = {
     lib.RS_EINVAL: InvalidArgument,
-    lib.RS_EUNKNOWN: UnknownId,
+    lib.RS_EUNKNOWN: InvalidArgument,
     lib.RS_ENOMEM: OutOfMemory,
     lib.RS_EBUDGET: BudgetExceeded,
 }

@@ -16,14 +16,11 @@ class Probes(NamedTuple):
 def probes_after(number: int) -> Probes:
     """For the step after the one with this number, which ranks that step together share.
 
-    Three and four steps before a probe there are trials. Of two, the second can have drafts also where a step
-    gets room for them because the one before it asked for it.
+    Trials are three and four steps before a probe. Of two, the second can have drafts also where a step gets
+    room for them because the one before it asked for it.
     """
-    return Probes(
-        is_plain=_is_probe(number),
-        is_trial=_is_probe(number + 3) or _is_probe(number + 4),
-        plain_in_two=_is_probe(number + 2),
-    )
+    is_trial = _is_probe(number + 3) or _is_probe(number + 4)
+    return Probes(_is_probe(number), is_trial, plain_in_two=_is_probe(number + 2))
 
 
 def _is_probe(number: int) -> bool:
