@@ -25,7 +25,7 @@ rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
 }
 
 /* One round of a multiplicative hash; the constants are those of splitmix64 (Steele et al. 2014). */
-static uint64_t mix(uint64_t hash, uint64_t value) {
+static uint64_t add_to_hash(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * 0x9E3779B97F4A7C15U;
     return hash ^ (hash >> 29);
 }
@@ -53,7 +53,7 @@ void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[R
     uint64_t hashes[RS_LONGEST_CONTEXT + 1] = {0}; /* of the last so many tokens */
     for (int length = 1; length <= RS_LONGEST_CONTEXT; length++) {
         uint64_t pair = recent->pairs[(length - 1) / 2];
-        hashes[length] = mix(hashes[length - 1], length % 2 == 0 ? pair >> 32 : (uint32_t)pair);
+        hashes[length] = add_to_hash(hashes[length - 1], length % 2 == 0 ? pair >> 32 : (uint32_t)pair);
     }
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         uint64_t length = (uint64_t)lengths[i];
@@ -98,8 +98,7 @@ static bool learn_in(rs_context_bucket *bucket, uint32_t tag, int32_t token) {
 
 static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
     uint64_t capacity = 2 * (uint64_t)contexts->capacity;
-    bool fits =
-        memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
+    bool fits = memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
     if (fits && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
         RS_RESIZE(memory, contexts->buckets, contexts->capacity, capacity);

@@ -1,10 +1,9 @@
 /* What came after the last few tokens, in every text of the index but prompts and corpus: a table of hashed contexts.
  *
- * It knows what a group cannot: the wording that a policy uses under every prompt, and, under the
- * own contexts, what one sequence has generated before. It keeps the latest successors only (a successor
- * gives way when others come instead), so it ages by itself and never has to be evicted from. This
- * is the place of Token Recycling's table of successors (arXiv 2408.08696), filled from the text
- * instead of the logits and with longer contexts than one token. */
+ * It knows what a group cannot: the wording that a policy uses under every prompt, and, under the own contexts, what one
+ * sequence has generated before. It keeps the latest successors only (a successor gives way when others come instead), so it
+ * ages by itself and never has to be evicted from. This is the place of Token Recycling's table of successors (arXiv
+ * 2408.08696), filled from the text instead of the logits and with longer contexts than one token. */
 #ifndef RS_CONTEXTS_H
 #define RS_CONTEXTS_H
 

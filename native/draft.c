@@ -1,11 +1,11 @@
 /* A draft, token by token. At every position all experts are asked, the best proposal is taken, and the walk moves to
  * where text + draft is then in everything that will be asked next:
  *
- *     text .. x y | d1 d2 ?        experts:  0  the match in the group's automaton: `match`
- *                 ^                          1  the next shorter class with a continuation: `shorter`
- *                 draft                      2  contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
- *                                            .. a model, while d1 d2 are what it drafted itself
- *                                            .. the corpus, where its match is longer than expert 0's
+ *     text .. x y | d1 d2 ?     experts:  the match in the group's automaton: `match`
+ *                 ^                       the next shorter class with a continuation: `shorter`
+ *                 draft                   contexts: the last 1, 2, 3, 6 tokens, wherever; the last 2, 1 here
+ *                                         a model, while d1 d2 are what it drafted itself
+ *                                         the corpus, where its match is longer than `match`
  *
  * Invariants: `match` and `shorter` are at the root or have continuations, `shorter` is above `match`; a walk makes no more
  * predictions than max_draft_tokens. */
@@ -63,7 +63,8 @@ static rs_proposal most_frequent(const rs_automaton *a, rs_match match) {
 
 static void ask_matches(const walk *w, rs_prediction *prediction) {
     const rs_automaton *a = w->automaton;
-    const rs_match matches[RS_NUM_MATCHES] = {w->match, {w->shorter, a->states[w->shorter].len}};
+    const rs_match matches[RS_NUM_MATCHES] = {[RS_LONGEST_MATCH] = w->match,
+                                              [RS_SHORTER_MATCH] = {w->shorter, a->states[w->shorter].len}};
     for (int expert = 0; expert < RS_NUM_MATCHES && matches[expert].state != RS_ROOT; expert++) {
         const rs_proposal proposal = most_frequent(a, matches[expert]);
         rs_prediction_add_match(prediction, expert, &proposal);

@@ -12,7 +12,9 @@
 #include "contexts.h"
 
 enum {
-    RS_NUM_MATCHES = 2, /* experts in the group's automaton */
+    RS_LONGEST_MATCH = 0, /* experts in the group's automaton: the match, and the next shorter class with a continuation */
+    RS_SHORTER_MATCH,
+    RS_NUM_MATCHES,
     RS_MODEL_EXPERT = RS_NUM_MATCHES + RS_NUM_CONTEXTS,
     RS_CORPUS_EXPERT,
     RS_NUM_EXPERTS,
@@ -71,7 +73,7 @@ typedef struct {
     uint32_t total; /* of the counts of all continuations */
 } rs_proposal;
 
-/* Expert 0 is the longest match in the group's automaton, RS_CORPUS_EXPERT that in the corpus. */
+/* An expert with a match: of the group's automaton, or RS_CORPUS_EXPERT. */
 void rs_prediction_add_match(rs_prediction *prediction, int expert, const rs_proposal *proposal);
 
 void rs_prediction_add_context(rs_prediction *prediction, int context, rs_successor successor);

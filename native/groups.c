@@ -124,7 +124,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
 static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                      rs_sequence **added, rs_error *error) {
     RS_TRY(rs_check_group(index, group, error));
-    if (kind == RS_TEXT && num_tokens == 0) {
+    if (kind == RS_CLOSING && num_tokens == 0) {
         return RS_OK;
     }
     rs_group_enter(index, group);
@@ -145,7 +145,7 @@ rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *pro
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
     rs_sequence *added;
     RS_TRY(rs_check_tokens(token_ids, num_tokens, "token_ids", error));
-    return add(index, RS_TEXT, group, token_ids, num_tokens, &added, error);
+    return add(index, RS_CLOSING, group, token_ids, num_tokens, &added, error);
 }
 
 /* ---- what they ask of sequences ---- */
@@ -166,7 +166,7 @@ rs_status rs_sequence_park(rs_index *index, int32_t sequence, rs_error *error) {
     rs_sequence *found;
     RS_TRY(find(index, sequence, &found, error));
     if (found->kind == RS_RUNNING) {
-        rs_sequence_become(index, found, RS_PARKED);
+        rs_sequence_stop(index, found, RS_PARKED);
         rs_group_leave(index, found->group);
     }
     return RS_OK;
@@ -179,7 +179,7 @@ rs_status rs_sequence_resume(rs_index *index, int32_t sequence, rs_error *error)
         return RS_OK;
     }
     rs_group_enter(index, found->group);
-    rs_status status = rs_sequence_become(index, found, RS_RUNNING);
+    rs_status status = rs_sequence_run(index, found);
     if (status != RS_OK) {
         rs_group_leave(index, found->group);
     }
@@ -192,7 +192,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
     const int32_t group = found->group;
     const bool runs = found->kind == RS_RUNNING;
     if (found->at.indexed < found->end && !found->is_left_out) {
-        rs_sequence_become(index, found, RS_TEXT);
+        rs_sequence_stop(index, found, RS_CLOSING);
     } else {
         rs_sequence_free(index, found);
     }
@@ -209,7 +209,7 @@ rs_status rs_sequence_text(const rs_index *index, int32_t sequence, int32_t *tok
     *num_tokens = found->end - found->start;
     int64_t num_copied = *num_tokens < capacity ? *num_tokens : capacity;
     if (num_copied > 0) {
-        memcpy(tokens, found->text, (size_t)num_copied * sizeof *tokens);
+        memcpy(tokens, found->tokens, (size_t)num_copied * sizeof *tokens);
     }
     return RS_OK;
 }

@@ -1,6 +1,8 @@
 /* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them.
  *
- * index.c and step.c call groups.c, and all three call sequences.c, which calls none of them. */
+ * index.c and step.c call groups.c, and all three call sequences.c, which calls queue.c and idle_text.c. Against that order
+ * idle_text.c calls sequences.c, and any allocation may call rs_give_up_idle of groups.c, which frees an idle group with
+ * its sequences: whoever allocates for a group has entered it. */
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
@@ -16,8 +18,9 @@ typedef struct {
     rs_match corpus;  /* the longest suffix of them that is in the corpus */
 } rs_position;
 
-/* What runs is in the batches of steps. What is parked may run again. A text closes itself when it is indexed. */
-typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_TEXT } rs_kind;
+/* A sequence holds a text. What runs is in the batches of steps. What is parked may run again. What is closing, which nobody
+ * names any more, is freed when its text is indexed. */
+typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_CLOSING } rs_kind;
 
 typedef struct rs_sequence rs_sequence;
 struct rs_sequence {
@@ -35,8 +38,8 @@ struct rs_sequence {
     int32_t end;           /* the level at which its text ends */
     int32_t counted_end;   /* up to this level the automaton has the text already: it is followed, not counted again */
     rs_position at;
-    int32_t *text;
-    uint32_t text_capacity;
+    int32_t *tokens; /* of its text, after the prompt */
+    uint32_t tokens_capacity;
     rs_prediction *predictions; /* [num_speculative_tokens], only while it runs */
     uint32_t predictions_capacity;
     int32_t num_predictions; /* of the draft that is not verified yet, and perhaps one that was too unlikely for it */
@@ -135,8 +138,11 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
  * not call rs_group_leave. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
-/* It runs again, which alone can fail; is parked; or is a text that closes itself. */
-rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind);
+/* It runs again. */
+rs_status rs_sequence_run(rs_index *index, rs_sequence *sequence);
+
+/* It runs no more: it is parked or closing. */
+void rs_sequence_stop(rs_index *index, rs_sequence *sequence, rs_kind kind);
 
 /* There is no memory for more of it. */
 void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence);
@@ -151,10 +157,29 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
  * prompts idle text makes room: then it may be unindexed again. */
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index);
 
-/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level);
+/* To have it indexed from its start. Up to counted_end it is in the automaton already. */
+void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end);
 
 /* What keeps the own contexts of a text apart from those of others. */
 static inline uint64_t rs_own_salt(uint64_t serial) { return ~(serial << 8); }
+
+/* ---- queue.c ---- */
+
+/* What runs, and prompts: they are indexed first, and idle text makes room for them. */
+static inline bool rs_is_urgent(const rs_sequence *sequence) {
+    return sequence->kind == RS_RUNNING || sequence->kind == RS_PROMPT;
+}
+
+/* To its place in the queue, after any change; out of it if no more of it can be indexed. */
+void rs_queue_move(rs_index *index, rs_sequence *sequence);
+void rs_queue_leave(rs_index *index, rs_sequence *sequence);
+
+/* ---- idle_text.c ---- */
+
+/* Forget the idle text of the group that has most of it; false where that is little everywhere. */
+bool rs_forget_most_idle_text(rs_index *index);
+
+/* What is allocated for a text that is not urgent leaves a part of the budget to those that are; NULL: no more of that. */
+void rs_keep_free(rs_index *index, const rs_sequence *sequence);
 
 #endif

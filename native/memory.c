@@ -9,8 +9,7 @@
 /* Free something that nobody needs; false where there is nothing. */
 static bool make_room(const rs_memory *memory) { return memory->make_room != NULL && memory->make_room(memory->owner); }
 
-rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
-                    size_t element_size) {
+rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size) {
     uint64_t old_bytes = (uint64_t)*capacity * element_size;
     if (new_size == 0) {
         free(*pointer);
@@ -44,8 +43,7 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
     return RS_OK;
 }
 
-rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
-                     size_t element_size) {
+rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size) {
     if (needed <= *capacity) {
         return RS_OK;
     }

@@ -18,12 +18,10 @@ typedef struct {
 
 /* Resize the array *pointer from *capacity to new_size elements; 0 frees it. *capacity is new_size then. On failure
  * nothing changes. Only growth fails: where the allocator refuses to shrink the array, it keeps its size. */
-rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size,
-                    size_t element_size);
+rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size);
 
 /* Make room for `needed` elements; grows geometrically. */
-rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed,
-                     size_t element_size);
+rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size);
 
 /* Return the status from the function that this stands in, unless it is RS_OK. */
 #define RS_TRY(status)                    \

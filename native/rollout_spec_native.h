@@ -20,10 +20,8 @@
  * Texts without a sequence and parked ones leave an eighth of the budget to those that run.
  *
  * No function is thread safe for one index; different indexes are independent.
- * A function that fails changes no text, but for that of the corpus. Memory may stay reserved, and what is said above may
- * have left the index.
- * `error` is written on failure only. It may be NULL.
- * An array of no tokens may be NULL too; no other pointer may.
+ * A function that fails changes no text but the corpus. Memory may stay reserved, and what is said above may have left.
+ * `error` is written on failure only. It may be NULL, and so may an array of no tokens; no other pointer may.
  */
 #ifndef ROLLOUT_SPEC_NATIVE_H
 #define ROLLOUT_SPEC_NATIVE_H

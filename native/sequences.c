@@ -1,92 +1,26 @@
-/* Sequences: their slots, their texts, which of these are indexed next, and how.
+/* Sequences: their slots, their texts, and how these are indexed.
  *
  *     slots      [ prompt of 0 ][ 1 ][ 2: closed ][ 3 ]     each open one has a state in its group's automaton, `last`
  *
  *     a text     start ....... at.indexed ....... end       in levels: tokens of its row, with the prompt
  *                      indexed          unindexed
  *
- * Invariants: every closed slot is in the list of free ones once; the queue has every text of which more can be indexed. */
+ * Invariants: every closed slot is in the list of free ones once. */
 #include "index.h"
 
 #include <string.h>
 
-enum {
-    LEAST_IDLE = 8, /* less than this part of a group's text is not worth that the rest is indexed again */
-    KEPT_FREE = 8   /* this part of the budget is for urgent texts */
-};
-
-/* What runs, and prompts: they are indexed first, and idle text makes room for them. */
-static bool is_urgent(const rs_sequence *sequence) {
-    return sequence->kind == RS_RUNNING || sequence->kind == RS_PROMPT;
-}
-
-/* ---- the queue: a heap ---- */
-
-static bool goes_first(const rs_entry *one, const rs_entry *other) {
-    return one->key != other->key ? one->key < other->key : one->sequence->serial < other->sequence->serial;
-}
-
-static void put(rs_index *index, uint32_t at, rs_entry entry) {
-    index->queue[at] = entry;
-    entry.sequence->queued = at + 1;
-}
-
-/* Into the place `at`, which is free, or another that becomes free for it. */
-static void sift(rs_index *index, uint32_t at, rs_entry entry) {
-    for (uint32_t above; at > 0 && goes_first(&entry, index->queue + (above = (at - 1) / 2)); at = above) {
-        put(index, at, index->queue[above]);
-    }
-    for (uint32_t below; (below = 2 * at + 1) < index->num_queued; at = below) {
-        below += below + 1 < index->num_queued && goes_first(index->queue + below + 1, index->queue + below);
-        if (!goes_first(index->queue + below, &entry)) {
-            break;
-        }
-        put(index, at, index->queue[below]);
-    }
-    put(index, at, entry);
-}
-
-static bool can_be_indexed(const rs_sequence *sequence) {
-    return sequence->at.indexed < sequence->end && !sequence->is_left_out && !rs_waits_for_prompt(sequence);
-}
-
-/* Of urgent texts the one with least left goes first; then others in the order in which they came. */
-static rs_entry entry_of(rs_sequence *sequence) {
-    const uint64_t num_left = (uint64_t)(sequence->end - sequence->at.indexed);
-    return (rs_entry){is_urgent(sequence) ? num_left : UINT64_MAX, sequence};
-}
-
-static void dequeue(rs_index *index, rs_sequence *sequence) {
-    const uint32_t number = sequence->queued;
-    if (number > 0) {
-        sequence->queued = 0;
-        const rs_entry last = index->queue[--index->num_queued];
-        if (last.sequence != sequence) {
-            sift(index, number - 1, last);
-        }
-    }
-}
-
-/* To its place in the queue, after any change. */
-static void requeue(rs_index *index, rs_sequence *sequence) {
-    if (can_be_indexed(sequence)) {
-        sift(index, sequence->queued > 0 ? sequence->queued - 1 : index->num_queued++, entry_of(sequence));
-    } else {
-        dequeue(index, sequence);
-    }
-}
-
 /* ---- their slots ---- */
 
 /* To have it indexed from its start. Up to counted_end it is in the automaton already. */
-static void restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
+void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
     sequence->at = (rs_position){.indexed = 0};
     if (sequence->prompt != NULL) {
         sequence->at = sequence->prompt->at;
         sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
     }
     sequence->counted_end = counted_end;
-    requeue(index, sequence);
+    rs_queue_move(index, sequence);
 }
 
 static rs_status reserve_predictions(rs_index *index, rs_sequence *sequence) {
@@ -106,8 +40,8 @@ static void free_if_old(rs_index *index, rs_sequence *prompt) {
     }
 }
 
-/* Memory for one like `sequence`, but for its text. Its predictions stay reserved on failure. */
-static rs_status reserve_for_text(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
+/* Memory for one like `sequence`, but for its tokens. Its predictions stay reserved on failure. */
+static rs_status reserve(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
     rs_memory *memory = &index->memory;
     RS_TRY(RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1));
     if (index->free_slot < 0) {
@@ -120,7 +54,7 @@ static rs_status reserve_for_text(rs_index *index, rs_sequence *sequence, rs_seq
 }
 
 /* It gets a slot, and is the first of its group. */
-static void link_text(rs_index *index, rs_sequence *sequence) {
+static void link(rs_index *index, rs_sequence *sequence) {
     rs_group *group = index->groups + sequence->group;
     sequence->id = index->free_slot; /* only now: idle groups may have made room, and given back theirs */
     if (sequence->id < 0) {
@@ -146,15 +80,15 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
     rs_sequence sequence = {.kind = kind, .group = group, .prompt = prompt};
     sequence.start = sequence.end = prompt == NULL ? 0 : prompt->end;
     *made = NULL;
-    rs_status status = reserve_for_text(index, &sequence, made);
+    rs_status status = reserve(index, &sequence, made);
     if (status != RS_OK) {
         free_predictions(index, &sequence);
         index->num_texts_left_out++;
         return status;
     }
     **made = sequence;
-    link_text(index, *made);
-    restart(index, *made, 0);
+    link(index, *made);
+    rs_sequence_restart(index, *made, 0);
     status = rs_sequence_write(index, *made, tokens, num_tokens);
     if (status != RS_OK) {
         rs_sequence_free(index, *made);
@@ -168,7 +102,7 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
 }
 
 void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
-    dequeue(index, sequence);
+    rs_queue_leave(index, sequence);
     *(sequence->previous == NULL ? &index->groups[sequence->group].first : &sequence->previous->next) = sequence->next;
     if (sequence->next != NULL) {
         sequence->next->previous = sequence->previous;
@@ -176,7 +110,7 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     index->slots[sequence->id] = (rs_slot){.sequence = NULL, .next_free = index->free_slot};
     index->free_slot = sequence->id;
     index->num_open--;
-    RS_RESIZE(&index->memory, sequence->text, sequence->text_capacity, 0);
+    RS_RESIZE(&index->memory, sequence->tokens, sequence->tokens_capacity, 0);
     free_predictions(index, sequence);
     rs_sequence *prompt = sequence->prompt;
     RS_DELETE(&index->memory, sequence);
@@ -186,117 +120,57 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     }
 }
 
-/* ---- idle text ---- */
-
-/* Forget all text of a group but that of its running sequences, which is to be indexed again. */
-static void forget_idle_text(rs_index *index, rs_group *group) {
-    rs_automaton_reset(&group->automaton);
-    group->num_tokens = 0;
-    group->give_up_when_idle = true;
-    for (rs_sequence *each = group->first; each != NULL; each = each->next) {
-        each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
-        if (each->kind == RS_PROMPT) { /* prompts first: a text begins where its prompt is */
-            restart(index, each, 0);
-        }
-    }
-    for (rs_sequence **each = &group->first; *each != NULL;) {
-        if ((*each)->kind == RS_TEXT) {
-            rs_sequence_free(index, *each); /* and perhaps its prompt, further on */
-        } else {
-            restart(index, *each, 0);
-            each = &(*each)->next;
-        }
-    }
-}
-
-/* Forget the idle text of the group that has most of it; false where that is little everywhere. */
-static bool forget_most_idle_text(rs_index *index) {
-    rs_group *found = NULL;
-    uint64_t most = 0;
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        rs_group *group = index->groups + i;
-        uint64_t num_idle = group->num_tokens;
-        for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
-            if (is_urgent(each)) {
-                const int32_t end = each->at.indexed > each->counted_end ? each->at.indexed : each->counted_end;
-                num_idle -= (uint64_t)(end - each->start);
-            }
-        }
-        if (num_idle > most && num_idle >= group->num_tokens / LEAST_IDLE) {
-            most = num_idle;
-            found = group;
-        }
-    }
-    if (found != NULL) {
-        forget_idle_text(index, found);
-    }
-    return found != NULL;
-}
-
 /* ---- their texts ---- */
 
-rs_status rs_sequence_become(rs_index *index, rs_sequence *sequence, rs_kind kind) {
-    if (kind == RS_RUNNING) {
-        RS_TRY(reserve_predictions(index, sequence));
-        sequence->is_resumed = true;
-        sequence->is_left_out = false;
-    } else {
-        free_predictions(index, sequence);
-    }
-    sequence->kind = kind;
-    requeue(index, sequence);
+rs_status rs_sequence_run(rs_index *index, rs_sequence *sequence) {
+    RS_TRY(reserve_predictions(index, sequence));
+    sequence->kind = RS_RUNNING;
+    sequence->is_resumed = true;
+    sequence->is_left_out = false;
+    rs_queue_move(index, sequence);
     return RS_OK;
+}
+
+void rs_sequence_stop(rs_index *index, rs_sequence *sequence, rs_kind kind) {
+    free_predictions(index, sequence);
+    sequence->kind = kind;
+    rs_queue_move(index, sequence);
 }
 
 void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
     sequence->is_left_out = index->groups[sequence->group].give_up_when_idle = true;
     index->num_texts_left_out++;
-    requeue(index, sequence);
+    rs_queue_move(index, sequence);
 }
 
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     sequence->end = level;
     sequence->num_predictions = 0;
     if (level < sequence->at.indexed) {
-        restart(index, sequence, level);
+        rs_sequence_restart(index, sequence, level);
         return;
     }
     if (level < sequence->counted_end) {
         sequence->counted_end = level;
     }
-    requeue(index, sequence);
-}
-
-/* What is not urgent leaves a part of the budget to what is. */
-static void keep_free(rs_index *index, const rs_sequence *sequence) {
-    const uint64_t max_bytes = index->memory.max_bytes;
-    const bool keeps = max_bytes > 0 && sequence != NULL && !is_urgent(sequence);
-    index->memory.kept_free = keeps ? (max_bytes - sizeof *index) / KEPT_FREE : 0;
+    rs_queue_move(index, sequence);
 }
 
 rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int64_t num_tokens) {
     const uint64_t num_before = (uint64_t)(sequence->end - sequence->start);
     rs_status status;
-    keep_free(index, sequence);
+    rs_keep_free(index, sequence);
     do {
-        status = RS_RESERVE(&index->memory, sequence->text, sequence->text_capacity, num_before + (uint64_t)num_tokens);
-    } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
-    keep_free(index, NULL);
+        status = RS_RESERVE(&index->memory, sequence->tokens, sequence->tokens_capacity, num_before + (uint64_t)num_tokens);
+    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
+    rs_keep_free(index, NULL);
     RS_TRY(status);
     if (num_tokens > 0) {
-        memcpy(sequence->text + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
+        memcpy(sequence->tokens + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
     }
     sequence->end += (int32_t)num_tokens;
-    requeue(index, sequence);
+    rs_queue_move(index, sequence);
     return RS_OK;
-}
-
-int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
-    int32_t common = sequence->start;
-    while (common < level && common < sequence->end && tokens[common] == sequence->text[common - sequence->start]) {
-        common++;
-    }
-    return common;
 }
 
 /* ---- indexing ---- */
@@ -304,7 +178,7 @@ int32_t rs_sequence_common(const rs_sequence *sequence, const int32_t *tokens, i
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
 static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
     rs_position *at = &sequence->at;
-    const int32_t *tokens = sequence->text + (at->indexed - sequence->start);
+    const int32_t *tokens = sequence->tokens + (at->indexed - sequence->start);
     for (int64_t i = 0; i < num_tokens; i++) {
         const int32_t token = tokens[i];
         if (at->indexed < sequence->counted_end) {
@@ -330,20 +204,20 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index) {
     rs_group *group = index->groups + sequence->group;
     rs_status status;
-    keep_free(index, sequence);
+    rs_keep_free(index, sequence);
     do {
         const int64_t num_left = sequence->end - sequence->at.indexed;
         status = RS_OK;
         if (!rs_waits_for_prompt(sequence)) {
             status = append(index, group, sequence, num_left < max_tokens_to_index ? num_left : max_tokens_to_index);
         }
-    } while (status != RS_OK && is_urgent(sequence) && forget_most_idle_text(index));
-    keep_free(index, NULL);
-    requeue(index, sequence);
+    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
+    rs_keep_free(index, NULL);
+    rs_queue_move(index, sequence);
     if (sequence->kind == RS_PROMPT && sequence->at.indexed == sequence->end) {
         for (rs_sequence *each = group->first; each != NULL; each = each->next) {
             if (each->prompt == sequence) {
-                restart(index, each, 0);
+                rs_sequence_restart(index, each, 0);
             }
         }
     }

@@ -51,8 +51,8 @@ static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *e
     return RS_OK;
 }
 
-static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
-    rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
+static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
+    const rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
     if (sequence == NULL) {
         return rs_fail(error, RS_EUNKNOWN, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
     }
@@ -62,7 +62,6 @@ static rs_status check_entry(rs_index *index, const rs_batch *batch, int32_t i, 
     if (sequence->latest_step == index->num_steps) {
         return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i, batch->sequences[i]);
     }
-    sequence->latest_step = index->num_steps;
     if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_matrix_rows) {
         return rs_fail(error, RS_EINVAL, "rows[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " rows", i,
                        batch->rows[i], batch->num_matrix_rows);
@@ -79,6 +78,9 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
     rs_status status = check_batch(index, batch, error);
     for (int32_t i = 0; status == RS_OK && i < batch->num_sequences; i++) {
         status = check_entry(index, batch, i, error);
+        if (status == RS_OK) {
+            rs_find_sequence(index, batch->sequences[i])->latest_step = index->num_steps;
+        }
     }
     return status;
 }
@@ -97,6 +99,15 @@ static void learn_outcome(rs_index *index, const rs_sequence *sequence, const in
     }
 }
 
+/* The level up to which the row tokens[0 .. level), which begins with the sequence's prompt, and its text agree. */
+static int32_t common_level(const rs_sequence *sequence, const int32_t *tokens, int32_t level) {
+    int32_t common = sequence->start;
+    while (common < level && common < sequence->end && tokens[common] == sequence->tokens[common - sequence->start]) {
+        common++;
+    }
+    return common;
+}
+
 /* Take over what is new of a row, and index it unless that is much. False where it must be dropped. */
 static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
@@ -107,7 +118,7 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
         return false;
     }
     if (sequence->is_resumed || level < sequence->end) {
-        rs_sequence_cut(index, sequence, rs_sequence_common(sequence, tokens, level));
+        rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
         sequence->is_resumed = false;
     }
     const int32_t first = sequence->end, num_new = level - first;
@@ -152,7 +163,7 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index) {
             rs_sequence_out_of_memory(index, first);
         }
         max_tokens_to_index -= first->at.indexed > before ? first->at.indexed - before : 0;
-        if (first->kind == RS_TEXT && first->queued == 0) {
+        if (first->kind == RS_CLOSING && first->queued == 0) {
             rs_sequence_free(index, first);
         }
         rs_group_leave(index, group);

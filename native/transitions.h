@@ -1,10 +1,9 @@
 /* The transitions of a state beyond its first: blocks of a pool, in order of insertion.
  *
- * A block has 2^k units and is aligned to its size, so one uint32_t names both: offset * 2 + 2^k,
- * whose lowest set bit is the size; 0 is no block. Up to RS_LINEAR_UNITS units a block is a list that ends with
- * the first token < 0. A larger one is a header unit (token = number of entries), the entries, and after them
- * a hash index of 2^k slots (entry number, 0: free): uint16_t in the last quarter up to RS_NARROW_UNITS units,
- * uint32_t in the second half of a larger one. */
+ * A block has 2^k units and is aligned to its size, so one uint32_t names both: offset * 2 + 2^k, whose lowest set bit is
+ * the size; 0 is no block. Up to RS_LINEAR_UNITS units a block is a list that ends with the first token < 0. A larger one is
+ * a header unit (token = number of entries), the entries, and after them a hash index of 2^k slots (entry number, 0: free):
+ * uint16_t in the last quarter up to RS_NARROW_UNITS units, uint32_t in the second half of a larger one. */
 #ifndef RS_TRANSITIONS_H
 #define RS_TRANSITIONS_H
 

@@ -82,7 +82,9 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     ]
     num_said = sum(num for _, num in run.texts)
     totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
-    kept = f"{[len(history) for history in histories]} prompts in the history, {len(run.ended)} ends told"
+    kept = (
+        f"{[len(history._texts) for history in histories]} prompts in the history, {len(run.ended)} ends told"
+    )
     rates = run.of_steps("tokens_per_step")
     print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}; {rates} tokens per step")
     kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}

@@ -46,7 +46,7 @@ def test_a_corpus_without_room_or_with_too_long_a_text_is_refused(tmp_path, monk
     path = save_corpus(tmp_path / "corpus.jsonl", [speak(np.random.default_rng(0), 50_000).tolist()])
     with pytest.raises(ConfigError, match=r"corpus\.jsonl': takes more than max_index_mb=1; raise it"):
         make_index(SpecConfig(corpus=str(path), max_index_mb=1))
-    make_index(SpecConfig(corpus=str(path), max_index_mb=8)).close()
+    make_index(SpecConfig(corpus=str(path), max_index_mb=8))
     monkeypatch.setattr(index_module, "read_corpus", lambda path: [np.zeros(1 << 24, np.int32)])
     with pytest.raises(ConfigError, match=r"^rollout\.spec\.corpus='a': token_ids: 16777216 tokens"):
         make_index(SpecConfig(corpus="a"))
@@ -54,12 +54,12 @@ def test_a_corpus_without_room_or_with_too_long_a_text_is_refused(tmp_path, monk
 
 def test_where_the_corpus_matches_longer_it_drafts(tmp_path):
     path = save_corpus(tmp_path / "corpus.jsonl", [range(1, 9), [7, 30]])
-    with make_index(SpecConfig(corpus=str(path), num_speculative_tokens=1)) as index:
-        group = index.open_group(int32())
-        for text, drafted in (([7, 9], []), (range(1, 8), [8]), ([7], [9])):
-            sequence = int32(index.open_sequence(group))
-            result = index.index_and_draft(sequence, int32(*text)[None], int32(0), int32(len(text)), int32(1))
-            assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == drafted
+    index = make_index(SpecConfig(corpus=str(path), num_speculative_tokens=1))
+    group = index.open_group(int32())
+    for text, drafted in (([7, 9], []), (range(1, 8), [8]), ([7], [9])):
+        sequence = int32(index.open_sequence(group))
+        result = index.index_and_draft(sequence, int32(*text)[None], int32(0), int32(len(text)), int32(1))
+        assert result.draft_tokens[0, : result.num_draft_tokens[0]].tolist() == drafted
 
 
 def command(*arguments):

@@ -12,7 +12,7 @@ from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep
 from rollout_spec.drafting.gate.gains import DraftGains
 from rollout_spec.drafting.gate.gate import Opening
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.history import group_key, prompt_key
 from rollout_spec.drafting.native import InvalidArgument
 from tests.native.checks import check_index
@@ -56,13 +56,13 @@ class Batch:
         return drafts.lists()
 
 
-def make(*names, pads_drafts=False, **options):
+def make(*names, pads_drafts=False, most_model_tokens=0, **options):
     config = SpecConfig(**{"batch_threshold": 8, "min_survival": 0.0, **options})  # type: ignore[arg-type]
-    return Batch(Drafter(config, pads_drafts=pads_drafts), *names)
+    return Batch(Drafter(config, pads_drafts=pads_drafts, most_model_tokens=most_model_tokens), *names)
 
 
 def steps_told(gate):
-    steps, begin = list[Step](), gate.begin
+    steps, begin = list[EndedStep](), gate.begin
     gate.begin = lambda step: (steps.append(step), begin(step))[1]
     return steps
 
@@ -154,18 +154,18 @@ def test_the_gate_is_told_what_a_step_took_unless_the_engine_may_have_been_idle(
     batch.step([[10]])
     batch.step([[11, 12]])
     batch.add("b")
-    batch.step([[13], []], work=Step(9, 8))
+    batch.step([[13], []], work=Work(9, 8))
     batch.step([[14], [10]])
     batch.end()
     batch.add("c")
     batch.step([[10]])
-    batch.step([[11]], work=Step(24, 3, True, 7))
+    batch.step([[11]], work=Work(24, 3, True, 7))
     batch.drafter.note_new_weights()
     batch.step([[12]])
 
     def step(seconds, num_rows, num_context, num_new_tokens, *work):
         rows = {"num_rows": num_rows, "num_context": num_context, "num_new_tokens": num_new_tokens}
-        return Step(*work, **rows, seconds=seconds)
+        return EndedStep(*work, **rows, seconds=seconds)
 
     assert steps == [
         step(None, 1, 5, 1, 1),
@@ -188,8 +188,9 @@ def test_a_step_is_taken_for_one_with_the_drafts_that_it_was_given():
 
 
 def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
-    """A draft is the model's as far as its tokens are; a step without a model's drafts says nothing."""
-    batch = make("a", "b", "c", "d", num_speculative_tokens=4)
+    """A draft is the model's as far as its tokens are; a step without a model's drafts says nothing but that
+    the first pass has run."""
+    batch = make("a", "b", "c", "d", num_speculative_tokens=4, most_model_tokens=3)
     steps = steps_told(batch.drafter._gate)
     batch.step([[50], [60], [70], [80]])
     model = [[51, 52, 53], [61, 62, 63], [71, 72, -1], [81, 82, 83]]
@@ -205,6 +206,7 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
     batch.step([[50, 51], [60], [70], [80]])
     assert [step.model_shares is None for step in steps] == [True, True, False, True]
+    assert [step.num_passes for step in steps] == [1, 3, 1, 1]
     assert (counters.num_model_draft_tokens, counters.num_model_accepted_tokens) == (7, 6)
 
 
@@ -337,7 +339,7 @@ def test_rows_that_do_not_fit_leave_in_one_pass_and_the_history_keeps_none_of_th
     assert index.stats().num_bytes <= 1 << 20
     batch.end()
     assert index.stats().num_sequences == 0
-    assert len(batch.drafter.history) == 64 - nums_dropped[-1]
+    assert len(batch.drafter.history._texts) == 64 - nums_dropped[-1]
 
 
 def test_a_step_that_no_row_decoded_in_ends_what_the_gate_has_chosen(monkeypatch):

@@ -1,10 +1,13 @@
 """The gates by themselves: steps in, budgets out. Whole rollouts under them are in test_simulate."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from rollout_spec.drafting.gate.gate import PATIENCE, PROBE_EVERY, AutoGate, FixedGate
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.gate import PATIENCE, AutoGate, FixedGate
+from rollout_spec.drafting.gate.probes import PROBE_EVERY
+from rollout_spec.drafting.gate.step import EndedStep
 from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS
 from rollout_spec.metrics import EngineCounters
 
@@ -12,7 +15,8 @@ NUM_ROWS, K = 4, 8
 
 
 def plain(num_rows, seconds=0.1, **more):
-    return Step(num_rows, 0, False, None, num_rows, num_rows * 100, num_rows, seconds)._replace(**more)
+    step = EndedStep(num_rows, 0, False, None, num_rows, num_rows * 100, num_rows, seconds)
+    return dataclasses.replace(step, **more)
 
 
 def test_a_fixed_gate_is_open_up_to_its_threshold():
@@ -39,15 +43,15 @@ class Machine:
         num_new_tokens = NUM_ROWS + self.num_right * (not self.lies)
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         seconds = self.seconds(self._num_drafted)
-        step = Step(*work, NUM_ROWS, 100, num_new_tokens, seconds, self._promised)
+        step = EndedStep(*work, NUM_ROWS, 100, num_new_tokens, seconds, self._promised)
         self._num_drafted = self.num_right = 0
         self._promised = 0.0
-        self.price, self.probe_in_two = self.gate.begin(step)
+        self.price, self.probe_in_two, _ = self.gate.begin(step)
         if self.price is None:
             return None
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
-        chosen, self._promised, pads, _ = self.gate.choose(self.survivals, numbers)
+        chosen, self._promised, pads = self.gate.choose(self.survivals, numbers)
         if self._num_padded and not pads:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
@@ -180,8 +184,8 @@ def test_of_steps_with_prompts_nothing_is_counted():
     """They differ too much."""
     gate = AutoGate(EngineCounters())
     for num_prompt_tokens in [0] * 20 + [900] * 9:
-        step = plain(4, num_tokens=4 + num_prompt_tokens, num_prompt_tokens=num_prompt_tokens)
-        gate.begin(step._replace(seconds=0.1 + 0.01 * num_prompt_tokens))
+        more = {"num_tokens": 4 + num_prompt_tokens, "num_prompt_tokens": num_prompt_tokens}
+        gate.begin(plain(4, 0.1 + 0.01 * num_prompt_tokens, **more))
     assert 10 < gate.counters.num_timed_steps < 20
 
 
@@ -213,7 +217,7 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
     for number in range(1, 400):
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
-        gate.begin(Step(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
+        gate.begin(EndedStep(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
     survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
     assert gate.choose(survivals, np.full(4, 8, np.int32)).lengths.sum() == 8
     assert gate.counters.num_drafted_steps == 24
@@ -261,16 +265,18 @@ class Model:
         return [self._step() for _ in range(num)]
 
     def _step(self):
-        num = self.gate.num_model_tokens if self._num_drafted else 1
+        num = self._num_model_tokens if self._num_drafted else 1
         accepted = self.gains[:num] * self._rng.lognormal(0.0, 0.3, num)
         shares = (np.ones(num), accepted) if self._num_drafted else None
         seconds = (0.1 + self.seconds * num + 0.001 * self._num_drafted) * self._rng.lognormal(0.0, 0.05)
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         tokens = NUM_ROWS + round(0.9 * self._num_drafted)
         survivals = np.full((NUM_ROWS, 1), 0.9, np.float32)
-        step = Step(*work, NUM_ROWS, 100, tokens, seconds, self._promised, num, shares)
+        step = EndedStep(*work, NUM_ROWS, 100, tokens, seconds, self._promised, num, shares)
         self._num_drafted, self._promised = 0, 0.0
-        if self.gate.begin(step).min_survival is not None:
+        opening = self.gate.begin(step)
+        self._num_model_tokens = opening.num_model_tokens
+        if opening.min_survival is not None:
             choice = self.gate.choose(survivals, np.ones(NUM_ROWS, np.int32))
             self._num_drafted, self._promised = int(choice.lengths.sum()), choice.promised
         return num

@@ -11,7 +11,7 @@ from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument
 from rollout_spec.metrics import EngineCounters
 from tests.native.checks import check_index
 from tests.text import int32, merged, speak
@@ -46,8 +46,7 @@ class Rows:
 
 @pytest.fixture
 def rows():
-    with SuffixIndex(num_speculative_tokens=4) as index:
-        yield Rows(index, History(4, 1 << 20))
+    return Rows(SuffixIndex(num_speculative_tokens=4), History(4, 1 << 20))
 
 
 OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sample"}
@@ -102,29 +101,29 @@ def test_a_text_that_goes_on_is_kept_once_and_what_a_branch_leaves_is_handed_on(
 def test_of_too_many_places_the_one_that_waits_longest_is_lost(rows, monkeypatch, names):
     monkeypatch.setattr(groups_module, "MAX_PARKED", 2)
     members = [rows.end(rows.add(PROMPT, **names), [*PROMPT, 30 + i]) for i in range(3)]
-    with pytest.raises(UnknownId):
+    with pytest.raises(InvalidArgument):
         rows.index.text(members[0].handle)
     assert [rows.add([*PROMPT, 30 + i], **names) for i in (1, 2)] == members[1:]
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
-    with SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20) as index:
-        rows = Rows(index, History(400, 1 << 20))
-        rng = np.random.default_rng(0)
-        for _ in range(400):
-            rows.history.add(group_key("group"), rng.integers(0, 500, 100).astype(np.int32))
-        sequence = rows.add(PROMPT, group="group")
-        rows.index_all()
-        full = index.stats()
-        assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
-        rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
-        rows.index_all()
-        assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
-        sequence.has_ended = has_ended
-        rows.groups.park(sequence, is_aborted=False)
-        assert index.stats().num_groups == 0, "to be indexed again with what was left out"
-        assert rows.add(PROMPT, group="group") is not sequence
+    index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
+    rows = Rows(index, History(400, 1 << 20))
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        rows.history.add(group_key("group"), rng.integers(0, 500, 100).astype(np.int32))
+    sequence = rows.add(PROMPT, group="group")
+    rows.index_all()
+    full = index.stats()
+    assert full.num_texts_left_out > 100 and full.num_bytes < (1 << 20) * 0.9
+    rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
+    rows.index_all()
+    assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
+    sequence.has_ended = has_ended
+    rows.groups.park(sequence, is_aborted=False)
+    assert index.stats().num_groups == 0, "to be indexed again with what was left out"
+    assert rows.add(PROMPT, group="group") is not sequence
 
 
 def serve(drafter, text, begin, end, sample="s", is_aborted=False, ends=()):

@@ -262,16 +262,12 @@ class GroupsMachine(RuleBasedStateMachine):
             assert self.index.stats().num_states == num_states
         check_index(self.index)
         history, packed = self.rows.history, self.packed
-        assert (len(history), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
+        assert (len(history._texts), history.num_bytes) == (len(packed.prompts), packed.num_bytes)
         assert history.take_num_dropped() == packed.num_dropped
         packed.num_dropped = 0
         for prompt in packed.prompts:
             kept = [text.tolist() for text in history.get(prompt)]
             assert kept == [text.tokens for text in packed.texts(prompt)]
-
-    def teardown(self):
-        if hasattr(self, "index"):
-            self.index.close()
 
 
 TestGroupsMachine = GroupsMachine.TestCase

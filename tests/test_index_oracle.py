@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.drafting.index import ALL_TOKENS, SuffixIndex
-from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument, UnknownId
+from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument
 from tests.native.checks import check_index
 from tests.oracle import Experience, GroupOracle, ModelProposal, Options, SequenceOracle, group_of, num_alike
 from tests.text import int32, speak
@@ -48,11 +48,11 @@ def assert_drafts(result, row, oracle, *asked):
 def index_with_corpus(given, **options):
     """`max_bytes` is what it has besides the corpus."""
     max_bytes = options.pop("max_bytes", 0)
-    with SuffixIndex(**options) as index:
-        before = index.stats().num_bytes
-        for text in given:
-            index.add_to_corpus(int32(*text))
-        max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
+    index = SuffixIndex(**options)
+    before = index.stats().num_bytes
+    for text in given:
+        index.add_to_corpus(int32(*text))
+    max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
     index = SuffixIndex(**options, max_bytes=max_bytes)
     for text in given:
         index.add_to_corpus(int32(*text))
@@ -322,7 +322,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.texts += [(group, oracle)] * bool(oracle.num_unindexed)
         if self.parked.pop(sequence, None) is None:
             self.leave(self.sequence_group.pop(sequence))
-        with pytest.raises(UnknownId):
+        with pytest.raises(InvalidArgument):
             self.index.close_sequence(sequence)
         self.check_given_up()
 
@@ -351,10 +351,6 @@ class IndexMachine(RuleBasedStateMachine):
         assert stats.num_sequences == len(self.sequence_group)
         assert stats.num_tokens == sum(group.num_tokens for group in self.groups.values())
         assert stats.num_states == sum(group.num_states for group in self.groups.values())
-
-    def teardown(self):
-        if hasattr(self, "index"):
-            self.index.close()
 
 
 TestIndexMachine = IndexMachine.TestCase

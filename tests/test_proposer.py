@@ -1,6 +1,5 @@
 """vLLM's proposer on a fake engine: requests come, wait, go on, end, fail. The drafter is the real one."""
 
-import contextlib
 import types
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.worker import gpu_model_runner
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
@@ -287,17 +286,14 @@ def test_what_is_on_its_way_is_received_first():
     assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
-@pytest.mark.parametrize("forgets", ["without_drafter", "reset"])
-def test_of_a_warm_up_nothing_is_left(forgets):
+def test_of_a_warm_up_nothing_is_left():
     engine = Engine(history=4)
-    with engine.proposer.without_drafter() if forgets != "reset" else contextlib.nullcontext():
+    with engine.proposer.without_drafter():
         engine.add("warm-up")
         for _ in range(9):
             engine.step()
         engine.finish("warm-up")
         engine.step()
-    if forgets == "reset":
-        engine.proposer.reset()
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_groups == 0
     assert engine.control.pack_history() == Engine(history=4).control.pack_history()
@@ -397,5 +393,5 @@ def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
         watching[-1][0].watch(config)
     for num_own, (_, parallel_config) in zip((25, 40), watching, strict=True):
         gpu_model_runner.coordinate_batch_across_dp(num_own, parallel_config=parallel_config)
-    own = Step(25, 3, True)
-    assert [each.seen(own)[:4] for each, _ in watching] == [(31, 3, True, 1), (40, 3, True, 1)]
+    own = Work(25, 3, True)
+    assert [each.of_busiest(own) for each, _ in watching] == [Work(31, 3, True, 1), Work(40, 3, True, 1)]

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import EndedStep
 from rollout_spec.drafting.gate.step_seconds import FIRST_STEPS, MEMORY, ODD_STEPS, STEPS_PER_FIT, StepSeconds
 
 
 def step(num_verified, num_prompt=0, *, context=0, rows=4, passes=0, drafted=None):
     has_drafts = num_verified > rows if drafted is None else drafted
     work = (num_verified + num_prompt, num_prompt, has_drafts, None)
-    return Step(*work, rows, context, rows, num_passes=passes)
+    return EndedStep(*work, rows, context, rows, num_passes=passes)
 
 
 def learned(steps, seconds, noise=0.0, pads_drafts=False):
@@ -24,7 +24,7 @@ def learned(steps, seconds, noise=0.0, pads_drafts=False):
 
 def sizes(num):
     """Steps, half of them without drafts, a third of them with a prompt."""
-    rng, steps = np.random.default_rng(1), list[Step]()
+    rng, steps = np.random.default_rng(1), list[EndedStep]()
     for i, context in enumerate(rng.integers(0, 100_000, num).tolist()):
         num_verified = 4 if i % 2 else int(rng.integers(4, 64))
         steps.append(step(num_verified, int(rng.integers(1, 4000)) * (i % 3 == 0), context=context))

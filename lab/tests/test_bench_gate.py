@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from rollout_spec.config import UserError
-from rollout_spec.drafting.gate import gate, step_seconds
+from rollout_spec.drafting.gate import probes, step_seconds
 from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec_lab import cli
 from rollout_spec_lab.bench.gate import SCENARIOS, Engine, Gated, Oracle, Plain, Scenario, read_scenarios
@@ -39,7 +39,7 @@ LATER = Scenario(requests=512, rollouts=1, drafted=3.8e-3, drafted_from=1000, re
 
 def taking_prompts_for_decoding(self, step, seconds):
     num_decoded = step.num_tokens - step.num_prompt_tokens
-    return LEARN(self, step._replace(num_prompt_tokens=0, num_tokens=num_decoded), seconds)
+    return LEARN(self, dataclasses.replace(step, num_prompt_tokens=0, num_tokens=num_decoded), seconds)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def taking_prompts_for_decoding(self, step, seconds):
         (BURSTS, mock.patch.object(StepSeconds, "learn", taking_prompts_for_decoding)),
         (dataclasses.replace(LATER, drafted=6e-3), mock.patch.object(step_seconds, "ODD", NEVER)),
         (LATER, mock.patch.multiple(step_seconds, MEMORY=NEVER, ODD=NEVER)),
-        (LATER, mock.patch.object(gate, "_measures_plain", return_value=False)),
+        (LATER, mock.patch.object(probes, "_is_probe", return_value=False)),
     ],
 )
 def test_a_broken_gate_is_seen(scenario, broken):

@@ -258,7 +258,7 @@ static bool match_holds(const rs_automaton *a, rs_match match, int32_t level) {
 
 static const char *check_sequence(const rs_index *index, const rs_sequence *sequence) {
     const int32_t indexed = sequence->at.indexed;
-    if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->text_capacity) {
+    if (sequence->end < sequence->start || (uint32_t)(sequence->end - sequence->start) > sequence->tokens_capacity) {
         return "sequence: its text is longer than there is room for";
     }
     if (rs_check_group(index, sequence->group, NULL) != RS_OK) {
@@ -303,7 +303,7 @@ static uint64_t num_bytes_of(const rs_index *index) {
     for (uint32_t i = 0; i < index->num_slots; i++) {
         const rs_sequence *sequence = index->slots[i].sequence;
         if (sequence != NULL) {
-            num_bytes += sizeof *sequence + (uint64_t)sequence->text_capacity * sizeof *sequence->text +
+            num_bytes += sizeof *sequence + (uint64_t)sequence->tokens_capacity * sizeof *sequence->tokens +
                          (uint64_t)sequence->predictions_capacity * sizeof *sequence->predictions;
         }
     }

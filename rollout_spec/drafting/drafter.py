@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
-from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, passes_for
+from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Opening
+from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
 from rollout_spec.drafting.history import History
 from rollout_spec.drafting.index import StepResult, make_index
@@ -42,9 +43,6 @@ class _TrackedRows:
         self._max_draft_levels = max_draft_levels  # at which drafts end at the latest
         self.levels, self.max_draft_tokens = np.zeros((2, len(rows)), np.int32)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def among(self, kept: _Bools) -> _TrackedRows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.rows]
@@ -62,6 +60,13 @@ class _TrackedRows:
 class _Request:
     sequence: GroupSequence | None  # None: it is not in the index
     max_level: int  # no token is generated beyond this level
+
+
+class _Given(NamedTuple):
+    """The drafts of the step that runs."""
+
+    num_tokens: int = 0
+    promised: float = 0.0  # of these tokens, by the gate
 
 
 class Drafter:
@@ -100,14 +105,14 @@ class Drafter:
         self._clock = clock
         self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
         self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
-        self._drafts_wanted, self._num_model_tokens = False, 0  # in the steps to come: see `Drafts`
+        self._given = _Given()
+        self._latest = Drafts.none(0)
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes, vocab_size)
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
         self._model_share = ModelShare(self.counters)
-        self._num_given, self._promised = 0, 0.0  # draft tokens of the step that runs, and promised of them
         self._row_ids: list[str] = []  # the requests of the last step's rows
         self._tracked: _TrackedRows | None = None  # those of them in the index; None: to be mapped anew
 
@@ -167,8 +172,9 @@ class Drafter:
         nums_new_tokens: npt.ArrayLike,
         token_ids: Int32Array,
         levels: Int32Array,
-        work: Step | None = None,
+        work: Work | None = None,
         next_step: NextStep = TAKES_ANY,
+        ended: float | None = None,
     ) -> Drafts:
         """Index every decoding row's new tokens and draft for it what the gate lets through.
 
@@ -181,83 +187,96 @@ class Drafter:
             work: what the step that has ended processed; by default a token of each decoding row and the
                 drafts that it was given.
             next_step: what the next one can take.
+            ended: when the step did, by the drafter's clock; None: just now.
 
         Raises NativeError: an argument is wrong that is no row's; nothing was indexed then. A full index
         raises nothing: idle groups leave it, then idle text, then the requests that do not fit. So do those
         whose rows have negative tokens.
         """
         started = time.perf_counter()
+        given, self._given = self._given, _Given()
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
-            self._promised = 0.0
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
         tracked, goes_on = self._mapped(request_ids)
-        step = self._ended_step(work, nums, levels, goes_on, next_step)
+        seconds = self._seconds_until(self._clock() if ended is None else ended, goes_on)
+        step = self._ended_step(work, given, nums, levels, seconds, next_step)
         if step.num_rows < num_rows:
             tracked = tracked.among(nums > 0)
-        drafts = Drafts.none(num_rows, self._num_speculative_tokens)
         if step.num_rows:
-            self._draft_decoding(drafts, step, tracked, nums > 0, token_ids, levels, next_step)
+            drafts = self._draft_decoding(step, tracked, nums > 0, token_ids, levels, next_step)
         else:  # the gate is not asked, and wants what it wanted
             self._propose_after(tracked, token_ids, levels, None)
+            none = Drafts.none(num_rows, self._num_speculative_tokens)
+            drafts = self._latest._replace(tokens=none.tokens, lengths=none.lengths)
+        self._latest = drafts
         self.counters.draft_seconds += time.perf_counter() - started
-        return drafts._replace(drafts_wanted=self._drafts_wanted, num_model_tokens=self._num_model_tokens)
+        return drafts
 
     def _ended_step(
-        self, work: Step | None, nums_new: Int32Array, levels: Int32Array, goes_on: bool, next_step: NextStep
-    ) -> Step:
-        """The step that ends now, with what came of it; goes_on: it has a row of the step before."""
-        decodes, model = nums_new > 0, next_step.model_drafts
+        self,
+        work: Work | None,
+        given: _Given,
+        nums: Int32Array,
+        levels: Int32Array,
+        seconds: float | None,
+        next_step: NextStep,
+    ) -> EndedStep:
+        decodes, model_drafts = nums > 0, next_step.model_drafts
         num_decoding = int(np.count_nonzero(decodes))
-        if work is None:
-            work = Step(num_decoding + self._num_given, has_drafts=self._num_given > 0)
-        now = self._clock() if work.ended is None else work.ended
-        # Without a request that goes on, the engine may have waited for one, slept, or taken new weights.
-        seconds = None if self._last_end is None or not goes_on else now - self._last_end
-        self._last_end, self._last_seconds = now, seconds or 0.0
-        promised, self._num_given, self._promised = self._promised, 0, 0.0
-        return work._replace(
-            promised=promised,
+        work = work or Work(num_decoding + given.num_tokens, has_drafts=given.num_tokens > 0)
+        num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
+        return EndedStep(
+            **vars(work),
             num_rows=num_decoding,
             num_context=int(levels[: len(decodes)].sum(where=decodes)),
-            num_new_tokens=int(nums_new.sum()),
+            num_new_tokens=int(nums.sum()),
             seconds=seconds,
-            num_passes=0 if model is None else model.tokens.shape[1],
-            model_shares=self._model_share.count_accepted(self._row_ids, nums_new),
+            promised=given.promised,
+            num_passes=passes_for(num_drafted) if self._has_model else 0,
+            model_shares=self._model_share.count_accepted(self._row_ids, nums),
         )
+
+    def _seconds_until(self, now: float, goes_on: bool) -> float | None:
+        """What the step that ends now took, where it has a row of the step before (`goes_on`). Else nobody
+        knows: the engine may have waited for a request, slept, or taken new weights."""
+        seconds = None if self._last_end is None or not goes_on else now - self._last_end
+        self._last_end, self._last_seconds = now, seconds or 0.0
+        return seconds
 
     def _draft_decoding(
         self,
-        drafts: Drafts,
-        step: Step,
+        step: EndedStep,
         tracked: _TrackedRows,
         decodes: _Bools,
         token_ids: Int32Array,
         levels: Int32Array,
         next_step: NextStep,
-    ) -> None:
-        """Index, and put in what the gate lets through; tracked: those that decode, as `decodes`."""
-        min_survival, probe_in_two = self._gate.begin(step)
-        if min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
-            min_survival = None
+    ) -> Drafts:
+        """Index, and draft what the gate lets through; tracked: those that decode, as `decodes`."""
+        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
+        opening = self._gate.begin(step)
+        if opening.min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
+            opening = Opening(None)
             self.counters.num_steps_off_threshold += 1
-        proposed = self._propose_after(tracked, token_ids, levels, min_survival, next_step)
+        proposed = self._propose_after(tracked, token_ids, levels, opening.min_survival, next_step)
         self._count(step, tracked, proposed)
-        are_wanted = min_survival is not None
-        if are_wanted and next_step.takes_drafts:
-            self._give(drafts, tracked, decodes, proposed)
+        if opening.min_survival is None:
+            return drafts
+        if next_step.takes_drafts:
+            drafts = self._chosen_drafts(tracked, decodes, proposed)
             self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
-            self._num_given = int(drafts.lengths.sum())
-        elif are_wanted and self._has_model:
+        elif self._has_model:
             # Too late for that step, but the model has something for every other one. The text's drafts alone
             # would wrongly tell the gate that drafting does not pay.
             self.counters.num_steps_on += 1
-        elif are_wanted:  # too late for that step: what the gate says of them is for others
-            are_wanted = bool(self._chosen(proposed).lengths.any())
+        elif not self._chosen(proposed).lengths.any():  # too late too: what the gate says is for other steps
+            return drafts
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
-        self._drafts_wanted = are_wanted and not probe_in_two
-        self._num_model_tokens = self._gate.num_model_tokens if are_wanted else 0
+        return drafts._replace(
+            drafts_wanted=not opening.probe_in_two, num_model_tokens=opening.num_model_tokens
+        )
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -281,12 +300,12 @@ class Drafter:
         last, self._row_ids = self._row_ids, list(request_ids)
         return self._tracked, not set(last).isdisjoint(request_ids)
 
-    def _count(self, step: Step, tracked: _TrackedRows, proposed: StepResult) -> None:
+    def _count(self, step: EndedStep, tracked: _TrackedRows, proposed: StepResult) -> None:
         """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(tracked) + proposed.num_dropped
+        self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + proposed.num_dropped
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
     def _propose_after(
@@ -321,23 +340,23 @@ class Drafter:
         self._tracked = None
         np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
 
-    def _give(self, drafts: Drafts, tracked: _TrackedRows, decodes: _Bools, proposed: StepResult) -> None:
-        """What the open gate takes of each row's draft: its first tokens."""
+    def _chosen_drafts(self, tracked: _TrackedRows, decodes: _Bools, proposed: StepResult) -> Drafts:
+        """What the open gate takes of each row's draft: its first tokens. The next step verifies them."""
         choice = self._chosen(proposed)
-        self._promised = choice.promised
         self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
         self.counters.num_draft_tokens += int(choice.lengths.sum())
+        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
         drafts.tokens[tracked.rows], drafts.lengths[tracked.rows] = proposed.draft_tokens, choice.lengths
         if self._pad_to and choice.pads:  # steps with drafts are of one shape only
             drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
             drafts.lengths[decodes] = self._pad_to
+        self._given = _Given(int(drafts.lengths.sum()), choice.promised)
+        return drafts
 
     def _chosen(self, proposed: StepResult) -> Choice:
         """How much of each row's draft the open gate takes."""
         lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        choice = self._gate.choose(proposed.survivals, lengths)
-        self.counters.num_steps_on += choice.is_on
-        return choice
+        return self._gate.choose(proposed.survivals, lengths)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""

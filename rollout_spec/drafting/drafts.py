@@ -12,15 +12,13 @@ from rollout_spec.drafting.native import Float32Array, Int32Array, InvalidArgume
 class Drafts(NamedTuple):
     """Drafts for the rows of a batch, and what the steps after this one are to have."""
 
-    tokens: Int32Array
-    """[num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified."""
-    lengths: Int32Array
-    """[num_rows], most often 0."""
+    tokens: Int32Array  # [num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified
+    lengths: Int32Array  # [num_rows], most often 0
+    # Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts.
     drafts_wanted: bool = False
-    """Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts."""
+    # How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
+    # ranks share a model all take the same passes: the scheduler tells them.
     num_model_tokens: int = 0
-    """How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
-    ranks share a model all take the same passes: the scheduler tells them."""
 
     @classmethod
     def none(cls, num_rows: int, width: int = 1) -> Drafts:
@@ -34,49 +32,35 @@ class Drafts(NamedTuple):
 class ModelDrafts(NamedTuple):
     """What a model drafts after every row of a token matrix: R rows or more, m tokens each, m at most K."""
 
-    tokens: Int32Array
-    """[R, m]; negative: nothing from there on."""
+    tokens: Int32Array  # [R, m]; negative: nothing from there on
+    # [R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
+    # the model is least sure.
     log_odds: Float32Array
-    """[R, m]: ln(p / (1 - p)) of each token's probability p by the model itself; where that is not a number,
-    the model is least sure."""
 
-    def of_rows(self, rows: Int32Array, most_tokens: int) -> tuple[Int32Array, Int32Array]:
+    def of_rows(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
         """The tokens and confidences, both int32 [n, m], of these rows of the matrix.
 
-        Raises InvalidArgument: a type or shape is wrong.
+        Raises InvalidArgument: the shapes do not fit.
         """
-        tokens, log_odds = self
-        for name, array, dtype in (("tokens", tokens, np.int32), ("log_odds", log_odds, np.float32)):
-            if type(array) is not np.ndarray or array.dtype != dtype or array.ndim != 2:
-                raise InvalidArgument(
-                    f"model_drafts.{name}: must be a two-dimensional {dtype.__name__} array"
-                )
-        if tokens.shape != log_odds.shape:
-            raise InvalidArgument(
-                f"model_drafts.log_odds: has the shape {log_odds.shape}, tokens {tokens.shape}"
-            )
-        if tokens.shape[1] > most_tokens:
-            raise InvalidArgument(
-                f"model_drafts.tokens: has {tokens.shape[1]} columns, must have at most {most_tokens}"
-            )
-        if len(tokens) <= rows.max(initial=-1):
-            raise InvalidArgument(f"model_drafts.tokens: has {len(tokens)} rows, none for row {rows.max()}")
-        chosen = log_odds.take(rows, axis=0, mode="clip")
+        tokens, log_odds, last = self.tokens, self.log_odds, rows.max(initial=-1)
+        if tokens.ndim != 2 or tokens.shape != log_odds.shape or len(tokens) <= last:
+            shapes = f"has the shapes {tokens.shape} and {log_odds.shape}"
+            raise InvalidArgument(f"model_drafts: {shapes}, must have two that are alike, with row {last}")
         least, most = lib.RS_LEAST_LOG_ODDS, lib.RS_LEAST_LOG_ODDS + lib.RS_MODEL_CONFIDENCES - 1
-        confidences = np.floor(np.fmin(np.fmax(chosen, least), most)) - least
-        return tokens.take(rows, axis=0, mode="clip"), confidences.astype(np.int32)
+        confidences = np.floor(np.fmin(np.fmax(log_odds[rows], least), most)) - least
+        return np.ascontiguousarray(tokens[rows], np.int32), confidences.astype(np.int32)
 
 
 class NextStep(NamedTuple):
     """What the next step can take of drafts."""
 
+    # What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
+    # row; None: nothing.
     model_drafts: ModelDrafts | None = None
-    """What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
-    row; None: nothing."""
-    takes_drafts: bool = True
-    """False: it has begun without, or a model has drafted nothing for it."""
-    room: Int32Array | None = None
-    """int32 [num_rows], for how many draft tokens each row has room; None: any number."""
+    takes_drafts: bool = True  # False: it has begun without, or a model has drafted nothing for it
+    room: Int32Array | None = (
+        None  # [num_rows], for how many draft tokens each row has room; None: any number
+    )
 
 
 def passes_for(num_model_tokens: int) -> int:

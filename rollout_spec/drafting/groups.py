@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,6 +61,18 @@ class GroupSequence:
         return min(len(self.said), len(prompt) - len(self.prompt)) if self.is_aborted else len(self.said)
 
 
+class _Candidate(NamedTuple):
+    """A parked sequence after which a request may go on."""
+
+    sequence: GroupSequence
+    num_shared: int  # of the tokens that it said, with which the prompt goes on
+
+    def rank(self) -> tuple[int, bool, int]:
+        """By what is shared; of several what was interrupted, else the shortest: it has least that the prompt
+        does not repeat."""
+        return self.num_shared, self.sequence.is_aborted, -len(self.sequence.said)
+
+
 class Groups:
     """The groups and sequences of an index, and the history that they are indexed from.
 
@@ -111,22 +124,12 @@ class Groups:
         return sequence
 
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
-        """After that of its sample's texts which has most in common with the prompt; what the prompt does not
-        repeat of it stays a text of its own. Without a name after all of one of the group's, or of those that
-        prompts identify."""
-        shared = [
-            (each.num_shared(prompt), each)
-            for each in self._parked.get(sample, ())
-            if each.group.key == key or each.group.key[0] == key[0] == "prompt"
-        ]
-        if sample is None:
-            shared = [(num, each) for num, each in shared if num == len(each.said)]
-        # Of several what was interrupted, else the shortest: it has least that the prompt does not repeat.
-        num, sequence = max(
-            shared, key=lambda each: (each[0], each[1].is_aborted, -len(each[1].said)), default=(-1, None)
-        )
-        if sequence is None or num < 0:
+        """The parked sequence after which the request goes on. What the prompt does not repeat of it stays a
+        text of its own. None: there is none."""
+        best = max(self._candidates(prompt, key, sample), key=_Candidate.rank, default=None)
+        if best is None:
             return None
+        sequence, num = best
         is_all = num == sequence.num_to_repeat(prompt)
         if num == 0 and not is_all:
             return None
@@ -136,6 +139,15 @@ class Groups:
         if not is_all:
             self._remember(sequence, sequence.said[max(0, num - _CONTEXT) :])
         return sequence
+
+    def _candidates(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Iterator[_Candidate]:
+        """The sample's parked sequences that the prompt goes on after, in the same group or another that its
+        prompt identifies; without a sample's name those of which the prompt repeats all."""
+        for each in self._parked.get(sample, ()):
+            if each.group.key == key or each.group.key[0] == key[0] == "prompt":
+                num = each.num_shared(prompt)
+                if num == len(each.said) or (num >= 0 and sample is not None):
+                    yield _Candidate(each, num)
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
@@ -161,7 +173,7 @@ class Groups:
         waits = any(each.is_aborted and each.sample is not None for each in group.parked)
         if waits or before == group.training_step:
             return False
-        nums_old = [0 if text.is_kept else len(text.tokens) for text in group.texts]
+        nums_old = [0 if self._history.keeps(text) else len(text.tokens) for text in group.texts]
         return sum(nums_old) > _STALE_SHARE * sum(len(text.tokens) for text in group.texts)
 
     @property
@@ -179,7 +191,7 @@ class Groups:
             # Of equally frequent continuations the one that came first is drafted: so the latest first.
             text = texts.pop()
             self._waiting.append((group, texts))
-            if text.is_kept and text not in group.texts:
+            if self._history.keeps(text) and text not in group.texts:
                 with contextlib.suppress(BudgetExceeded, OutOfMemory):  # the index counts it
                     self._index.add_text(group.handle, text.tokens)
                     group.texts.add(text)

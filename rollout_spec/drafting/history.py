@@ -34,17 +34,12 @@ class History:
         self._vocab_size = vocab_size
         self._max_bytes = max_bytes
         self._texts: dict[bytes, list[Text]] = {}
+        self._kept = set[Text]()  # all of these
         # By number of samples, the prompts that have that many; first the one that has had it longest.
         self._prompts_with: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
         self._new: dict[Text, bytes] = {}  # those of this engine that were not taken yet, with their prompts
         self.num_bytes = 0
         self._num_dropped = 0
-        self.pieces: Iterator[bytes] = iter(())
-        """The pieces of what was asked for last that are still to be handed on."""
-
-    def __len__(self) -> int:
-        """The number of prompts."""
-        return len(self._texts)
 
     def add(
         self,
@@ -70,32 +65,27 @@ class History:
         return text
 
     def _keep(self, prompt_key: bytes, text: Text, tokens: Int32Array) -> bool:
-        """It takes the place of texts of its sample that it begins with: of what was said before."""
+        """Give a text of a prompt these tokens, if they can be kept; whether it is kept."""
         is_text = len(tokens) > 0 and tokens.min() >= 0
         if not self.num_samples or not is_text or tokens.nbytes + 2 * _OVERHEAD_BYTES > self._max_bytes:
-            return text.is_kept
-        if text.is_kept:
+            return self.keeps(text)
+        if self.keeps(text):
             self.num_bytes += tokens.nbytes - text.tokens.nbytes
         text.tokens = tokens
-        texts = self.texts(prompt_key)
-        own = [each for each in texts if each.sample == text.sample and each is not text]
-        own = [each for each in own if not np.array_equal(each.tokens, tokens[: len(each.tokens)])]
-        others = [each for each in texts if each.sample != text.sample]
-        last_steps = dict[bytes, int]()
-        for each in (*others, *own, text):
-            step = each.training_step
-            last_steps[each.sample] = max(step, last_steps.get(each.sample, step))
-        place = bisect_right(others, last_steps[text.sample], key=lambda each: last_steps[each.sample])
-        texts = [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
+        texts = _placed(text, self.texts(prompt_key))
         samples = list(dict.fromkeys(each.sample for each in texts))
         left = set(samples[-self.num_samples :])
         self._set(prompt_key, [each for each in texts if each.sample in left])
+        self._drop_samples()
+        return self.keeps(text)
+
+    def _drop_samples(self) -> None:
+        """Until all fits: the earliest of the prompts that have most."""
         while self.num_bytes > self._max_bytes:
             most = next(iter(self._prompts_with[max(self._prompts_with)]))
             texts = self.texts(most)
             self._set(most, [each for each in texts if each.sample != texts[0].sample])
             self._num_dropped += 1
-        return text.is_kept
 
     def _set(self, prompt_key: bytes, texts: list[Text]) -> None:
         before = self._texts.pop(prompt_key, [])
@@ -109,11 +99,14 @@ class History:
             self.num_bytes += _size(texts)
             self._texts[prompt_key] = texts
             self._prompts_with[_num_samples(texts)][prompt_key] = None
-        kept = set(texts)
-        for each in (*before, *texts):
-            each.is_kept = each in kept
-            if not each.is_kept:
+        self._kept.difference_update(before)
+        self._kept.update(texts)
+        for each in before:
+            if each not in self._kept:
                 self._new.pop(each, None)
+
+    def keeps(self, text: Text) -> bool:
+        return text in self._kept
 
     def texts(self, prompt_key: bytes) -> list[Text]:
         """What is kept of a prompt, the earliest sample first."""
@@ -142,8 +135,25 @@ class History:
 
         Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
-        for key, text, tokens in read_piece(content, "history of another engine", self._vocab_size):
+        where = "history of another engine or a checkpoint"
+        for key, text, tokens in read_piece(content, where, self._vocab_size):
             self._keep(key, text, tokens)
+
+
+def _placed(text: Text, texts: list[Text]) -> list[Text]:
+    """A prompt's texts with this one, the latest of its sample, at the place of that sample's training step.
+
+    It takes the place of texts of its sample that it begins with: of what was said before.
+    """
+    own = [each for each in texts if each.sample == text.sample and each is not text]
+    own = [each for each in own if not np.array_equal(each.tokens, text.tokens[: len(each.tokens)])]
+    others = [each for each in texts if each.sample != text.sample]
+    last_steps = dict[bytes, int]()
+    for each in (*others, *own, text):
+        step = each.training_step
+        last_steps[each.sample] = max(step, last_steps.get(each.sample, step))
+    place = bisect_right(others, last_steps[text.sample], key=lambda each: last_steps[each.sample])
+    return [*others[:place], *own[1 - MAX_TEXTS :], text, *others[place:]]
 
 
 def _num_samples(texts: list[Text]) -> int:

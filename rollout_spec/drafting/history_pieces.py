@@ -25,12 +25,12 @@ class HistoryError(ValueError):
 
 @dataclasses.dataclass(eq=False)
 class Text:
-    """What a sample said after a prompt, in one request or in several that went on after each other."""
+    """What a sample said after a prompt, in one request or in several that went on after each other. The same
+    object however its tokens grow; the history and the groups of the index know it."""
 
-    sample: bytes
+    sample: bytes  # of `sample_key`
     training_step: int = 0  # in which it got its end
     tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    is_kept: bool = False
 
 
 def read_file(path: Path) -> list[bytes]:

@@ -20,7 +20,6 @@ from rollout_spec.drafting.native import (
     check_status,
     check_vector,
     ffi,
-    int32,
     lib,
 )
 
@@ -30,16 +29,11 @@ ALL_TOKENS = 2**63 - 1
 class StepResult(NamedTuple):
     """Views into the index's buffers, valid until its next step: n rows, K = num_speculative_tokens."""
 
-    draft_tokens: Int32Array
-    """[n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified."""
-    survivals: Float32Array
-    """[n, K]: estimated probability that the draft up to and with this token is accepted."""
-    num_draft_tokens: Int32Array
-    """[n]; -1: the row is dropped, and its sequence closed."""
-    num_dropped: int = 0
-    """Rows."""
-    num_unindexed: int = 0
-    """Rows that draft nothing, as something of their text, or of their prompt, is not indexed yet."""
+    draft_tokens: Int32Array  # [n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified
+    survivals: Float32Array  # [n, K]: estimated probability that the draft up to this token is accepted
+    num_draft_tokens: Int32Array  # [n]; -1: the row is dropped, and its sequence closed
+    num_dropped: int = 0  # rows
+    num_unindexed: int = 0  # rows without drafts, as something of their text or prompt is not indexed yet
 
 
 class IndexStats(NamedTuple):
@@ -50,8 +44,7 @@ class IndexStats(NamedTuple):
     num_states: int
     num_tokens: int
     num_tokens_unindexed: int
-    num_texts_left_out: int
-    """Ever: prompts, sequences and others for which there was no memory."""
+    num_texts_left_out: int  # ever: prompts, sequences and others for which there was no memory
     num_bytes: int
 
 
@@ -71,30 +64,25 @@ def make_index(config: SpecConfig, corpus: Iterable[Int32Array] | None = None) -
         for text in corpus:
             index.add_to_corpus(text)
     except (BudgetExceeded, OutOfMemory) as error:
-        index.close()
         where = f"rollout.spec.corpus={config.corpus!r}: takes more than max_index_mb={config.max_index_mb}"
         raise ConfigError(f"{where}; raise it, or take fewer texts ({error})") from error
     except InvalidArgument as error:
-        index.close()
         raise ConfigError(f"rollout.spec.corpus={config.corpus!r}: {error}") from error
     return index
 
 
 class SuffixIndex:
-    """Text of groups of sequences, and drafts from it. Not thread safe; one per engine.
+    """Text of groups of sequences, and drafts from it (native/draft.h). Not thread safe; one per engine.
 
     Args:
         num_speculative_tokens: most draft tokens per row and step, K.
         max_bytes: budget of the whole index, 0: none.
 
-    native/draft.h says exactly what is drafted.
-
-    Its methods raise InvalidArgument: an argument has the wrong type or is out of range; UnknownId: no such
-    group or sequence; BudgetExceeded, OutOfMemory. Then they change no text, but `add_to_corpus` the corpus.
+    Its methods raise InvalidArgument, BudgetExceeded or OutOfMemory. Then they change no text, but
+    `add_to_corpus` the corpus.
     """
 
     def __init__(self, *, num_speculative_tokens: int, max_bytes: int = 0) -> None:
-        self._index = ffi.NULL
         self._error = ffi.new("rs_error *")
         self._batch = ffi.new("rs_batch *")
         self._id = ffi.new("int32_t *")
@@ -102,15 +90,11 @@ class SuffixIndex:
         self._matrix: Int32Array | None = None
         self._vectors: tuple[Int32Array, ...] | None = None
         self._model: tuple[Int32Array, Int32Array] | None = None
-        if not 0 <= max_bytes < 2**64:
-            raise InvalidArgument(f"max_bytes={max_bytes!r}: out of range")
-        options = ffi.new("rs_options *")
-        options.num_speculative_tokens = int32("num_speculative_tokens", num_speculative_tokens)
-        options.max_bytes = max_bytes
+        options = ffi.new("rs_options *", (num_speculative_tokens, max_bytes))
         made = ffi.new("rs_index **")
         check_status(lib.rs_index_new(options, made, self._error), self._error)
         self._index = ffi.gc(made[0], lib.rs_index_free)
-        self._num_speculative_tokens = int(num_speculative_tokens)
+        self._num_speculative_tokens = num_speculative_tokens
         self._make_buffers(64)
 
     def add_to_corpus(self, token_ids: Int32Array) -> None:
@@ -124,16 +108,15 @@ class SuffixIndex:
 
     def set_prompt(self, group: int, prompt_token_ids: Int32Array) -> None:
         """What is opened in the group from now on, or added to it, begins after this prompt, unindexed."""
-        tokens = _tokens("prompt_token_ids", prompt_token_ids)
-        self._call(lib.rs_group_set_prompt, int32("group", group), *tokens)
+        self._call(lib.rs_group_set_prompt, group, *_tokens("prompt_token_ids", prompt_token_ids))
 
     def add_text(self, group: int, token_ids: Int32Array) -> None:
         """A text (int32 vector) that follows the group's prompt; unindexed."""
-        self._call(lib.rs_group_add, int32("group", group), *_tokens("token_ids", token_ids))
+        self._call(lib.rs_group_add, group, *_tokens("token_ids", token_ids))
 
     def catch_up(self, max_tokens_to_index: int = ALL_TOKENS) -> bool:
         """Index up to so many tokens; whether there is more to index."""
-        return bool(lib.rs_catch_up(self._handle(), max_tokens_to_index))
+        return bool(lib.rs_catch_up(self._index, max_tokens_to_index))
 
     @property
     def has_unindexed(self) -> bool:
@@ -142,16 +125,15 @@ class SuffixIndex:
 
     def given_up(self) -> list[int]:
         """The groups that were given up since the last call."""
-        index = self._handle()
-        return list(iter(lambda: int(lib.rs_group_given_up(index)), -1))
+        return list(iter(lambda: int(lib.rs_group_given_up(self._index)), -1))
 
     def close_group(self, group: int) -> None:
         """Forget the text of a group in which nothing runs, and close what is parked there."""
-        self._call(lib.rs_group_close, int32("group", group))
+        self._call(lib.rs_group_close, group)
 
     def open_sequence(self, group: int) -> int:
         """Open a sequence and return its id. Its rows begin with the group's prompt."""
-        self._call(lib.rs_sequence_open, int32("group", group), self._id)
+        self._call(lib.rs_sequence_open, group, self._id)
         return int(self._id[0])
 
     def text(self, sequence: int) -> Int32Array:
@@ -159,22 +141,22 @@ class SuffixIndex:
         number, tokens = ffi.new("int64_t *"), np.empty(0, np.int32)
         while True:
             buffer, num = ffi.from_buffer("int32_t[]", tokens, require_writable=True), len(tokens)
-            self._call(lib.rs_sequence_text, int32("sequence", sequence), buffer, num, number)
+            self._call(lib.rs_sequence_text, sequence, buffer, num, number)
             if num == number[0]:
                 return tokens
             tokens = np.empty(int(number[0]), np.int32)
 
     def close_sequence(self, sequence: int) -> None:
         """Close a sequence; its text stays in the group, and is indexed as a whole."""
-        self._call(lib.rs_sequence_close, int32("sequence", sequence))
+        self._call(lib.rs_sequence_close, sequence)
 
     def park_sequence(self, sequence: int) -> None:
         """Keep a sequence while it is in no step."""
-        self._call(lib.rs_sequence_park, int32("sequence", sequence))
+        self._call(lib.rs_sequence_park, sequence)
 
     def resume_sequence(self, sequence: int) -> None:
         """Its next row goes on after what it and the sequence's text begin with."""
-        self._call(lib.rs_sequence_resume, int32("sequence", sequence))
+        self._call(lib.rs_sequence_resume, sequence)
 
     def index_and_draft(
         self,
@@ -220,29 +202,11 @@ class SuffixIndex:
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")
-        lib.rs_index_stats(self._handle(), stats)
+        lib.rs_index_stats(self._index, stats)
         return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
 
-    def close(self) -> None:
-        """Free the index; every later call but close raises InvalidArgument."""
-        if self._index != ffi.NULL:
-            ffi.release(self._index)
-            self._index = ffi.NULL
-            self._matrix = self._vectors = None
-
-    def __enter__(self) -> SuffixIndex:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _handle(self) -> Any:
-        if not self._index:
-            raise InvalidArgument("index: is closed")
-        return self._index
-
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
-        check_status(function(self._handle(), *arguments, self._error), self._error)
+        check_status(function(self._index, *arguments, self._error), self._error)
 
     def _set_vectors(self, *vectors: Int32Array) -> None:
         self._vectors = None
@@ -261,7 +225,7 @@ class SuffixIndex:
         self._batch.num_model_tokens = 0
         if model_drafts is None:
             return
-        self._model = tokens, confidences = model_drafts.of_rows(rows, self._num_speculative_tokens)
+        self._model = tokens, confidences = model_drafts.of_rows(rows)
         self._batch.num_model_tokens = tokens.shape[1]
         self._batch.model_tokens = ffi.from_buffer("int32_t[]", tokens)
         self._batch.model_confidences = ffi.from_buffer("int32_t[]", confidences)

@@ -34,7 +34,7 @@ class ModelShare:
     def count_accepted(
         self, request_ids: Sequence[str], nums_new_tokens: Int32Array
     ) -> tuple[Floats, Floats] | None:
-        """`Step.model_shares` of the step that has ended, in which these requests got so many tokens."""
+        """`EndedStep.model_shares` of the step that has ended, in which these requests got so many tokens."""
         lengths, self._lengths = self._lengths, {}
         if not lengths:
             return None

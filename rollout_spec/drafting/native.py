@@ -25,11 +25,7 @@ class NativeError(Exception):
 
 
 class InvalidArgument(NativeError, ValueError):  # noqa: N818
-    """An argument has the wrong type, shape or range."""
-
-
-class UnknownId(NativeError, LookupError):  # noqa: N818
-    """No open group or sequence has this id."""
+    """An argument has the wrong type, shape or range, or no open group or sequence has this id."""
 
 
 class OutOfMemory(NativeError, MemoryError):  # noqa: N818
@@ -53,19 +49,10 @@ if native_version() != ABI_VERSION:
 
 _EXCEPTIONS: dict[int, type[NativeError]] = {
     lib.RS_EINVAL: InvalidArgument,
-    lib.RS_EUNKNOWN: UnknownId,
+    lib.RS_EUNKNOWN: InvalidArgument,
     lib.RS_ENOMEM: OutOfMemory,
     lib.RS_EBUDGET: BudgetExceeded,
 }
-
-
-def int32(name: str, value: Any) -> int:
-    """The value, which must fit an int32_t. Raises InvalidArgument."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise InvalidArgument(f"{name}={value!r}: must be an int")
-    if not -(2**31) <= value < 2**31:
-        raise InvalidArgument(f"{name}={value!r}: out of range")
-    return int(value)
 
 
 def check_vector(name: str, array: Any, length: int | None) -> None:

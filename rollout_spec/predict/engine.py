@@ -15,7 +15,7 @@ import numpy as np
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.batch import Batch
 from rollout_spec.predict.load import Request
@@ -99,11 +99,6 @@ class Engine:
         self._begin = 0.0
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that have no row."""
-        return len(self._queue)
-
-    @property
     def elapsed_s(self) -> float:
         """Seconds of this rollout."""
         return self.total.seconds - self._begin
@@ -116,7 +111,7 @@ class Engine:
         self._prefilled.clear()
         self._begin = self.total.seconds
 
-    def begin_step(self) -> Step:
+    def begin_step(self) -> Work:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
             self._queue.append((self._at_tools.popleft()[1], 0))
         batch, may_admit = self._batch, not self._preempt()
@@ -126,19 +121,18 @@ class Engine:
         if may_admit:
             num_prompt_tokens += self._admit(num_left - num_prompt_tokens)
         num_tokens = num_verified + num_prompt_tokens
-        has_drafts, num_rows, context = any(batch.drafts), len(batch), batch.num_context
-        return Step(num_tokens, num_prompt_tokens, has_drafts, num_rows=num_rows, num_context=context)
+        return Work(num_tokens, num_prompt_tokens, has_drafts=any(batch.drafts))
 
-    def seconds(self, step: Step, num_tokens_of_others: int) -> float:
+    def seconds(self, work: Work, num_tokens_of_others: int) -> float:
         """What the step that has begun takes; the other data-parallel ranks bring `num_tokens_of_others`."""
-        num_tokens, context, num_rows = step.num_tokens, step.num_context, step.num_rows
-        seconds = self.times.seconds(num_tokens, step.has_drafts, context, num_tokens_of_others, num_rows)
+        num_tokens, context, num_rows = work.num_tokens, self._batch.num_context, len(self._batch)
+        seconds = self.times.seconds(num_tokens, work.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
         num_passes = passes_for(self._num_model_tokens)
         return seconds + self._model.seconds(num_tokens, num_rows, context, num_passes)
 
-    def end_step(self, seconds: float, step: Step) -> int:
+    def end_step(self, seconds: float, work: Work) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, batch = self.total, self._batch
         total.seconds += seconds
@@ -150,19 +144,19 @@ class Engine:
         total.num_accepted_tokens += sum(nums_accepted)
         total.num_tokens += sum(nums_new)
         batch.levels[: len(batch)] += np.array(nums_new, np.int32)
-        batch.drafts = self._draft(nums_new, step)
+        batch.drafts = self._draft(nums_new, work)
         for row in reversed(np.flatnonzero(batch.nums_left <= 0)):
             self._end(int(row))
         return sum(nums_new)
 
-    def _draft(self, nums_new: list[int], step: Step) -> list[list[int]]:
+    def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
         """Drafts for the next step, by row."""
         model, batch = self._drafts_of_model(), self._batch
         if self.drafter is not None:
             names = [request.name for request in batch.requests]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
-            drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, step, next_step)
+            drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, work, next_step)
             self._num_model_tokens = drafts.num_model_tokens
             return drafts.lists()
         if model is None:
@@ -242,11 +236,11 @@ def step_together(ranks: Sequence[Engine]) -> int:
     begin = min(time for rank in ranks if (time := rank.next_time()) is not None)
     for rank in ranks:
         rank.total.seconds = max(rank.total.seconds, begin)
-    steps = [rank.begin_step() for rank in ranks]
-    total = sum(step.num_tokens for step in steps)
-    took = max(rank.seconds(step, total - step.num_tokens) for rank, step in zip(ranks, steps, strict=True))
+    works = [rank.begin_step() for rank in ranks]
+    total = sum(work.num_tokens for work in works)
+    took = max(rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True))
     # What vLLM tells each of several.
     number = ranks[0].total.num_steps if len(ranks) > 1 else None
-    most_tokens = max(step.num_tokens for step in steps)
-    told = [step._replace(num_tokens=most_tokens, number=number) for step in steps]
-    return sum(rank.end_step(took, step) for rank, step in zip(ranks, told, strict=True))
+    most_tokens = max(work.num_tokens for work in works)
+    told = [dataclasses.replace(work, num_tokens=most_tokens, number=number) for work in works]
+    return sum(rank.end_step(took, work) for rank, work in zip(ranks, told, strict=True))

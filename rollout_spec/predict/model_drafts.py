@@ -1,6 +1,5 @@
 """A draft model, simulated: right at given rates over recorded responses, more often where a text repeats."""
 
-import contextlib
 import dataclasses
 import math
 import zlib
@@ -30,14 +29,14 @@ def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Ite
     each of `acceptance`: how often that is right where those before it are.
     """
     config = SpecConfig(num_speculative_tokens=1, min_survival=0.0)
-    with contextlib.closing(IndexDrafter(config)) as index:
-        for line in lines:
-            guesses = _guesses(index, line)
-            agrees = np.concatenate(guesses) == np.concatenate(line.responses)
-            share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
-            each = zip(line.responses, guesses, strict=True)
-            drafts = [_drafts_in(*one, acceptance, share) for one in each]
-            yield dataclasses.replace(line, model_drafts=drafts)
+    index = IndexDrafter(config)
+    for line in lines:
+        guesses = _guesses(index, line)
+        agrees = np.concatenate(guesses) == np.concatenate(line.responses)
+        share = min(float(agrees.mean()) if len(agrees) else 0.0, 0.99)
+        each = zip(line.responses, guesses, strict=True)
+        drafts = [_drafts_in(*one, acceptance, share) for one in each]
+        yield dataclasses.replace(line, model_drafts=drafts)
 
 
 def _guesses(index: IndexDrafter, line: Rollout) -> list[Int32Array]:

@@ -4,7 +4,6 @@ A draft token is accepted exactly when it equals the recorded token. The respons
 lockstep, as siblings do in a rollout. Of other lines the drafter has its history, and the wording it learned.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -89,12 +88,12 @@ def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)
-    with contextlib.closing(IndexDrafter(config, mixes=True)) as drafter:
-        for line in trace:
-            key = group_key(line.group)
-            result.add(replay_line(drafter, line, history.get(key), config.num_speculative_tokens))
-            for response in line.responses if config.history else ():
-                history.add(key, response)
+    drafter = IndexDrafter(config, mixes=True)
+    for line in trace:
+        key = group_key(line.group)
+        result.add(replay_line(drafter, line, history.get(key), config.num_speculative_tokens))
+        for response in line.responses if config.history else ():
+            history.add(key, response)
     return result
 
 

@@ -13,8 +13,7 @@ from rollout_spec.trace import ResponseDrafts, Rollout
 
 
 class ReplayDrafter(Protocol):
-    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`;
-    `close` at the end of all."""
+    """A drafter in a replay: `start` of a line, a `draft` for each decode step of its responses, `finish`."""
 
     def start(self, line: Rollout, earlier: Sequence[Int32Array]) -> None:
         """Begin a line's responses; `earlier` are responses to the same prompt."""
@@ -36,9 +35,6 @@ class ReplayDrafter(Protocol):
         """
 
     def finish(self) -> None:
-        return
-
-    def close(self) -> None:
         return
 
 
@@ -110,6 +106,3 @@ class IndexDrafter:
         for sequence in self._sequences:
             self.index.close_sequence(int(sequence))
         self.index.close_group(self._group)
-
-    def close(self) -> None:
-        self.index.close()

@@ -193,10 +193,7 @@ def log_odds(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _block_masses(
-    logits: torch.Tensor,
-    wanted: torch.Tensor,
-    top: torch.Tensor,
-    before_wait: Callable[[], None] = just_wait,
+    logits: torch.Tensor, wanted: torch.Tensor, top: torch.Tensor, before_wait: Callable[[], None] = just_wait
 ) -> torch.Tensor:
     """The sums of exp(logit - `top`) of the blocks that are wanted, else 0: float32 [n, number of blocks].
 

@@ -16,7 +16,9 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         proposer = proposer_of(getattr(self, "model_runner", None))
         if proposer is None or not proposer.is_used:
             return None
-        return getattr(ProposerControl(proposer), method)(*args)
+        # One for all calls: it remembers which pieces of the history are still to be handed on.
+        control = self.__dict__.setdefault("rollout_spec_control", ProposerControl(proposer))
+        return getattr(control, method)(*args)
 
     def _get_drafter_model(self) -> Any:
         """The MTP head that a weight sync loads into; verl and its helpers look for it where MRV1 has it."""

@@ -211,7 +211,7 @@ def _loses_drafts(model: Any) -> bool:
 
 def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
     texts = read_corpus(corpus)
-    make_index(config, texts).close()  # is there room for them?
+    make_index(config, texts)  # is there room for them?
     largest = max(int(text.max()) for text in texts)
     if largest >= vocab_size:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """What a rollout server asks of the drafter in each engine core, between two steps: texts and counts."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -34,6 +34,7 @@ class ProposerControl:
 
     def __init__(self, proposer: SuffixProposer) -> None:
         self._proposer = proposer
+        self._pieces: Iterator[bytes] = iter(())  # of what was asked for last, still to be handed on
 
     @property
     def _drafter(self) -> Drafter | None:
@@ -70,8 +71,7 @@ class ProposerControl:
     def take_history(self, ended: Ended = ALL_HAVE_ENDED) -> bytes | None:
         """The first piece of what this engine has kept since the last call; None where the drafter is off."""
         self.note_ended(ended)
-        if self._drafter is not None:
-            self._drafter.history.pieces = self._drafter.history.take_new()
+        self._pieces = iter(()) if self._drafter is None else self._drafter.history.take_new()
         return self.next_piece()
 
     def pack_history(self, ended: Ended = ALL_HAVE_ENDED) -> bytes | None:
@@ -79,13 +79,12 @@ class ProposerControl:
         self.note_ended(ended)
         if self._drafter is None:
             logger.warning("rollout_spec: no history from this engine: drafting is off, see above")
-        else:
-            self._drafter.history.pieces = self._drafter.history.all_pieces()
+        self._pieces = iter(()) if self._drafter is None else self._drafter.history.all_pieces()
         return self.next_piece()
 
     def next_piece(self) -> bytes | None:
         """The next piece of what was asked for last; None: there is no more."""
-        return None if self._drafter is None else next(self._drafter.history.pieces, None)
+        return next(self._pieces, None)
 
     def add_history(self, contents: Sequence[bytes]) -> None:
         """Keep pieces that other engines gave."""

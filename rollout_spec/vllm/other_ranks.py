@@ -3,13 +3,14 @@
 Before every forward pass vLLM tells each rank how many tokens every rank has in it.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.config import VllmConfig
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.patches import Patch, wrap
 
 _WATCH = Patch(
@@ -70,11 +71,11 @@ class OtherRanks:
             graphs = self._compilation.cudagraph_capture_sizes or ()
             self._most_tokens = most_tokens(num_own, int(nums_tokens.max()), graphs)
 
-    def seen(self, work: Step | None) -> Step | None:
-        """What a step processed, as all ranks see it: as long as the busiest rank needs it takes."""
+    def of_busiest(self, work: Work | None) -> Work | None:
+        """What a step processes on the busiest rank: as long as that needs it takes."""
         if work is None or self._most_tokens is None:
             return work
-        return work._replace(num_tokens=self._most_tokens, number=self._num_steps)
+        return dataclasses.replace(work, num_tokens=self._most_tokens, number=self._num_steps)
 
 
 # A patched function outlives the engine that asked for it: so it holds none of them.

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm.counts import Counts
@@ -57,7 +57,7 @@ class SuffixProposer:
         self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
         self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
         self._other_ranks = OtherRanks(vllm_config)
-        self._work: Step | None = None
+        self._work: Work | None = None
         self._runner: Any = None  # a `Runner`, once there is one
         self.config = SpecConfig()
         self.receive: Callable[[], object] = lambda: None
@@ -97,12 +97,6 @@ class SuffixProposer:
         self.take_counters()
         self.drafter = drafter
 
-    def reset(self) -> None:
-        """Forget all that was seen and learned, as benchmarks ask between two runs."""
-        self.take_counters()
-        self.drafter = None  # its memory first
-        self.drafter, self._requests = self._new_drafter(), {}
-
     def _new_drafter(self) -> Drafter | None:
         if not self.is_used:
             return None
@@ -135,21 +129,22 @@ class SuffixProposer:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
         nums, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         num_tokens, num_drafts = scheduler_output.total_num_scheduled_tokens, sum(map(len, drafts.values()))
-        self._work = Step(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
+        self._work = Work(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
 
     @property
-    def work(self) -> Step | None:
+    def work(self) -> Work | None:
         """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
-        return self._other_ranks.seen(self._work)
+        return self._other_ranks.of_busiest(self._work)
 
     def draft(
         self,
         nums_new: Int32Array,
         token_ids: Any,
         levels: Int32Array,
-        work: Step | None,
+        work: Work | None,
         next_step: NextStep = TAKES_ANY,
         may_end: bool = True,
+        ended: float | None = None,
     ) -> Drafts:
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
@@ -161,7 +156,7 @@ class SuffixProposer:
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step)
+                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
                 self._counts.log(self.drafter)
                 return drafts
             if self.is_used:

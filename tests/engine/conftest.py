@@ -172,7 +172,8 @@ def as_new(llm):
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
     if (proposer := proposer_of(llm)) is not None:
-        proposer.reset()
+        proposer.take_counters()
+        proposer.drafter, proposer._requests = proposer._new_drafter(), {}
     core_of(llm).rollout_spec_take_aborted()
     return llm
 

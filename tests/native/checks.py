@@ -15,7 +15,7 @@ BUILD = ROOT / "build" / "native"
 
 def check_index(index: SuffixIndex) -> None:
     """Every invariant of an open index (slow). AssertionError: one is broken, and which."""
-    broken = _library().rs_index_check(int(ffi.cast("uintptr_t", index._handle())))
+    broken = _library().rs_index_check(int(ffi.cast("uintptr_t", index._index)))
     assert broken is None, broken.decode()
 
 

@@ -197,8 +197,6 @@ def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) ->
         for num_responses, history in histories.items():
             for response in line.responses if num_responses else ():
                 history.add(key, response)
-    for drafter in drafters:
-        drafter.close()
     return [_result(*run, result) for run, result in zip(runs, results, strict=True)]
 
 

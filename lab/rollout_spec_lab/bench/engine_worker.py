@@ -164,7 +164,8 @@ def warm_up(engine: Any) -> None:
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
     if proposer := proposer_of(runner_of(engine)):
-        proposer.reset()
+        proposer.take_counters()
+        proposer.drafter, proposer._requests = proposer._new_drafter(), {}  # nothing of it is left
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

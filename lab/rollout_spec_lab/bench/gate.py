@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import UserError
 from rollout_spec.drafting.gate.gate import AutoGate
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import EndedStep
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.report.page import png
 
@@ -100,7 +100,7 @@ class Plain:
 
     drafts_wanted = False
 
-    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
         """Draft tokens of each row, int32 [n], after this step; or none if that takes none."""
         return np.zeros_like(situation.numbers)
 
@@ -110,7 +110,7 @@ class Oracle(Plain):
 
     drafts_wanted = True
 
-    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
         is_draft = np.arange(K) < situation.numbers[:, None]
         order = np.sort(situation.true[is_draft])[::-1]
         tokens = step.num_rows + np.arange(len(order) + 1) + engine.next_prompt_tokens
@@ -128,9 +128,9 @@ class Gated(Plain):
     def __init__(self) -> None:
         self._gate, self._promised = AutoGate(EngineCounters()), 0.0
 
-    def choose(self, step: Step, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
         promised, self._promised = self._promised, 0.0
-        least, probe_in_two = self._gate.begin(step._replace(promised=promised))
+        least, probe_in_two, _ = self._gate.begin(dataclasses.replace(step, promised=promised))
         none = np.zeros_like(situation.numbers)
         if least is None:
             self.drafts_wanted = False
@@ -214,7 +214,7 @@ class Engine:
             self._num_full_drafted += is_full and bool(rows["drafts"].any())
             rows["left"] -= nums
             rows["context"] += nums
-            step = Step(
+            step = EndedStep(
                 num_tokens, num_prompt, drafted, None, int(gets.sum()), int(rows["context"][gets].sum()),
                 int(nums.sum()), took if was_busy else None,
             )  # fmt: skip
@@ -241,7 +241,7 @@ class Engine:
             rows = np.append(rows, np.array([row], _ROWS))
         return rows, spent
 
-    def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: Step, takes_drafts: bool) -> bool:
+    def _draft(self, rows: _Rows, gets: npt.NDArray[np.bool_], step: EndedStep, takes_drafts: bool) -> bool:
         """Let the chooser draft for the next step; returns whether the one after it gets room."""
         s, n = self._scenario, len(rows)
         does_repeat = self._rng.random(n) < s.repeats[0]

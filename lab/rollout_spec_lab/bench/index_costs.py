@@ -79,15 +79,15 @@ def index_texts(texts: Int32Array, chunk: int = 512) -> tuple[list[float], float
     Returns the seconds of each step, and the bytes per token in the end."""
     zero = np.zeros(1, np.int32)
     seconds = []
-    with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:
-        for text in texts:
-            sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
-            for level in range(chunk, len(text) + 1, chunk):
-                levels = np.array([level], np.int32)
-                begin = time.perf_counter()
-                index.index_and_draft(sequence, text[None], zero, levels, zero)
-                seconds.append(time.perf_counter() - begin)
-        stats = index.stats()
+    index = SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS)
+    for text in texts:
+        sequence = np.array([index.open_sequence(index.open_group(text[:0]))], np.int32)
+        for level in range(chunk, len(text) + 1, chunk):
+            levels = np.array([level], np.int32)
+            begin = time.perf_counter()
+            index.index_and_draft(sequence, text[None], zero, levels, zero)
+            seconds.append(time.perf_counter() - begin)
+    stats = index.stats()
     return seconds, stats.num_bytes / stats.num_tokens
 
 
@@ -104,17 +104,17 @@ def measure_step(text: Int32Array, repeats: int, tokens_per_row: int = 2048) -> 
     seconds = np.empty((repeats, num_steps))
     drafted = np.empty((num_steps, n))
     for times in seconds:
-        with SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS) as index:
-            groups = [index.open_group(token_ids[0, :0]) for _ in range(num_groups)]
-            sequences = np.array([index.open_sequence(groups[row // GROUP_SIZE]) for row in rows], np.int32)
-            for level in range(64, tokens_per_row + 1, 64):
-                index.index_and_draft(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
-            for i in range(num_steps):
-                levels = np.full(n, tokens_per_row + i + 1, np.int32)
-                least, begin = SpecConfig.min_survival, time.perf_counter()
-                result = index.index_and_draft(sequences, token_ids, rows, levels, budgets, least)
-                times[i] = time.perf_counter() - begin
-                drafted[i] = result.num_draft_tokens
+        index = SuffixIndex(num_speculative_tokens=NUM_SPECULATIVE_TOKENS)
+        groups = [index.open_group(token_ids[0, :0]) for _ in range(num_groups)]
+        sequences = np.array([index.open_sequence(groups[row // GROUP_SIZE]) for row in rows], np.int32)
+        for level in range(64, tokens_per_row + 1, 64):
+            index.index_and_draft(sequences, token_ids, rows, np.full(n, level, np.int32), 0 * budgets)
+        for i in range(num_steps):
+            levels = np.full(n, tokens_per_row + i + 1, np.int32)
+            least, begin = SpecConfig.min_survival, time.perf_counter()
+            result = index.index_and_draft(sequences, token_ids, rows, levels, budgets, least)
+            times[i] = time.perf_counter() - begin
+            drafted[i] = result.num_draft_tokens
     return {
         "step_ms": 1e3 * float(np.median(seconds.min(axis=0))),
         "rows": n,
@@ -190,7 +190,7 @@ def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> N
     stopwatch.time(engine.drafter, "add", "remove", "draft")
     engine.enqueue(requests)
     totals = [0.0]
-    while engine.num_waiting:  # so every row is taken
+    while engine._queue:  # so every row is taken
         step_together([engine])
         totals.append(stopwatch.seconds)
     return np.diff(totals)

@@ -1,6 +1,5 @@
 """`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,8 @@ def assert_recorded(found: dict[str, Any]) -> None:
     """The recording came, token for token, with the drafts and the acceptance of `replay`."""
     assert found["responses"] == RECORDED
     prompt, *responses = (np.array(each, np.int32) for each in (PROMPTS[0], *RECORDED))
-    config = SpecConfig(num_speculative_tokens=4, history=0)
-    with contextlib.closing(KnownEnds(config)) as drafter:
-        said = replay_line(drafter, Rollout("g", None, prompt, responses), [], 4)
+    drafter = KnownEnds(SpecConfig(num_speculative_tokens=4, history=0))
+    said = replay_line(drafter, Rollout("g", None, prompt, responses), [], 4)
     counters = found["counters"]
     assert counters["num_accepted_tokens"] == said.total.num_accepted_tokens > 20
     assert counters["num_draft_tokens"] == said.total.num_draft_tokens

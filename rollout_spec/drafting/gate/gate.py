@@ -2,24 +2,24 @@
 
 In every engine step in which rows decode a gate is asked twice: `begin` before anything is drafted, then
 `choose`; `FixedGate` says what goes in and comes out. A token's survival is the probability that a draft is
-accepted up to and with it. A gate that drafts nothing is called closed. `num_model_tokens` says how
-many tokens a model drafts for each row in the next step that waits for drafts.
+accepted up to and with it. A gate is open for a step that it lets have drafts, else closed, and counts both.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.drafting.gate.gains import DraftGains
-from rollout_spec.drafting.gate.step import Floats, Step
+from rollout_spec.drafting.gate.probes import Probes, probes_after
+from rollout_spec.drafting.gate.step import EndedStep, Floats
 from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec.metrics import EngineCounters
 
 # The automatic gate. Steps are engine steps.
 MIN_SURVIVAL = 0.02  # a draft token less likely than this is never proposed
 MARGIN = 0.01  # the share by which drafts must give more tokens per second than a plain step
-PROBE_EVERY = 256  # steps, of which one goes without drafts, to measure a plain step, and two with some
 PATIENCE = 4  # steps at most until a gate that has closed weighs drafts again
 
 _Int32 = npt.NDArray[np.int32]
@@ -31,6 +31,7 @@ class Opening(NamedTuple):
 
     min_survival: float | None  # the least at which a token is proposed now; None: draft nothing
     probe_in_two: bool = False  # whether the step after the next one goes without drafts, to be measured
+    num_model_tokens: int = 0  # that a model drafts for each row in the next step that waits for drafts
 
 
 class Choice(NamedTuple):
@@ -39,7 +40,6 @@ class Choice(NamedTuple):
     lengths: _Int32  # [n], of each row's draft the first tokens
     promised: float = 0.0  # tokens, by their survivals
     pads: bool = True  # whether, where drafts are padded, the step has some in all rows
-    is_on: bool = True  # False: there are drafts, and none pays
 
 
 class FixedGate:
@@ -52,13 +52,13 @@ class FixedGate:
     def __init__(
         self, counters: EngineCounters, batch_threshold: int, min_survival: float, most_model_tokens: int = 0
     ) -> None:
-        self.counters, self.num_model_tokens = counters, most_model_tokens
-        self._batch_threshold, self._min_survival = batch_threshold, min_survival
+        self.counters, self._batch_threshold = counters, batch_threshold
+        self._open = Opening(min_survival, num_model_tokens=most_model_tokens)
 
-    def begin(self, step: Step) -> Opening:
+    def begin(self, step: EndedStep) -> Opening:
         """A step has ended."""
         if step.num_rows <= self._batch_threshold:
-            return Opening(self._min_survival)
+            return self._open
         self.counters.num_steps_off_threshold += 1
         return Opening(None)
 
@@ -68,12 +68,8 @@ class FixedGate:
         survivals: float32 [n, K], falling along a row.
         lengths: int32 [n], draft tokens of each row: the most.
         """
+        self.counters.num_steps_on += 1
         return Choice(lengths)
-
-
-def _measures_plain(number: int) -> bool:
-    """Whether the step after it is measured without drafts; more often at first: engines start slowly."""
-    return number % PROBE_EVERY == 0 or number & (number - 1) == 0
 
 
 class AutoGate:
@@ -91,48 +87,47 @@ class AutoGate:
     """
 
     def __init__(self, counters: EngineCounters, pad_to: int = 0, most_model_tokens: int = 0) -> None:
-        self.counters, self.num_model_tokens = counters, most_model_tokens
-        self._pad_to = pad_to
+        self.counters, self._pad_to = counters, pad_to
         self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
-        self._step: Step  # that ended last
-        self._is_probe = self._is_trial = False  # whether the gate measures what it would not do
+        self._step: EndedStep  # that ended last
+        self._probes = Probes()  # in the step that runs, and soon after
         self._price = 0.0  # the least survival that the last step with drafts took
+        self._pass_cost = 0.0  # tokens a row that the time of a model's pass gives otherwise
         self._num_refused = self._steps_until_look = 0
-        self._rows_per_row = 1.0  # that the busiest rank has for each row of ours, where ranks step together
+        self._busiest_ratio = 1.0  # of the busiest rank's rows to ours, where ranks step together
 
-    def begin(self, step: Step) -> Opening:
-        self._learn(self._seen(step))
-        number = self._num_steps if step.number is None else step.number
+    def begin(self, step: EndedStep) -> Opening:
+        self._step = self._of_all_ranks(step, was_probe=self._probes.is_plain)
+        self._learn(self._step)
+        self._probes = probes_after(self._num_steps if step.number is None else step.number)
+        if not self._seconds.is_known:
+            self._probes = self._probes._replace(is_plain=True)
         self._num_steps += 1
-        self._is_probe = not self._seconds.is_known or _measures_plain(number)
-        # Shortly before, two steps have drafts though they seem not to pay. Of two, the second can have some
-        # also where a step gets room for drafts because the one before it asked for it.
-        self._is_trial = _measures_plain(number + 3) or _measures_plain(number + 4)
-        return Opening(self._min_survival(), probe_in_two=_measures_plain(number + 2))
+        num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
+        return Opening(self._min_survival(), self._probes.plain_in_two, num_model_tokens)
 
     def _min_survival(self) -> float | None:
-        if self._is_probe:
+        if self._probes.is_plain:
             self.counters.num_steps_off_probe += 1
             return None
-        if self._steps_until_look and not self._is_trial:
+        if self._steps_until_look and not self._probes.is_trial:
             self._steps_until_look -= 1
             self.counters.num_steps_off_cost += 1
             return None
         # The next step may want less likely ones than the last. That is found step by step.
         return max(MIN_SURVIVAL, self._price / 2)
 
-    def _seen(self, step: Step) -> Step:
+    def _of_all_ranks(self, step: EndedStep, *, was_probe: bool) -> EndedStep:
         """Where ranks step together, it is no plain step if another rank may have verified drafts."""
-        self._step = step
         if step.number is None:
             return step
-        tokens_per_row = step.num_tokens / step.num_rows  # of a plain step its rows, else more
-        self._rows_per_row = tokens_per_row if self._is_probe else min(tokens_per_row, self._rows_per_row)
-        others = not self._is_probe and step.num_tokens > self._num_busiest_rows
-        return step._replace(has_drafts=step.has_drafts or others)
+        ratio = step.num_tokens / step.num_rows  # of a plain step that of the rows, else more
+        self._busiest_ratio = ratio if was_probe else min(ratio, self._busiest_ratio)
+        others_draft = not was_probe and step.num_tokens > self._num_busiest_rows(step)
+        return dataclasses.replace(step, has_drafts=step.has_drafts or others_draft)
 
-    def _learn(self, step: Step) -> None:
+    def _learn(self, step: EndedStep) -> None:
         if step.seconds is not None:
             self._count(step, step.seconds, self._seconds.learn(step, step.seconds))
         self._gains.learn(step.promised, step.num_new_tokens - step.num_rows if step.promised else 0)
@@ -141,7 +136,7 @@ class AutoGate:
             # Each took the place of a token that is accepted about as often as the last that was verified.
             self._gains.learn_passes(accepted - verified * self._price)
 
-    def _count(self, step: Step, seconds: float, expected: float) -> None:
+    def _count(self, step: EndedStep, seconds: float, expected: float) -> None:
         """Count what was believed of a step, so that a user can see it; not of prompts, which differ."""
         if not expected or step.num_prompt_tokens:
             return
@@ -158,22 +153,21 @@ class AutoGate:
             counters.plain_seconds += seconds
             counters.believed_of_plain_seconds += expected
 
-    @property
-    def _num_busiest_rows(self) -> int:
+    def _num_busiest_rows(self, step: EndedStep) -> int:
         """Rows of the busiest rank: no rank's step is shorter than its."""
-        return round(max(1.0, self._rows_per_row) * self._step.num_rows)
+        return round(max(1.0, self._busiest_ratio) * step.num_rows)
 
     def _plain_seconds(self) -> float:
-        """Of a step like the last one without prompts and drafts; a model's first pass always runs."""
-        num_passes = min(1, self._step.num_passes)
-        step = self._step._replace(num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
-        return float(self._seconds.expected(step, self._num_busiest_rows))
+        """Of a step like the last one without prompts and drafts, with the pass that a model always runs."""
+        num_passes = min(1, self._step.num_passes)  # 0: there is no model
+        step = dataclasses.replace(self._step, num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
+        return float(self._seconds.expected(step, self._num_busiest_rows(step)))
 
     def _drafted_seconds(self, most: int) -> Floats:
         """Of a step like the last one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
-        step = self._step._replace(num_prompt_tokens=0, has_drafts=True)
+        step = dataclasses.replace(self._step, num_prompt_tokens=0, has_drafts=True)
         nums = np.full(most, step.num_rows * self._pad_to) if self._pad_to else 1 + np.arange(most)
-        return self._seconds.expected(step, np.maximum(self._num_busiest_rows, step.num_rows + nums))
+        return self._seconds.expected(step, np.maximum(self._num_busiest_rows(step), step.num_rows + nums))
 
     def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
         is_draft = np.arange(survivals.shape[1]) < lengths[:, None]
@@ -181,17 +175,17 @@ class AutoGate:
         num, plain = len(sorted_survivals), self._plain_seconds()
         seconds = self._drafted_seconds(max(1, num))
         if not num:  # where drafts are padded, the step has them if that takes no longer
+            self.counters.num_steps_on += 1
             return Choice(lengths, pads=len(lengths) > 0 and bool(seconds[0] <= plain))
-        num_rows = self._num_busiest_rows
+        num_rows = self._num_busiest_rows(self._step)
         tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.share_kept
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])
-        if self._step.num_passes:
-            cost = rate * self._seconds.expected_pass(num_rows) / num_rows
-            self.num_model_tokens = self._gains.num_model_tokens(cost)
+        self._pass_cost = rate * self._seconds.expected_pass(num_rows) / num_rows
         pays = rate * plain > (1.0 + MARGIN) * num_rows
-        if not (pays or self._is_trial):
+        if not (pays or self._probes.is_trial):
             return self._refuse(lengths)
+        self.counters.num_steps_on += 1
         self._num_refused = 0 if pays else self._num_refused
         self._price = float(sorted_survivals[best])
         is_chosen = (survivals >= np.float32(self._price)) & is_draft
@@ -205,4 +199,4 @@ class AutoGate:
         self._num_refused += 1
         self._price /= 2
         self.counters.num_steps_off_cost += 1
-        return Choice(np.zeros_like(lengths), pads=False, is_on=False)
+        return Choice(np.zeros_like(lengths), pads=False)

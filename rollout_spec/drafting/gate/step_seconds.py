@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from rollout_spec.drafting.gate.step import Floats, Step
+from rollout_spec.drafting.gate.step import EndedStep, Floats
 
 MEMORY = 512  # steps after which what was measured has mostly faded
 ODD = 1.5  # times as slow or as fast as expected: a step that was disturbed, or that of another engine
@@ -50,7 +50,7 @@ class StepSeconds:
         """Whether enough steps were seen. Where prompts come all the time there may be no plain ones."""
         return self._num_plain >= FIRST_STEPS or self._num_steps >= MEMORY
 
-    def expected(self, step: Step, nums_verified: npt.ArrayLike) -> Floats:
+    def expected(self, step: EndedStep, nums_verified: npt.ArrayLike) -> Floats:
         """Seconds of steps like this one, float64, if they verify so many tokens besides their prompts."""
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
@@ -62,7 +62,7 @@ class StepSeconds:
         """Seconds of one pass of a model over so many rows."""
         return float(self._found[_PASSES] + self._found[_PASS_ROWS] * num_rows * _TENS)
 
-    def learn(self, step: Step, seconds: float) -> float:
+    def learn(self, step: EndedStep, seconds: float) -> float:
         """The step took so long; returns what was expected, 0.0 if nothing was known."""
         num_verified = step.num_tokens - step.num_prompt_tokens
         expected = float(self.expected(step, num_verified))
@@ -83,7 +83,7 @@ class StepSeconds:
             self._fit()
         return expected
 
-    def _extras(self, step: Step) -> Floats:
+    def _extras(self, step: EndedStep) -> Floats:
         prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _HUNDRED_THOUSANDS
         passes, is_slower_code = step.num_passes, step.has_drafts != self._pads_drafts
         rows = step.num_rows * _TENS

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.async_utils import AsyncOutput, async_copy_to_np
 
-from rollout_spec.drafting.gate.step import Step
+from rollout_spec.drafting.gate.step import Work
 
 
 class Arrival:
@@ -18,7 +18,7 @@ class Arrival:
     """
 
     def __init__(
-        self, output: AsyncOutput, work: Step | None, stream: Any, on_device: tuple[torch.Tensor, ...]
+        self, output: AsyncOutput, work: Work | None, stream: Any, on_device: tuple[torch.Tensor, ...]
     ) -> None:
         self.request_ids: list[str] = output.model_runner_output.req_ids
         self.work, self._on_device = work, on_device  # held until they have been copied

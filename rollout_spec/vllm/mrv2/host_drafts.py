@@ -173,7 +173,6 @@ class HostDrafts:
         """
         places = self._batch.places_to_append(arrival.request_ids)
         tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
-        work = arrival.work and arrival.work._replace(ended=arrival.ended)
         try:
             nums_new = self._batch.extend(places, tokens, nums)
             model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
@@ -181,8 +180,8 @@ class HostDrafts:
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._most_model_tokens)
             may_end = any((tokens == end).any() for end in self.proposer.end_token_ids)
             self._latest = self.proposer.draft(
-                nums_new, self._batch.tokens, self._batch.levels, work,
-                NextStep(model_drafts, takes_drafts, next_step.room), may_end,
+                nums_new, self._batch.tokens, self._batch.levels, arrival.work,
+                NextStep(model_drafts, takes_drafts, next_step.room), may_end, arrival.ended,
             )  # fmt: skip
             return self._latest
         except Exception as error:
