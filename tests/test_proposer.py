@@ -290,6 +290,8 @@ def test_what_is_on_its_way_is_received_first():
 @pytest.mark.parametrize("forgets", ["without_drafter", "reset"])
 def test_of_a_warm_up_nothing_is_left(forgets):
     engine = Engine(history=4)
+    with pytest.raises(ZeroDivisionError), engine.proposer.without_drafter():
+        _ = 1 // 0
     with engine.proposer.without_drafter() if forgets != "reset" else contextlib.nullcontext():
         engine.add("warm-up")
         for _ in range(9):

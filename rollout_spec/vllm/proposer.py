@@ -15,6 +15,7 @@ from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
+from rollout_spec.patches import temporarily
 from rollout_spec.vllm.counts import Counts
 from rollout_spec.vllm.cuda_graphs import pads_drafts
 from rollout_spec.vllm.keys import names_of
@@ -92,10 +93,9 @@ class SuffixProposer:
     @contextlib.contextmanager
     def without_drafter(self) -> Iterator[None]:
         """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
-        drafter, self.drafter = self.drafter, None
-        yield
-        self.take_counters()
-        self.drafter = drafter
+        with temporarily(self, "drafter", None):
+            yield
+            self.take_counters()
 
     def reset(self) -> None:
         """Forget all that was seen and learned, as benchmarks ask between two runs."""
