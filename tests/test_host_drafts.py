@@ -23,6 +23,7 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv2 import host_drafts, speculators
 from rollout_spec.vllm.mrv2.arrivals import Arrival
+from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
 from rollout_spec.vllm.mrv2.speculators import gumbel
@@ -128,9 +129,9 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
         accelerator.start()
         after_sampling(runner, accelerator.put, ["b", "a"], [6, 6])
         nothing = runner.host_drafts.no_drafts(SimpleNamespace(num_reqs=2))
-        drafts = dict(zip(*dataclasses.astuple(runner.host_drafts.get_draft_tokens()), strict=True))
-        runner.execute_model(scheduled(drafts=drafts))
-    assert nothing.value.shape == (2, K)
+        drafts = dict(zip(*dataclasses.astuple(runner.draft_tokens_handler.get_draft_tokens()), strict=True))
+        runner.execute_model(planned(scheduled(drafts=drafts), Plan(0), ["a", "b"]))
+    assert nothing.value.shape == (2, K) and runner.host_drafts.step.num_model_tokens == 0
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
     assert runner.req_states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 1)
@@ -216,6 +217,24 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         counted = [known + 1 + K, known + 1 + K, 4]
         assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"
+
+
+@pytest.mark.parametrize("fails", ["change", "extend"])
+def test_where_the_host_has_failed_no_draft_and_no_length_follows_from_it(fails, monkeypatch):
+    with Accelerator() as accelerator:
+        runner = mrv2_host(accelerator, {"a": 0, "new": 1})
+        room, rows = {"a": [-1] * K}, runner.req_states.num_computed_tokens_np
+        runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
+        after_sampling(runner, accelerator.put, ["a"], [6])
+        runner.execute_model(planned(scheduled(drafts=room), Plan(None, 1, K), ["a"]))
+        output = after_sampling(runner, accelerator.put, ["a"], [7])
+        assert report_of(output.model_runner_output).drafts_wanted
+        monkeypatch.setattr(HostBatch, fails, lambda *_: 1 // 0)
+        rows[:2] = 20
+        runner.execute_model(planned(scheduled(("new",), room), Plan(None, 1, K), ["a", "new"]))
+        report = report_of(runner.sample_tokens(None).model_runner_output)
+    assert rows.tolist()[:2] == [20, 20] and report == Report(0, {}, False)
+    assert runner.executed.num_scheduled_tokens == {"a": 1, "new": 1}
 
 
 class SomeMRV1(GPUModelRunner):

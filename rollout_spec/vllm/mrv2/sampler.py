@@ -37,8 +37,7 @@ def check_sampler() -> None:
 
 def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKeys) -> None:
     """Let a runner's sampler, and what verifies with it, draw with the requests' keys."""
-    sampler.keys = keys
-    put_before(KeyedSampler, sampler, COUPLED)
+    put_before(KeyedSampler, sampler, COUPLED, keys=keys)
     if verifier is not None:
         put_before(_VERIFIER, verifier, COUPLED)
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")

@@ -59,14 +59,12 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
 def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Let a model draft with the target's noise, pass by pass, and hand its drafts to the host."""
     check_speculator()
-    speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
-    speculator.log_odds = torch.zeros(
-        speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
-    )
     for name in (each for each in _FUSES if hasattr(speculator, each)):
         setattr(speculator, name, lambda: None)
         record(PASS_BY_PASS)
-    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
+    num_rows, most = speculator.max_num_reqs, speculator.num_speculative_steps
+    log_odds = torch.zeros(num_rows, most, device=speculator.device)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE, host=host, num_tokens=most, log_odds=log_odds)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -142,7 +140,7 @@ class ModelBesideDrafter(SharedNoiseModel):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = passes_for(self.host.num_model_tokens)
+        num = passes_for(self.host.step.num_model_tokens)
         with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num)
