@@ -9,7 +9,8 @@ from vllm.v1.sample import rejection_sampler
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
+from rollout_spec.vllm.mrv1.rejection import couple_rejection_sample
+from rollout_spec.vllm.mrv1.row_generators import RowGenerators
 from rollout_spec.vllm.upstream import cpu_expand
 
 NAME = "expand_batch_to_tokens"

@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import sampler as vllm_sampler
@@ -29,13 +30,12 @@ from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
 from rollout_spec.vllm.mrv1.rejection import (
     COUPLED,
-    KEYED,
-    RowGenerators,
     checked_target,
     couple_rejection_sample,
-    keep_from_fused_kernel,
+    platforms_rejection_sampler,
     rejection_samplers,
 )
+from rollout_spec.vllm.mrv1.row_generators import KEYED, RowGenerators, keep_from_fused_kernel
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -45,8 +45,6 @@ ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 class RowSampling:
     """Gives a model runner's samplers a `RowGenerators`, step by step."""
-
-    step_noise: coupled.StepNoise  # of the step that was sampled last
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -59,11 +57,9 @@ class RowSampling:
         Raises PatchError; RuntimeError: the device cannot compute the noise.
         """
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
-        sampler.sampling = self
-        put_before(KeyedSampler, sampler, KEYED)
+        put_before(KeyedSampler, sampler, KEYED, sampling=self)
         if verifier is not None:
-            verifier.sampling = self
-            put_before(CoupledVerifier, verifier, COUPLED)
+            put_before(CoupledVerifier, verifier, COUPLED, sampling=self)
             record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
@@ -76,7 +72,15 @@ class RowSampling:
 
     def begin_step(self, num_draft_tokens: list[int]) -> RowGenerators:
         """The noise of the rows that a step samples. The batch's own generators are cleared."""
-        batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
+        rows = self.keys_and_positions(len(num_draft_tokens))
+        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
+        # comes in chunks: it sets the generator back, and a CPU generator has no offset.
+        self._runner.input_batch.generators.clear()
+        return RowGenerators(coupled.StepNoise(*rows, num_draft_tokens, self.before_wait))
+
+    def keys_and_positions(self, num_rows: int) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """Of each row of the step that runs: its key, and the position of the first token that it samples."""
+        batch = self._runner.input_batch
         if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
                 f"rollout_spec: {num_rows} rows are sampled, the batch has {batch.num_reqs}; "
@@ -84,12 +88,7 @@ class RowSampling:
             )
         keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
         # A warm-up may have more rows than there are.
-        positions = np.resize(batch.num_tokens_no_spec, num_rows)
-        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
-        # comes in chunks: it sets the generator back, and a CPU generator has no offset.
-        batch.generators.clear()
-        self.step_noise = coupled.StepNoise(keys, positions, num_draft_tokens, self.before_wait)
-        return RowGenerators(self.step_noise)
+        return keys, np.resize(batch.num_tokens_no_spec, num_rows)
 
 
 # Before Sampler, 1: forward
@@ -144,8 +143,8 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
-        # That of the platform's verification, so that both keep the same tokens.
-        logits = rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
+        # That of verification, so that both keep the same tokens.
+        logits = platforms_rejection_sampler().apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
             processed = logits
