@@ -12,12 +12,13 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.gate.step import Step
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
+from rollout_spec.vllm import OPTIONS_KEY, control, kept_counters, speculative_config
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.live_requests import max_level_of
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
-from rollout_spec.vllm.proposer import SuffixProposer, max_level_of
+from rollout_spec.vllm.proposer import SuffixProposer
 from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -119,7 +120,7 @@ def engine_of_one(**options):
 def said(monkeypatch):
     messages: list[str] = []
     note = lambda message, *args: messages.append(message % args)  # noqa: E731
-    for module in (counts, control):
+    for module in (kept_counters, control):
         monkeypatch.setattr(module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
     return messages
 
@@ -282,7 +283,7 @@ def test_what_is_on_its_way_is_received_first():
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "note_new_weights", "take_history", "pack_history"):
-        engine.proposer.receive = lambda name=name: received.append(name)
+        engine.proposer.index_arrivals = lambda name=name: received.append(name)
         getattr(engine.control, name)()
     assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
@@ -367,14 +368,14 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "is_used"),
+    ("parallel", "drafts_here"),
     [
         ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, False),
         ({"rank": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, True),
         ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, True),
     ],
 )
-def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
+def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, drafts_here):
     config = vllm_config({"history": 4, "min_survival": 0.0}, **parallel)
     proposer = SuffixProposer(config)
     request = Value(prompt_token_ids=None, sampling_params=None)  # embeddings, and no parameters
@@ -387,9 +388,9 @@ def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
     )  # fmt: skip
     proposer.load_model()
     matrix = np.array([[5, 6, 5, 6, 5, 0, 0, 0, 0]], np.int32)
-    assert proposer.propose([[5]], np.array([5], np.int32), matrix) == [[6, 5, 6] if is_used else []]
-    assert proposer.take_counters().num_steps == is_used
-    assert (ProposerControl(proposer).take_history() is not None) == is_used
+    assert proposer.propose([[5]], np.array([5], np.int32), matrix) == [[6, 5, 6] if drafts_here else []]
+    assert proposer.take_counters().num_steps == drafts_here
+    assert (ProposerControl(proposer).take_history() is not None) == drafts_here
 
 
 @pytest.mark.parametrize(("own", "padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)])

@@ -26,10 +26,10 @@ from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv1 import sampler
 from rollout_spec.vllm.mrv1.catch_up import CatchUp
+from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
-from rollout_spec.vllm.prompt_rows import in_prompt
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
@@ -176,7 +176,7 @@ class TwoDraftersRunner(SharedNoiseRunner):
 
 def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[int]]) -> Drafts:
     batch, proposer, passes = runner.input_batch, runner.rollout_spec_proposer, runner.drafter.passes
-    of_model = passes.on_host() if passes is not None and proposer.is_used else None
+    of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
     # A step for which a model has drafted nothing gets no drafts of the text either.
     next_step = NextStep(of_model, takes_drafts=of_model is not None)
     nums = np.array(list(map(len, sampled_token_ids)), np.int32)
@@ -227,7 +227,7 @@ def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> Su
     record(LAST_TOKENS)
     runner.effective_drafter_max_model_len = 1 << 31
     put_before(NotingRunner, runner, WORK)
-    if current_platform.is_cuda_alike() and proposer.is_used:
+    if current_platform.is_cuda_alike() and proposer.drafts_here:
         catch_up = CatchUp(proposer.catch_up)
         sampling.before_wait = catch_up.before_wait
         put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)

@@ -77,7 +77,7 @@ class ArrivalQueue:
             model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
             # A step for which a model has drafted nothing gets no drafts of the text either.
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._proposer.most_model_tokens)
-            may_end = any((tokens == end).any() for end in self._proposer.end_token_ids)
+            may_end = any((tokens == end).any() for end in self._proposer.requests.end_token_ids)
             self.answer = self._proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, work,
                 NextStep(model_drafts, takes_drafts, next_step.room), may_end,

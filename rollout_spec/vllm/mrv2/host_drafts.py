@@ -159,7 +159,7 @@ class HostDrafts:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
         what was drafted, what is to be next, and when the step had ended."""
         step, self._for_scheduler.drafts = self.step, None
-        if isinstance(output, AsyncOutput) and self.proposer.is_used:
+        if isinstance(output, AsyncOutput) and self.proposer.drafts_here:
             stream = self._runner.output_copy_stream
             arrival = Arrival(output, self.proposer.work, stream, step.model_drafts)
             self._arrivals.append(arrival)
