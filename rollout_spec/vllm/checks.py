@@ -83,7 +83,9 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
     option = f"speculative_config.method={method} with rollout_spec"
     if config.enabled:  # first: what follows asks vLLM's own code, which a newer one may not have
-        refuse(_facts_of_policy(vllm_config, config), option)
+        model, longest = vllm_config.model_config, vllm_config.scheduler_config.long_prefill_token_threshold
+        policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+        refuse(of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest), option)
     misfit = mrv2_misfit() if is_mrv2 else None
     facts = {
         "misfit": misfit and not has_model and SimpleNamespace(method=config.method, why=misfit),
@@ -106,13 +108,6 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         check_model_drafter()
     if config.enabled and vllm_config.model_config.is_hybrid:
         recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
-
-
-def _facts_of_policy(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
-    model = vllm_config.model_config
-    policy = model.architecture if model.is_hybrid or model.is_attention_free else None
-    longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
-    return of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest_piece)
 
 
 def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:

@@ -1,24 +1,13 @@
 """The requests of an engine, as its drafter is told of them."""
 
 import operator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.keys import names_of
-
-
-class Runner(Protocol):
-    """What is read of a model runner: MRV1 itself, or `HostBatch` in the place of MRV2."""
-
-    parallel_config: Any
-    requests: dict[str, Any]  # by id; preempted ones too
-    input_batch: Any  # `req_ids` of its rows
-
-    @property
-    def max_model_len(self) -> int: ...
 
 
 class LiveRequests:
@@ -32,8 +21,8 @@ class LiveRequests:
         self._requests: dict[str, Any] = {}  # of the last step, by id: a caller may use an id again
         self.end_token_ids = set[int]()
 
-    def update(self, drafter: Drafter, runner: Runner) -> None:
-        """Add the requests that are new in the engine and remove those that have left it."""
+    def update(self, drafter: Drafter, runner: Any) -> None:
+        """Add the requests that are new in a runner, or its `HostBatch`, and remove those that have left."""
         live = runner.requests  # preempted requests included: they stay in the index
         before = self._requests.values()
         if len(live) == len(before) and all(map(operator.is_, live.values(), before)):

@@ -43,13 +43,9 @@ class OtherRanks:
 
             @wrap(model_runner, MRV2_DISPATCH, _WATCH)
             def look_on_mrv2(
-                coordinate: Any,
-                cudagraph_manager: Any,
-                num_reqs: int,
-                num_tokens: int,
-                *args: Any,
-                **kwargs: Any,
-            ) -> Any:
+                coordinate: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int,
+                *args: Any, **kwargs: Any,
+            ) -> Any:  # fmt: skip
                 result = coordinate(cudagraph_manager, num_reqs, num_tokens, *args, **kwargs)
                 return _tell("cudagraph_manager", cudagraph_manager, num_tokens, result)
         else:

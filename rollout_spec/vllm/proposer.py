@@ -17,7 +17,7 @@ from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
 from rollout_spec.vllm.cuda_graphs import pads_drafts
 from rollout_spec.vllm.kept_counters import KeptCounters
-from rollout_spec.vllm.live_requests import LiveRequests, Runner
+from rollout_spec.vllm.live_requests import LiveRequests
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
 
@@ -47,7 +47,7 @@ class SuffixProposer:
         self.drafter: Drafter | None = None  # None before `bind`, if not `drafts_here`, or if it has failed
         self._other_ranks = OtherRanks(vllm_config)
         self._work: Step | None = None
-        self._runner: Any = None  # a `Runner`, once there is one
+        self._runner: Any = None  # MRV1, or `HostBatch` in the place of MRV2; once there is one
         self.config = SpecConfig()
         self.index_arrivals: Callable[[], object] = lambda: None
         # The most that a model drafts for a row beside the text; 0: there is no model.
@@ -56,7 +56,7 @@ class SuffixProposer:
         self._counters = KeptCounters()
 
     def bind(
-        self, runner: Runner, config: SpecConfig, index_arrivals: Callable[[], object] = lambda: None
+        self, runner: Any, config: SpecConfig, index_arrivals: Callable[[], object] = lambda: None
     ) -> None:
         """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
 
@@ -105,12 +105,9 @@ class SuffixProposer:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
 
     def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Int32Array,
-        token_ids_cpu: Int32Array,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Int32Array, token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Draft for every row of the step. Never raises: a failure costs the step's drafts, not the rollout.
 
         sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
@@ -132,14 +129,9 @@ class SuffixProposer:
         return self._other_ranks.seen(self._work)
 
     def draft(
-        self,
-        nums_new: Int32Array,
-        token_ids: Any,
-        levels: Int32Array,
-        work: Step | None,
-        next_step: NextStep = TAKES_ANY,
-        may_end: bool = True,
-    ) -> Drafts:
+        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, work: Step | None,
+        next_step: NextStep = TAKES_ANY, may_end: bool = True,
+    ) -> Drafts:  # fmt: skip
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
         may_end: False where no token of the step ends a request, which saves a look at all rows.

@@ -28,9 +28,7 @@ class Refusal(NamedTuple):
     why: str
 
 
-# By what is asked for: `Refusal.setting` and `why`. Of those that apply, the first is said.
-_TEMPLATES = {
-    # Our noise.
+_OUR_NOISE = {
     "misfit": ("rollout.spec.method={found.method}", _NOT_MRV2),
     "others_draft":
         ("speculative_config.method={found.method}",
@@ -38,7 +36,8 @@ _TEMPLATES = {
     "partial_logits":
         ("additional_config.{found}",
          "not with rollout_spec, which draws each token from the whole of its logits; switch it off"),
-    # Our drafter.
+}  # fmt: skip
+_OUR_DRAFTER = {
     "untested_vllm":
         ("vllm {found}", f"is newer than what our tests have run ({', '.join(versions.TESTED)}): set "
          "rollout.spec.untested_vllm=true to try it, and compare its tokens by `rollout-spec certify`"),
@@ -78,35 +77,30 @@ _TEMPLATES = {
     "own_gate":
         ("speculative_config.num_speculative_tokens_per_batch_size",
          "the drafter has its own gate; set rollout.spec.batch_threshold instead"),
-    # A model whose drafts we verify.
-    "model_on_own_runner": ("{model}", OWN_RUNNER),
-    "gemma4_head": ("{model}", "Gemma 4's drafter shares the target's KV cache"),
-    "step3p5_head": ("{model}", "Step 3.5's drafter has a layer for each token"),
-    "several_modules": ("{model}", "an MTP head of several modules is not supported"),
-    "adapters": ("{model}", "{found}: vLLM cannot apply a LoRA adapter to draft tokens"),
-    "parallel_experts":
-        ("{model}", "the data-parallel ranks of experts would not run the same passes of the drafter"),
+}  # fmt: skip
+_A_MODEL = {  # whose drafts we verify; what asks for it is `{model}`
+    "model_on_own_runner": OWN_RUNNER,
+    "gemma4_head": "Gemma 4's drafter shares the target's KV cache",
+    "step3p5_head": "Step 3.5's drafter has a layer for each token",
+    "several_modules": "an MTP head of several modules is not supported",
+    "adapters": "{found}: vLLM cannot apply a LoRA adapter to draft tokens",
+    "parallel_experts": "the data-parallel ranks of experts would not run the same passes of the drafter",
     "few_positions":
-        ("{model}", "the drafter takes {found.most} positions, max_model_len is {found.asked}: set "
-                    "max_model_len to at most {found.most}"),
-    "parallel_drafting":
-        ("{model}", "we draw draft tokens one after the other; parallel drafting draws them at once"),
-    "adaptive":
-        ("{model}",
-         "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave"),
-    "local_argmax":
-        ("{model}", "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn"),
-    "model_lossy":
-        ("{model}", "rejection_sample_method must be standard: our verification has a way of its own"),
+        "the drafter takes {found.most} positions, max_model_len is {found.asked}: set max_model_len to at "
+        "most {found.most}",
+    "parallel_drafting": "we draw draft tokens one after the other; parallel drafting draws them at once",
+    "adaptive": "enable_adaptive_verification reads a confidence that drafts with shared noise do not leave",
+    "local_argmax": "use_local_argmax_reduction finds the likeliest token, and a draft's is drawn",
+    "model_lossy": "rejection_sample_method must be standard: our verification has a way of its own",
     "watermark":
-        ("{model}",
-         "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
-         "a draft's at once"),
-    "other_vocabulary": ("{model}", "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary"),
-    "model_stages": ("{model}", "pipeline_parallel_size must be 1"),
-    "model_misfit": ("{model}", _NOT_MRV2 + "; steps are then scheduled synchronously (slower)"),
-    "unpadded": ("{model}", "disable_padded_drafter_batch must be False"),
-    # Drafts, whoever makes them.
+        "watermark_config: a watermark follows from the tokens before it, and our verification draws all of "
+        "a draft's at once",
+    "other_vocabulary": "use_heterogeneous_vocab: needs a drafter with the policy's vocabulary",
+    "model_stages": "pipeline_parallel_size must be 1",
+    "model_misfit": _NOT_MRV2 + "; steps are then scheduled synchronously (slower)",
+    "unpadded": "disable_padded_drafter_batch must be False",
+}  # fmt: skip
+_ANY_DRAFTS = {
     "last_loop":  # of Dory, from vLLM 0.33 on
         ("recurrent_kv_cache_mode={found}",
          "within a step a token reads other keys and values of earlier tokens than across steps, so drafts "
@@ -138,7 +132,10 @@ _TEMPLATES = {
         ("{engine}override_generation_config.min_p", "vLLM refuses min_p together with speculative decoding"),
     "ahead": ("{engine}async_scheduling", "must be False with {found}"),
 }  # fmt: skip
-REFUSALS = {fact: Refusal(setting, why) for fact, (setting, why) in _TEMPLATES.items()}
+_OF_MODEL = {fact: ("{model}", why) for fact, why in _A_MODEL.items()}
+# Of those that apply, the first is said.
+_ROWS = _OUR_NOISE | _OF_MODEL | _OUR_DRAFTER | _ANY_DRAFTS
+REFUSALS = {fact: Refusal(*row) for fact, row in _ROWS.items()}
 
 
 def refuse(facts: Mapping[str, Any], model: str, engine: str = "") -> None:

@@ -22,14 +22,9 @@ class Plan(NamedTuple):
     def is_ahead(self) -> bool:
         return self.num_in_flight is not None
 
-    @property
-    def next_step_takes_drafts(self) -> bool:
-        """Whether the next step can verify drafts that are made from this one's tokens."""
-        return self.room > 0 or not self.is_ahead
-
     def num_drafted(self, most: int) -> int:
         """Tokens that a model, which can draft `most`, drafts in it for every row; 0: see `passes_for`."""
-        if not self.next_step_takes_drafts:
+        if self.is_ahead and self.room == 0:  # the next step cannot verify what follows this one's tokens
             return 0
         return most if self.num_model_tokens is None else self.num_model_tokens
 

@@ -25,14 +25,9 @@ class KeptVerifier(RejectionSampler):
     """It takes the logarithms of the tokens that are kept."""
 
     def _get_logprobs_tensors(
-        self,
-        max_num_logprobs: int,
-        metadata: Any,
-        logits: torch.Tensor,
-        target_logits: torch.Tensor,
-        bonus_logits: torch.Tensor,
-        sampled_token_ids: torch.Tensor,
-    ) -> LogprobsTensors:
+        self, max_num_logprobs: int, metadata: Any, logits: torch.Tensor, target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor, sampled_token_ids: torch.Tensor,
+    ) -> LogprobsTensors:  # fmt: skip
         """A row for each place of `sampled_token_ids`; zeros where no token is.
 
         target_logits, bonus_logits: [num_tokens, vocab_size] at the draft positions, [batch_size, vocab_size]

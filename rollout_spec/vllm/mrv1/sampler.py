@@ -26,21 +26,15 @@ from rollout_spec.patches import guard_class, guard_parameters, put_before, reco
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm.keys import keys_of
+from rollout_spec.vllm.mrv1 import rejection
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
-from rollout_spec.vllm.mrv1.rejection import (
-    COUPLED,
-    checked_target,
-    couple_rejection_sample,
-    platforms_rejection_sampler,
-    rejection_samplers,
-)
 from rollout_spec.vllm.mrv1.row_generators import KEYED, RowGenerators, keep_from_fused_kernel
 
 logger = init_logger(f"vllm.{__name__}")
 
 # What an engine's processes apply to themselves.
-ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
+ENGINE_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
@@ -59,13 +53,13 @@ class RowSampling:
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         put_before(KeyedSampler, sampler, KEYED, sampling=self)
         if verifier is not None:
-            put_before(CoupledVerifier, verifier, COUPLED, sampling=self)
+            put_before(CoupledVerifier, verifier, rejection.COUPLED, sampling=self)
             record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
-        for module in rejection_samplers():
-            couple_rejection_sample(module)
+        for module in rejection.rejection_samplers():
+            rejection.couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
@@ -98,13 +92,9 @@ class KeyedSampler(Sampler):
     sampling: RowSampling
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        predict_bonus_token: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool = False,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         generators = sampling_metadata.generators
         if not isinstance(generators, RowGenerators):
             generators = self.sampling.begin_step([0] * logits.shape[0])
@@ -136,15 +126,11 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         self.logprobs_mode = logprobs_mode
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        generators: RowGenerators,
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
+        self, logits: torch.Tensor, generators: RowGenerators, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
         # That of verification, so that both keep the same tokens.
-        logits = platforms_rejection_sampler().apply_top_k_top_p(logits, k, p)
+        logits = rejection.platforms_rejection_sampler().apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
             processed = logits
@@ -156,14 +142,14 @@ class KeyedTopKTopPSampler(torch.nn.Module):
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     guard_class(KEYED, KeyedSampler, Sampler)
-    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
+    guard_class(rejection.COUPLED, CoupledVerifier, RejectionSampler)
     guard_parameters(
         MIN_TOKENS, MinTokensLogitsProcessor, "apply_with_spec_decode", ("self", "logits", "num_draft_tokens")
     )
     guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
     _check_top_k_top_p(TopKTopPSampler)
-    for module in rejection_samplers():
-        checked_target(module)
+    for module in rejection.rejection_samplers():
+        rejection.checked_target(module)
 
 
 def _check_top_k_top_p(kind: type) -> None:

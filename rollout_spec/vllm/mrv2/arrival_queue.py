@@ -12,7 +12,7 @@ from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.proposer import SuffixProposer
 
 
-class ArrivalQueue:
+class ArrivalQueue(deque[Arrival]):
     """The steps whose tokens the host's batch does not have yet, the oldest first.
 
     A failure costs the drafts, not the rollout: the batch is wrong then, and nothing is said of its rows.
@@ -22,39 +22,35 @@ class ArrivalQueue:
     """
 
     def __init__(self, batch: HostBatch, proposer: SuffixProposer) -> None:
-        self._batch, self._proposer = batch, proposer
-        self._arrivals: deque[Arrival] = deque()
-        self._has_failed = False
+        super().__init__()
+        self._batch, self._proposer, self._has_failed = batch, proposer, False
         self.answer = Drafts.none(0)
-
-    def append(self, arrival: Arrival) -> None:
-        self._arrivals.append(arrival)
 
     def change_requests(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
-            for arrival in self._arrivals:
+            for arrival in self:
                 arrival.forget({request.req_id for request in scheduler_output.scheduled_new_reqs})
         except Exception as error:
             self._fail(error)
 
-    def index(self, num_in_flight: int = 0) -> None:
-        """Index the tokens of all steps but the last `num_in_flight`, and draft nothing after them."""
-        while len(self._arrivals) > num_in_flight:
-            self._draft_after(self._arrivals.popleft(), TAKES_NONE)
+    def take_in(self, all_but: int = 0) -> None:
+        """Index the tokens of all steps but the last `all_but`, and draft nothing after them."""
+        while len(self) > all_but:
+            self._draft_after(self.popleft(), TAKES_NONE)
 
     def draft_for_rows(self, next_step: NextStep) -> tuple[list[str], Drafts]:
         """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
 
         next_step: what it can take, but for the model's drafts, which come with the tokens.
         """
-        self.index(num_in_flight=1)
+        self.take_in(all_but=1)
         names = [*self._batch.input_batch.req_ids]
-        if not self._arrivals:
+        if not self:
             return names, Drafts.none(len(names))
-        return names, self._draft_after(self._arrivals.popleft(), next_step)
+        return names, self._draft_after(self.popleft(), next_step)
 
     def draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
         """The same for requests that have so much room; and how many tokens each has, None: nobody knows."""

@@ -42,14 +42,10 @@ class RunningStep:
     """The step that runs, from `begin_step` to `report`."""
 
     plan: Plan
-    num_model_tokens: int
-    """That a model drafts in it for every row; 0: its first pass drafts nothing."""
-    output: Any = None
-    """The runner's own SchedulerOutput, until its drafts are in it."""
-    nums_drafts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Draft tokens of each request that has some."""
-    model_drafts: tuple[torch.Tensor, ...] = ()
-    """What the model has drafted after it: tokens and log-odds; empty: nothing."""
+    num_model_tokens: int  # that a model drafts in it for every row; 0: its first pass drafts nothing
+    output: Any = None  # the runner's own SchedulerOutput, until its drafts are in it
+    nums_drafts: dict[str, int] = dataclasses.field(default_factory=dict)  # of requests that have some
+    model_drafts: tuple[torch.Tensor, ...] = ()  # the tokens after it and their log-odds; empty: none
 
 
 class DraftsForScheduler:
@@ -84,7 +80,7 @@ class HostDrafts:
         self._runner, batch = runner, HostBatch(runner)
         self.proposer = SuffixProposer(runner.vllm_config)
         self._arrivals = ArrivalQueue(batch, self.proposer)
-        self.proposer.bind(batch, config, self._arrivals.index)
+        self.proposer.bind(batch, config, self._arrivals.take_in)
         self.launching = threading.Lock()
         self.step = RunningStep(Plan(), self.proposer.most_model_tokens)
         self._num_tokens = config.num_speculative_tokens
@@ -99,7 +95,7 @@ class HostDrafts:
         """The requests that go and come with a step; before the runner takes them in."""
         plan = plan_of(scheduler_output)
         self.step = RunningStep(plan, plan.num_drafted(self.proposer.most_model_tokens))
-        self._arrivals.index(plan.num_in_flight or 0)
+        self._arrivals.take_in(plan.num_in_flight or 0)
         self._arrivals.change_requests(scheduler_output)
 
     def note_step(self, scheduler_output: Any) -> None:

@@ -50,14 +50,10 @@ def _fix_linear_attention(builder: Any) -> None:
 
     @wrap(builder, "build", PATCH, "0fb6c90f", "7be67f18", "aa65a6eb")  # 0.23; 0.24; 0.29
     def build_with_speculative_rows(
-        build: Any,
-        self: Any,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
+        build: Any, self: Any, common_prefix_len: int, common_attn_metadata: Any,
         num_accepted_tokens: torch.Tensor | None = None,
-        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
-        fast_build: bool = False,
-    ) -> Any:
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None, fast_build: bool = False,
+    ) -> Any:  # fmt: skip
         numbers = num_decode_draft_tokens_cpu
         if numbers is not None:
             numbers = torch.where(numbers == 0, 1, numbers)
