@@ -27,9 +27,7 @@ _TRAINED = "original_max_position_embeddings"
 def check_options(vllm_config: VllmConfig) -> None:
     """Check all that can be checked before an engine's process is launched; reads the corpus through.
 
-    Raises:
-        ConfigError: naming the option or vLLM's setting.
-        PatchError: the installed vLLM's samplers are not what `mrv1.sampler` was written for.
+    Raises ConfigError, which names the option or vLLM's setting; PatchError: `mrv1.sampler` does not fit.
     """
     config = engine_options(vllm_config)
     if config is None:

@@ -11,15 +11,11 @@ from rollout_spec.vllm.keys import names_of
 
 
 class LiveRequests:
-    """Those that a drafter knows.
-
-    Attributes:
-        end_token_ids: the tokens that end one of them.
-    """
+    """Those that a drafter knows."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Any] = {}  # of the last step, by id: a caller may use an id again
-        self.end_token_ids = set[int]()
+        self.end_token_ids = set[int]()  # the tokens that end one of them
 
     def update(self, drafter: Drafter, runner: Any) -> None:
         """Add the requests that are new in a runner, or its `HostBatch`, and remove those that have left."""

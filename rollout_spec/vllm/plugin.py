@@ -50,10 +50,9 @@ _ABORTED = Patch(
 class Misfits:
     """What of ours does not fit the installed vLLM, as far as its modules are imported."""
 
-    failure: str | None = None
-    """Why this vLLM is not supported. vLLM loads the plugin for engines that do not ask for us too."""
+    failure: str | None = None  # why this vLLM is not supported, where an engine asks for us
+    # Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
     not_fixed: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name."""
 
 
 misfits = Misfits()
@@ -72,9 +71,7 @@ def register() -> None:
 def connect() -> None:
     """Connect the proposer with the engine, and fix what is wrong in vLLM.
 
-    Raises:
-        ConfigError: the installed vLLM is too old.
-        PatchError: it is not one that these patches were written for.
+    Raises ConfigError: it is too old; PatchError: these patches were not written for it.
     """
     from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
     from rollout_spec.vllm.mrv2 import enable

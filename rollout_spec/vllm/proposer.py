@@ -28,10 +28,7 @@ class SuffixProposer:
     """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
-    tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
-    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
-    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt. The turns of a sample have
-    one `extra_args["rollout_spec_sample"]`.
+    tokens is vLLM's `num_speculative_tokens`. What a request says of itself: see `keys`.
 
     Of an engine core's workers only the one whose drafts the scheduler takes has a drafter: `drafts_here`.
     """
@@ -85,12 +82,6 @@ class SuffixProposer:
         with temporarily(self, "drafter", None):
             yield
             self.take_counters()
-
-    def reset(self) -> None:
-        """Forget all that was seen and learned, as benchmarks ask between two runs."""
-        self.take_counters()
-        self.drafter = None  # its memory first
-        self.drafter, self.requests = self._new_drafter(), LiveRequests()
 
     def _new_drafter(self) -> Drafter | None:
         if not self.drafts_here:

@@ -6,14 +6,11 @@ import torch
 
 
 class CatchUp:
-    """Lets the host index text while it waits for the device: once in a step, where it waits first.
-
-    Args:
-        catch_up: does it; asks before each piece whether there is time.
-    """
+    """Lets the host index text while it waits for the device: once in a step, where it waits first."""
 
     def __init__(self, catch_up: Callable[[Callable[[], bool]], None]) -> None:
-        self._catch_up, self._may_wait = catch_up, False
+        self._catch_up = catch_up  # asks before each piece of text whether there is time
+        self._may_wait = False
 
     def begin_step(self) -> None:
         self._may_wait = True

@@ -8,10 +8,9 @@ each row room for them, as vLLM does for a model's drafts, and the worker takes 
     worker                      | tokens of 0, drafts for 1, report of 1
                                                 | tokens of 1, drafts for 2, report of 2
 
-A step with room waits for the tokens of the step before, and drafts after them. One without room waits for
-nothing: the tokens come when the next step has begun, and the gate only says whether drafts would have paid.
-Either way the drafter answers `drafts_wanted`. A step's report passes it on, and two steps later there is
-room. A step that the gate measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
+A step with room waits for the tokens of the step before, and drafts after them; one without waits for
+nothing. A step's report says `drafts_wanted`, and two steps later there is room. A step that the gate
+measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
 """
 
 from typing import Any

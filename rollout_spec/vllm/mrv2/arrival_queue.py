@@ -16,15 +16,12 @@ class ArrivalQueue(deque[Arrival]):
     """The steps whose tokens the host's batch does not have yet, the oldest first.
 
     A failure costs the drafts, not the rollout: the batch is wrong then, and nothing is said of its rows.
-
-    Attributes:
-        answer: what the drafter has answered last.
     """
 
     def __init__(self, batch: HostBatch, proposer: SuffixProposer) -> None:
         super().__init__()
         self._batch, self._proposer, self._has_failed = batch, proposer, False
-        self.answer = Drafts.none(0)
+        self.answer = Drafts.none(0)  # the drafter's last
 
     def change_requests(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""

@@ -1,9 +1,4 @@
-"""Drafts for the steps of vLLM's MRV2, made on the host. An adapter.
-
-A step's tokens reach the host on a stream of their own. With an `AheadScheduler` the next step is there by
-then, with room for drafts: they go into it, and the runner never sees the room that stays empty. With vLLM's
-own scheduler they come with the inputs of the next step.
-"""
+"""Drafts for the steps of vLLM's MRV2, made on the host. An adapter."""
 
 import dataclasses
 import threading
@@ -70,10 +65,6 @@ class HostDrafts:
     - in `report` itself, if the scheduler waits;
     - in the next step's `give_drafts`, if that step has room for drafts;
     - else in a later `begin_step`, or when counters are asked for, to index the tokens only.
-
-    Attributes:
-        launching: held while a step begins that waits for drafts.
-        step: the one that runs.
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
@@ -81,7 +72,7 @@ class HostDrafts:
         self.proposer = SuffixProposer(runner.vllm_config)
         self._arrivals = ArrivalQueue(batch, self.proposer)
         self.proposer.bind(batch, config, self._arrivals.take_in)
-        self.launching = threading.Lock()
+        self.launching = threading.Lock()  # held while a step begins that waits for drafts
         self.step = RunningStep(Plan(), self.proposer.most_model_tokens)
         self._num_tokens = config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
@@ -115,7 +106,8 @@ class HostDrafts:
             nums = zip(names, drafts.lengths.tolist(), strict=True)
             self.step.nums_drafts = {name: num for name, num in nums if num}
             if self.step.nums_drafts:
-                self._send(rows, drafts)
+                self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
+                self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
         self.proposer.note_work(output, has_waited=self.step.plan.room > 0)
 
     def _fill(self, output: Any, rows: npt.NDArray[np.int64]) -> Drafts:
@@ -134,10 +126,6 @@ class HostDrafts:
         """
         counts = self._runner.req_states.num_computed_tokens_np
         counts[rows] = np.minimum(counts[rows], levels - 1)
-
-    def _send(self, rows: npt.NDArray[np.int64], drafts: Drafts) -> None:
-        self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
-        self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
 
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
