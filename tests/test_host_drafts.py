@@ -23,7 +23,6 @@ from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv2 import host_drafts, speculators
 from rollout_spec.vllm.mrv2.arrivals import Arrival
-from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
 from rollout_spec.vllm.mrv2.speculators import gumbel
@@ -36,8 +35,6 @@ from tests.test_device_waits import VOCAB_SIZE, Engine, bare, flat, vllm  # noqa
 from tests.test_proposer import K, vllm_config
 
 pytestmark = pytest.mark.usefixtures("vllm", "one_device")
-
-
 NOTHING = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
 
 
@@ -46,8 +43,7 @@ def one_device(monkeypatch):
     """Its streams wait for nothing, and no other rank hears of what it drafts."""
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: NOTHING)
     monkeypatch.setattr(async_utils, "stream", lambda *_: contextlib.nullcontext())
-    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
-    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: SimpleNamespace(broadcast_object=lambda x: x))
 
 
 TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
@@ -78,13 +74,12 @@ class SomeMRV2(mrv2.GPUModelRunner):
 
 def mrv2_host(accelerator, rows):
     config = vllm_config({"min_survival": 0.0})
-    drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
     runner = bare(
-        SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
-        parallel_config=config.parallel_config, output_copy_stream=NOTHING,
-        block_tables=bare(SomeTables, log=[]),
+        SomeMRV2, vllm_config=config, max_num_reqs=4, max_model_len=64, output_copy_stream=NOTHING,
+        parallel_config=config.parallel_config, device=DEVICE, block_tables=bare(SomeTables, log=[]),
         req_states=SimpleNamespace(
-            req_id_to_index=rows, draft_tokens=drafts, num_computed_tokens_np=np.zeros(4, np.int32)
+            req_id_to_index=rows, num_computed_tokens_np=np.zeros(4, np.int32),
+            draft_tokens=accelerator.put(torch.zeros(4, K, dtype=torch.int64)),
         ),
     )  # fmt: skip
     runner.host_drafts = runner.block_tables.host_drafts = HostDrafts(runner, engine_options(config))
@@ -151,8 +146,8 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
         report = report_of(runner.sample_tokens(None).model_runner_output)
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
     assert runner.executed.scheduled_spec_decode_tokens == drafts
-    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
-    assert runner.executed.total_num_scheduled_tokens == 9
+    nums = runner.executed.num_scheduled_tokens
+    assert nums == {"b": 3, "a": 5, "new": 1} and runner.executed.total_num_scheduled_tokens == 9
     assert given.scheduled_spec_decode_tokens == room and given.total_num_scheduled_tokens == 13
     assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
@@ -209,9 +204,8 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         step(scheduled((*names,)), Plan(None, 0, 0), 0)
         accelerator.start()
         after_sampling(runner, accelerator.put, names[:2], [6, 40])
-        known = len(TEXT)
+        known, room = len(TEXT), {"drafted": [-1] * K, "plain": [-1] * K}
         counted = [known + K, known + 1, 4]
-        room = {"drafted": [-1] * K, "plain": [-1] * K}
         assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known, known, 4]
         after_sampling(runner, accelerator.put, names[:2], [41, 42])
         counted = [known + 1 + K, known + 1 + K, 4]
@@ -227,9 +221,10 @@ def test_where_the_host_has_failed_no_draft_and_no_length_follows_from_it(fails,
         runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
         after_sampling(runner, accelerator.put, ["a"], [6])
         runner.execute_model(planned(scheduled(drafts=room), Plan(None, 1, K), ["a"]))
-        output = after_sampling(runner, accelerator.put, ["a"], [7])
-        assert report_of(output.model_runner_output).drafts_wanted
-        monkeypatch.setattr(HostBatch, fails, lambda *_: 1 // 0)
+        assert report_of(
+            after_sampling(runner, accelerator.put, ["a"], [7]).model_runner_output
+        ).drafts_wanted
+        monkeypatch.setattr(f"rollout_spec.vllm.mrv2.host_batch.HostBatch.{fails}", lambda *_: 1 // 0)
         rows[:2] = 20
         runner.execute_model(planned(scheduled(("new",), room), Plan(None, 1, K), ["a", "new"]))
         report = report_of(runner.sample_tokens(None).model_runner_output)
@@ -254,7 +249,6 @@ class SomeDrafter(SpecDecodeBaseProposer):
 
 def with_model(engine, proposer=None):
     """A model drafts two tokens for each row of MRV1, of flat logits: alone, or beside the text."""
-    engine.plain()  # which tells the rows their keys
     config, put = vllm_config({}), engine.accelerator.put
     logits, model = put(flat(3, VOCAB_SIZE).contiguous()), SimpleNamespace(compute_logits=lambda x: x)
     runner = bare(
@@ -306,8 +300,7 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(monkeypatch):
     with accelerator:
         patches.put_before(speculators.SharedNoiseModel, speculator, speculators.SHARED_NOISE)
         accelerator.start()
-        rows = put(torch.arange(3))
-        step, ones = put(torch.tensor(1)), put(torch.ones(3))
+        rows, step, ones = put(torch.arange(3)), put(torch.tensor(1)), put(torch.ones(3))
         tokens = speculator.sample_draft(put(logits), rows, rows, ones, rows, step)
     assert (accelerator.waits, accelerator.num_sent) == ([], 0)
     assert torch.equal(tokens.value, logits.argmax(dim=-1))

@@ -33,9 +33,7 @@ class OtherRanks:
 
     def watch(self, runner: Any) -> None:
         """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way.
-
-        runner: has the `cudagraph_manager` (MRV2) or the `parallel_config` by which we know whom vLLM tells.
-        """
+        By the runner's `cudagraph_manager` (MRV2) or `parallel_config` we know whom it tells."""
         self._runner = runner
         _watching.add(self)
         if self._is_mrv2:

@@ -127,10 +127,8 @@ def _apply_if_it_fits(fix: Any, module: Any) -> None:
         fixes.apply(fix, module)
     except Exception as error:
         if name not in misfits.not_fixed:
-            logger = init_logger(f"vllm.{__name__}")
-            logger.warning(
-                "rollout_spec: the fix of vLLM's fault %r was not applied: %s", name, _reason(error)
-            )
+            said = "rollout_spec: the fix of vLLM's fault %r was not applied: %s"
+            init_logger(f"vllm.{__name__}").warning(said, name, _reason(error))
         misfits.not_fixed[name] = _reason(error)
 
 

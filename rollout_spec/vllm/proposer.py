@@ -86,11 +86,10 @@ class SuffixProposer:
     def _new_drafter(self) -> Drafter | None:
         if not self.drafts_here:
             return None
-        pads = pads_drafts(self._vllm_config)
-        vocab_size = self._vllm_config.model_config.get_vocab_size()
         return Drafter(
-            self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens, vocab_size=vocab_size
-        )
+            self.config, pads_drafts=pads_drafts(self._vllm_config), most_model_tokens=self.most_model_tokens,
+            vocab_size=self._vllm_config.model_config.get_vocab_size(),
+        )  # fmt: skip
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""

@@ -141,10 +141,9 @@ REFUSALS = {fact: Refusal(*row) for fact, row in _ROWS.items()}
 def refuse(facts: Mapping[str, Any], model: str, engine: str = "") -> None:
     """Raise a ConfigError for the first row of the table that is so; it names the setting and the reason.
 
-    Args:
-        facts: of the table, as far as they are known, each with what was found.
-        model: what asks for a model that drafts.
-        engine: what stands before the names of vLLM's options.
+    facts: of the table, as far as they are known, each with what was found.
+    model: what asks for a model that drafts.
+    engine: what stands before the names of vLLM's options.
     """
     assert facts.keys() <= REFUSALS.keys(), facts
     for fact, refusal in REFUSALS.items():
@@ -158,10 +157,9 @@ def of_our_drafter(
 ) -> dict[str, Any]:
     """The facts of an engine with our drafter.
 
-    Args:
-        policy: its architecture, if it has recurrent layers.
-        has_own_runner: whether the platform has, as NPUs have.
-        longest_piece: `long_prefill_token_threshold`; 0 or None: any.
+    policy: its architecture, if it has recurrent layers.
+    has_own_runner: whether the platform has, as NPUs have.
+    longest_piece: `long_prefill_token_threshold`; 0 or None: any.
     """
     k = config.num_speculative_tokens
     is_short = longest_piece and longest_piece < 1 + k and not versions.is_before(29)

@@ -30,8 +30,7 @@ class KeptVerifier(RejectionSampler):
     ) -> LogprobsTensors:  # fmt: skip
         """A row for each place of `sampled_token_ids`; zeros where no token is.
 
-        target_logits, bonus_logits: [num_tokens, vocab_size] at the draft positions, [batch_size, vocab_size]
-            after the drafts.
+        target_logits, bonus_logits: a row for each draft position, and for each request after its draft.
         sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
 
         Memory: two temporaries of as many rows of logits as tokens are kept.

@@ -30,9 +30,8 @@ SHARED_NOISE = Patch(
 class ModelPasses:
     """A model's passes in one step. Each draws a token for every row's draft, with the noise of the target.
 
-    Args:
-        keys, positions: `RowSampling.keys_and_positions`.
-        sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
+    keys, positions: `RowSampling.keys_and_positions`.
+    sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
     """
 
     def __init__(

@@ -46,10 +46,8 @@ class RowSampling:
         self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
-        """Stand before the runner's samplers; once in a runner's life.
-
-        Raises PatchError; RuntimeError: the device cannot compute the noise.
-        """
+        """Stand before the runner's samplers; once in a runner's life. Raises PatchError; RuntimeError: the
+        device cannot compute the noise."""
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
         put_before(KeyedSampler, sampler, KEYED, sampling=self)
         if verifier is not None:

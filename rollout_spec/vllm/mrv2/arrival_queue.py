@@ -40,9 +40,7 @@ class ArrivalQueue(deque[Arrival]):
 
     def draft_for_rows(self, next_step: NextStep) -> tuple[list[str], Drafts]:
         """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
-
-        next_step: what it can take, but for the model's drafts, which come with the tokens.
-        """
+        A model's drafts are not in `next_step`: they come with the tokens."""
         self.take_in(all_but=1)
         names = [*self._batch.input_batch.req_ids]
         if not self:

@@ -53,14 +53,12 @@ def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
 def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
     """Let a runner capture full graphs for steps with drafts too, or say why it has none.
 
-    Args:
-        why_no_graphs: what speaks against them whatever the runner's configuration is.
+    why_no_graphs: what speaks against them whatever the runner's configuration is.
     """
     manager = runner.cudagraph_manager
-    if not manager.cudagraph_mode.separate_routine():
-        return  # there are no full graphs, or the same for all steps
-    if manager.decode_query_len > 1:
-        return  # Mamba 2's graphs have K draft tokens in every row
+    # There are no full graphs, or the same for all steps; or Mamba 2's, with K draft tokens in every row.
+    if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
+        return
     why_no_graphs = why_no_graphs or _why_no_graphs(runner)
     if why_no_graphs is None:
         if not HAS_QUERY_LENS:

@@ -144,8 +144,8 @@ class HostDrafts:
         what was drafted, what is to be next, and when the step had ended."""
         step, self._for_scheduler.drafts = self.step, None
         if isinstance(output, AsyncOutput) and self.proposer.drafts_here:
-            stream = self._runner.output_copy_stream
-            arrival = Arrival(output, self.proposer.work, stream, step.model_drafts)
+            to_host = self._runner.output_copy_stream
+            arrival = Arrival(output, self.proposer.work, to_host, step.model_drafts)
             self._arrivals.append(arrival)
             put_before(TimedOutput, output, SPECULATOR, arrival=arrival, launching=self.launching)
             if not step.plan.is_ahead:

@@ -218,8 +218,7 @@ def patch_init_speculator() -> None:
 def bind(worker: Any, config: SpecConfig) -> None:
     """Put our classes before a worker's and its runner's, as far as the engine asks for them; once."""
     check_runner()
-    runner = worker.model_runner
-    speculator = runner.speculator
+    runner, speculator = worker.model_runner, worker.model_runner.speculator
     put_before(KeyedRunner, runner, sampler.COUPLED, keys=keys_of(runner))
     if config.enabled:
         host = HostDrafts(runner, config)

@@ -90,13 +90,10 @@ class SuffixSpeculator(BaseSpeculator):
 
 # Before DraftModelSpeculator, 1: sample_draft
 class SharedNoiseModel(DraftModelSpeculator):
-    """A model that draws its drafts with the target's noise.
+    """A model that draws its drafts with the target's noise."""
 
-    Attributes:
-        log_odds: float32 [max_num_reqs, m], gets ln(p / (1 - p)) of every token that is drawn, where p is its
-            probability by the model itself, at temperature 1; None: nobody asks.
-    """
-
+    # float32 [max_num_reqs, m], gets ln(p / (1 - p)) of every token that is drawn, where p is its probability
+    # by the model itself, at temperature 1; None: nobody asks.
     log_odds: torch.Tensor | None = None
 
     def sample_draft(self, hidden_states: torch.Tensor, *given: Any) -> torch.Tensor:
