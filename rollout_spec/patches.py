@@ -109,16 +109,20 @@ def body_digest(function: Any) -> str:
     return hashlib.sha256("".join(source.split()).encode()).hexdigest()[:8]
 
 
-def put_before(ours: type, instance: Any, patch: Patch) -> None:
+def put_before(ours: type, instance: Any, patch: Patch, **added: Any) -> None:
     """Let a class of ours stand before an object's own class: its methods override and call `super()`.
 
     A line above the class says before which class and methods, and as which: of two, the one put later runs
     first. What a platform has made of the object's class stays below. Idempotent.
 
+    added: attributes that our methods need of the object, which the class declares.
+
     Raises PatchError: see `guard_class`; the object stays as it was.
     """
     if not isinstance(instance, ours):
         instance.__class__ = _standing_before(ours, type(instance), patch)  # type: ignore[arg-type]
+    for name, value in added.items():
+        setattr(instance, name, value)
     record(patch)
 
 

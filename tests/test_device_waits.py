@@ -28,9 +28,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
-from rollout_spec.vllm.mrv1.idle_host import IdleHost
-from rollout_spec.vllm.mrv1.rejection import keep_from_fused_kernel
-from rollout_spec.vllm.mrv1.runner import IDLE_HOST, CatchingUpRunner
+from rollout_spec.vllm.mrv1.catch_up import CatchUp
+from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
+from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2.sampler import coupled_verify
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -163,9 +163,9 @@ class Engine:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
-        runner.idle_host = IdleHost(proposer.catch_up)
-        self.row_sampling.before_wait = runner.idle_host.before_wait
-        patches.put_before(CatchingUpRunner, runner, IDLE_HOST)
+        catch_up = CatchUp(proposer.catch_up)
+        self.row_sampling.before_wait = catch_up.before_wait
+        patches.put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
         return self.counted(lambda: step(runner, None))

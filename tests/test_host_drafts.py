@@ -35,8 +35,6 @@ from tests.test_device_waits import VOCAB_SIZE, Engine, bare, flat, vllm  # noqa
 from tests.test_proposer import K, vllm_config
 
 pytestmark = pytest.mark.usefixtures("vllm", "one_device")
-
-
 NOTHING = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
 
 
@@ -45,8 +43,7 @@ def one_device(monkeypatch):
     """Its streams wait for nothing, and no other rank hears of what it drafts."""
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: NOTHING)
     monkeypatch.setattr(async_utils, "stream", lambda *_: contextlib.nullcontext())
-    group = SimpleNamespace(broadcast_object=lambda drafts: drafts)
-    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: group)
+    monkeypatch.setattr(host_drafts, "get_tp_group", lambda: SimpleNamespace(broadcast_object=lambda x: x))
 
 
 TEXT = [5, 6, 7, 8, 5, 6, 7, 8, 5]
@@ -77,13 +74,12 @@ class SomeMRV2(mrv2.GPUModelRunner):
 
 def mrv2_host(accelerator, rows):
     config = vllm_config({"min_survival": 0.0})
-    drafts = accelerator.put(torch.zeros(4, K, dtype=torch.int64))
     runner = bare(
-        SomeMRV2, vllm_config=config, device=DEVICE, max_num_reqs=4, max_model_len=64,
-        parallel_config=config.parallel_config, output_copy_stream=NOTHING,
-        block_tables=bare(SomeTables, log=[]),
+        SomeMRV2, vllm_config=config, max_num_reqs=4, max_model_len=64, output_copy_stream=NOTHING,
+        parallel_config=config.parallel_config, device=DEVICE, block_tables=bare(SomeTables, log=[]),
         req_states=SimpleNamespace(
-            req_id_to_index=rows, draft_tokens=drafts, num_computed_tokens_np=np.zeros(4, np.int32)
+            req_id_to_index=rows, num_computed_tokens_np=np.zeros(4, np.int32),
+            draft_tokens=accelerator.put(torch.zeros(4, K, dtype=torch.int64)),
         ),
     )  # fmt: skip
     runner.host_drafts = runner.block_tables.host_drafts = HostDrafts(runner, engine_options(config))
@@ -128,9 +124,9 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
         accelerator.start()
         after_sampling(runner, accelerator.put, ["b", "a"], [6, 6])
         nothing = runner.host_drafts.no_drafts(SimpleNamespace(num_reqs=2))
-        drafts = dict(zip(*dataclasses.astuple(runner.host_drafts.get_draft_tokens()), strict=True))
-        runner.execute_model(scheduled(drafts=drafts))
-    assert nothing.value.shape == (2, K)
+        drafts = dict(zip(*dataclasses.astuple(runner.draft_tokens_handler.get_draft_tokens()), strict=True))
+        runner.execute_model(planned(scheduled(drafts=drafts), Plan(0), ["a", "b"]))
+    assert nothing.value.shape == (2, K) and runner.host_drafts.step.num_model_tokens == 0
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]
     assert runner.req_states.draft_tokens.value.tolist() == [drafts["b"], [0] * K, drafts["a"], [0] * K]
     assert (accelerator.waits, accelerator.num_sent) == ([], 1)
@@ -150,8 +146,8 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
         report = report_of(runner.sample_tokens(None).model_runner_output)
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
     assert runner.executed.scheduled_spec_decode_tokens == drafts
-    assert runner.executed.num_scheduled_tokens == {"b": 3, "a": 5, "new": 1}
-    assert runner.executed.total_num_scheduled_tokens == 9
+    nums = runner.executed.num_scheduled_tokens
+    assert nums == {"b": 3, "a": 5, "new": 1} and runner.executed.total_num_scheduled_tokens == 9
     assert given.scheduled_spec_decode_tokens == room and given.total_num_scheduled_tokens == 13
     assert report == Report(0, {"b": 2, "a": 4}, True)
     placed = runner.req_states.draft_tokens.value.tolist()
@@ -208,14 +204,32 @@ def test_the_host_knows_how_far_rows_are_that_had_room_in_the_step_before():
         step(scheduled((*names,)), Plan(None, 0, 0), 0)
         accelerator.start()
         after_sampling(runner, accelerator.put, names[:2], [6, 40])
-        known = len(TEXT)
+        known, room = len(TEXT), {"drafted": [-1] * K, "plain": [-1] * K}
         counted = [known + K, known + 1, 4]
-        room = {"drafted": [-1] * K, "plain": [-1] * K}
         assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known, known, 4]
         after_sampling(runner, accelerator.put, names[:2], [41, 42])
         counted = [known + 1 + K, known + 1 + K, 4]
         assert step(scheduled(drafts=room), Plan(None, 1, K), counted) == [known + 1, known + 1, 4]
         assert not runner.executed.scheduled_spec_decode_tokens, "41 and 42 say nothing of what comes next"
+
+
+@pytest.mark.parametrize("fails", ["change", "extend"])
+def test_where_the_host_has_failed_no_draft_and_no_length_follows_from_it(fails, monkeypatch):
+    with Accelerator() as accelerator:
+        runner = mrv2_host(accelerator, {"a": 0, "new": 1})
+        room, rows = {"a": [-1] * K}, runner.req_states.num_computed_tokens_np
+        runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
+        after_sampling(runner, accelerator.put, ["a"], [6])
+        runner.execute_model(planned(scheduled(drafts=room), Plan(None, 1, K), ["a"]))
+        assert report_of(
+            after_sampling(runner, accelerator.put, ["a"], [7]).model_runner_output
+        ).drafts_wanted
+        monkeypatch.setattr(f"rollout_spec.vllm.mrv2.host_batch.HostBatch.{fails}", lambda *_: 1 // 0)
+        rows[:2] = 20
+        runner.execute_model(planned(scheduled(("new",), room), Plan(None, 1, K), ["a", "new"]))
+        report = report_of(runner.sample_tokens(None).model_runner_output)
+    assert rows.tolist()[:2] == [20, 20] and report == Report(0, {}, False)
+    assert runner.executed.num_scheduled_tokens == {"a": 1, "new": 1}
 
 
 class SomeMRV1(GPUModelRunner):
@@ -235,7 +249,6 @@ class SomeDrafter(SpecDecodeBaseProposer):
 
 def with_model(engine, proposer=None):
     """A model drafts two tokens for each row of MRV1, of flat logits: alone, or beside the text."""
-    engine.plain()  # which tells the rows their keys
     config, put = vllm_config({}), engine.accelerator.put
     logits, model = put(flat(3, VOCAB_SIZE).contiguous()), SimpleNamespace(compute_logits=lambda x: x)
     runner = bare(
@@ -267,7 +280,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     assert (accelerator.waits, accelerator.num_sent) == (races, 1)
     given: list[Any] = []
     beside = SimpleNamespace(
-        is_used=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
+        drafts_here=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
         draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
     )  # fmt: skip
     accelerator = with_model(Engine(temperature), beside)
@@ -287,8 +300,7 @@ def test_a_model_on_mrv2_leaves_its_log_odds_on_the_device(monkeypatch):
     with accelerator:
         patches.put_before(speculators.SharedNoiseModel, speculator, speculators.SHARED_NOISE)
         accelerator.start()
-        rows = put(torch.arange(3))
-        step, ones = put(torch.tensor(1)), put(torch.ones(3))
+        rows, step, ones = put(torch.arange(3)), put(torch.tensor(1)), put(torch.ones(3))
         tokens = speculator.sample_draft(put(logits), rows, rows, ones, rows, step)
     assert (accelerator.waits, accelerator.num_sent) == ([], 0)
     assert torch.equal(tokens.value, logits.argmax(dim=-1))

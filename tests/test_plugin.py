@@ -49,7 +49,7 @@ plugin.register()
 result["fixes"] = errors()
 plugin.import_patched()
 result["applied"] = [patch.name for patch in patches.applied()]
-print(json.dumps({**result, "not_fixed": sorted(plugin.not_fixed), "said": said}))
+print(json.dumps({**result, "not_fixed": sorted(plugin.misfits.not_fixed), "said": said}))
 """
 
 

@@ -11,12 +11,13 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, control, counts, speculative_config
+from rollout_spec.vllm import OPTIONS_KEY, control, kept_counters, speculative_config
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
+from rollout_spec.vllm.live_requests import max_level_of
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
-from rollout_spec.vllm.proposer import SuffixProposer, max_level_of
+from rollout_spec.vllm.proposer import SuffixProposer
 from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -118,7 +119,7 @@ def engine_of_one(**options):
 def said(monkeypatch):
     messages: list[str] = []
     note = lambda message, *args: messages.append(message % args)  # noqa: E731
-    for module in (counts, control):
+    for module in (kept_counters, control):
         monkeypatch.setattr(module, "logger", Value(exception=note, warning=note, info=lambda *_: None))
     return messages
 
@@ -281,13 +282,15 @@ def test_what_is_on_its_way_is_received_first():
     engine = Engine(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "note_new_weights", "take_history", "pack_history"):
-        engine.proposer.receive = lambda name=name: received.append(name)
+        engine.proposer.index_arrivals = lambda name=name: received.append(name)
         getattr(engine.control, name)()
     assert received == ["take_counters", "note_new_weights", "take_history", "pack_history"]
 
 
 def test_of_a_warm_up_nothing_is_left():
     engine = Engine(history=4)
+    with pytest.raises(ZeroDivisionError), engine.proposer.without_drafter():
+        _ = 1 // 0
     with engine.proposer.without_drafter():
         engine.add("warm-up")
         for _ in range(9):
@@ -361,21 +364,21 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "is_used"),
+    ("parallel", "drafts_here"),
     [
         ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, False),
         ({"rank": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, True),
         ({"rank": 1, "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, True),
     ],
 )
-def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, is_used):
+def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, drafts_here):
     engine = Engine(parallel, history=4, min_survival=0.0)
     engine.add("a", [5, 6, 5, 6])
     vars(engine.requests["a"]).update(prompt_token_ids=None, sampling_params=None)  # embeddings
     engine.runner.max_model_len = 9
-    assert engine.step({"a": [5]}) == {"a": [6, 5, 6] if is_used else []}
-    assert engine.proposer.take_counters().num_steps == is_used
-    assert (engine.control.take_history() is not None) == is_used
+    assert engine.step({"a": [5]}) == {"a": [6, 5, 6] if drafts_here else []}
+    assert engine.proposer.take_counters().num_steps == drafts_here
+    assert (engine.control.take_history() is not None) == drafts_here
 
 
 @pytest.mark.parametrize(("own", "padded", "most"), [(9, 16, 9), (9, 24, 24), (25, 25, 25), (25, 31, 31)])

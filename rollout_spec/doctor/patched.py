@@ -13,10 +13,10 @@ def in_this_process() -> Iterator[Check]:
     from rollout_spec.vllm import plugin as vllm_plugin
 
     vllm_plugin.register()
-    vllm_plugin.import_patched()
-    if vllm_plugin.failure:
-        yield Check("vllm patches", FAIL, vllm_plugin.failure, f"take vllm {', '.join(versions.TESTED)}")
-    for name, reason in vllm_plugin.not_fixed.items():
+    misfits = vllm_plugin.import_patched()
+    if misfits.failure:
+        yield Check("vllm patches", FAIL, misfits.failure, f"take vllm {', '.join(versions.TESTED)}")
+    for name, reason in misfits.not_fixed.items():
         yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
     if package_version("verl"):
         yield from _verl()

@@ -5,6 +5,7 @@ Each engine says it again of itself, and with it what cannot be seen here (`vllm
 
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -106,6 +107,7 @@ def _of_model(config: DictConfig, spec: SpecConfig, model: ModelDrafter, policy:
     most = value(config, f"{ROLLOUT}.max_model_len") or of_text(policy).get("max_position_embeddings")
     num_ranks = value(config, f"{ROLLOUT}.data_parallel_size") or 1
     num_tokens = (spec if spec.enabled else model).num_speculative_tokens
+    are_few = num_positions and most and num_positions < most
     is_mtp, kind = model.method == "mtp", fields.get("model_type")
     return {
         "model_on_own_runner": is_for_npus(config),
@@ -114,7 +116,7 @@ def _of_model(config: DictConfig, spec: SpecConfig, model: ModelDrafter, policy:
         "several_modules": is_mtp and _has_modules(fields, num_tokens),
         "adapters": _has_adapters(config) and "LoRA",
         "parallel_experts": num_ranks > 1 and any(map(of_text(policy).get, _NUM_EXPERTS)),
-        "few_positions": num_positions and most and num_positions < most and (num_positions, most),
+        "few_positions": are_few and SimpleNamespace(most=num_positions, asked=most),
     }
 
 

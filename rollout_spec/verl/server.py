@@ -98,7 +98,7 @@ class SpecHttpServer(vLLMHttpServer):
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        counters, core = _counts_of(output)
+        counters, core = _counters_of(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
@@ -219,7 +219,7 @@ def guard_ranks(engine_class: type) -> None:
     guard_parameters(GROUPED, engine_class, "generate", ("self", "prompt", "sampling_params"))
 
 
-def _counts_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
+def _counters_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
     """The scheduler's counts, taken out of the output (None: it gave none), and the engine core's number."""
     params = output.extra_fields.pop("kv_transfer_params", None) or {}
     counts, core = params.pop(COUNTERS_KEY, None), params.pop(CORE_KEY, 0)

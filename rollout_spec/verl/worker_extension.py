@@ -14,7 +14,7 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
     def rollout_spec_call(self, method: str, *args: Any) -> Any:
         """What this method of `ProposerControl` returns; None where there is no drafter that is used."""
         proposer = proposer_of(getattr(self, "model_runner", None))
-        if proposer is None or not proposer.is_used:
+        if proposer is None or not proposer.drafts_here:
             return None
         # One for all calls: it remembers which pieces of the history are still to be handed on.
         control = self.__dict__.setdefault("rollout_spec_control", ProposerControl(proposer))

@@ -8,6 +8,9 @@ DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand
 runner; `proposer` hands its batch to the drafter and the drafts back; `keys` names each row's noise. Between
 steps a rollout server asks by `control` for texts and counts. `upstream` fixes vLLM's faults, `checks`
 refuses what cannot work, by the table of `refusals`.
+
+What a class of ours adds to an object of vLLM's stands in its `put_before`. What no such class declares is
+named `rollout_spec_...`: a runner's proposer, a graph manager's step, prompt and state.
 """
 
 from typing import Any

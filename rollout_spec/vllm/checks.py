@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from vllm import envs
@@ -26,9 +27,7 @@ _TRAINED = "original_max_position_embeddings"
 def check_options(vllm_config: VllmConfig) -> None:
     """Check all that can be checked before an engine's process is launched; reads the corpus through.
 
-    Raises:
-        ConfigError: naming the option or vLLM's setting.
-        PatchError: the installed vLLM's samplers are not what `mrv1.sampler` was written for.
+    Raises ConfigError, which names the option or vLLM's setting; PatchError: `mrv1.sampler` does not fit.
     """
     config = engine_options(vllm_config)
     if config is None:
@@ -80,45 +79,62 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
         return
     speculative, has_model = vllm_config.speculative_config, has_model_drafter(vllm_config)
     method, is_mrv2 = getattr(speculative, "method", None), vllm_config.use_v2_model_runner
-    misfit = mrv2_misfit() if is_mrv2 else None
     option = f"speculative_config.method={method} with rollout_spec"
-    ours = _facts_of_our_drafter(vllm_config, config) if config.enabled else {}
-    model = _facts_of_model(vllm_config) if has_model else {}
-    drafts = _facts_of_any_drafts(vllm_config, config, method) if ours or model else {}
-    others = {
-        "misfit": misfit and not has_model and (config.method, misfit),
-        "others_draft": speculative and not config.enabled and not has_model and (method, config.method),
+    if config.enabled:  # first: what follows asks vLLM's own code, which a newer one may not have
+        model, longest = vllm_config.model_config, vllm_config.scheduler_config.long_prefill_token_threshold
+        policy = model.architecture if model.is_hybrid or model.is_attention_free else None
+        refuse(of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest), option)
+    misfit = mrv2_misfit() if is_mrv2 else None
+    facts = {
+        "misfit": misfit and not has_model and SimpleNamespace(method=config.method, why=misfit),
+        "others_draft": speculative and not config.enabled and not has_model
+        and SimpleNamespace(method=method, ours=config.method),
         "partial_logits": next(filter((vllm_config.additional_config or {}).get, PARTIAL_LOGITS), None),
-    }
-    refuse(others | ours | model | drafts, option)
-    # The rest is asked only now: to find some of it, kernels of vLLM are imported.
+    }  # fmt: skip
+    if config.enabled:
+        facts |= _facts_of_our_drafter(vllm_config, config)
     if has_model:
-        refuse(_further_facts_of_model(vllm_config, misfit), option)
+        facts |= _facts_of_model(vllm_config, misfit)
+    if config.enabled or has_model:
+        facts |= _facts_of_any_drafts(vllm_config, config, method)
+    refuse(facts, option)
+    if has_model:
         if is_mrv2:
             from rollout_spec.vllm.mrv2.speculators import check_speculator as check_model_drafter
         else:
             from rollout_spec.vllm.mrv1.runner import check_model_drafter
         check_model_drafter()
-    if config.enabled:
-        if vllm_config.model_config.is_hybrid:
-            recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
-        refuse(_further_facts_of_our_drafter(vllm_config, config), option)
+    if config.enabled and vllm_config.model_config.is_hybrid:
+        recurrent.check_settings(config, vllm_config.cache_config.mamba_cache_mode)
 
 
 def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
-    model = vllm_config.model_config
-    policy = model.architecture if model.is_hybrid or model.is_attention_free else None
-    longest_piece = vllm_config.scheduler_config.long_prefill_token_threshold
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
+    policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
+    has_lossy_kernels = policy and current_platform.is_cpu() and _loses_drafts(model)
+    num_stages = parallel.pipeline_parallel_size
+    num_parts = getattr(parallel, "prefill_context_parallel_size", 1)
+    is_launched = parallel.distributed_executor_backend == "external_launcher"
+    verified_by = getattr(speculative, "rejection_sample_method", "standard")
     return {
-        **of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest_piece),
         "processors": model.logits_processors,
         "min_p": model.get_diff_sampling_param().get("min_p"),
+        "recurrent_on_mrv2": is_mrv2 and is_before(29) and policy,
+        "recurrent_on_cpus": has_lossy_kernels and SimpleNamespace(policy=policy, dtype=model.dtype),
+        "stages": num_stages > 1 and num_stages,
+        "prefill_parts": num_parts > 1 and num_parts,
+        "full_graphs": graphs == CUDAGraphMode.FULL and is_mrv2 and is_before(32),
+        "launched": is_launched and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
+        "lossy": verified_by not in ("standard", "block") and verified_by,
+        # From 0.24 on.
+        "own_gate": getattr(speculative, "num_speculative_tokens_per_batch_size", None),
     }
 
 
-def _facts_of_model(vllm_config: VllmConfig) -> dict[str, Any]:
+def _facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model = vllm_config.model_config
+    model, is_mrv2 = vllm_config.model_config, vllm_config.use_v2_model_runner
     num_positions = speculative.draft_model_config.max_model_len
     # What was asked for: on MRV2 vLLM 0.33 lowers it to the drafter's, so that responses would end earlier.
     most = model.get_and_verify_max_len(model.original_max_model_len)
@@ -129,8 +145,17 @@ def _facts_of_model(vllm_config: VllmConfig) -> dict[str, Any]:
         "several_modules": _uses(speculative, "use_multi_module_mtp"),
         "adapters": vllm_config.lora_config is not None and "enable_lora",
         "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
-        "few_positions": num_positions < most and (num_positions, most),
+        "few_positions": num_positions < most and SimpleNamespace(most=num_positions, asked=most),
         "ahead": vllm_config.scheduler_config.async_scheduling and _loses_ahead(vllm_config),
+        "parallel_drafting": speculative.parallel_drafting,
+        "adaptive": getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
+        "local_argmax": speculative.use_local_argmax_reduction,
+        "model_lossy": speculative.rejection_sample_method != "standard",
+        "watermark": getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
+        "other_vocabulary": getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
+        "model_stages": parallel.pipeline_parallel_size > 1,
+        "model_misfit": misfit and SimpleNamespace(why=misfit),
+        "unpadded": not is_mrv2 and speculative.disable_padded_drafter_batch,
     }
 
 
@@ -147,12 +172,13 @@ def _facts_of_any_drafts(vllm_config: VllmConfig, config: SpecConfig, method: st
     }
 
 
-def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> tuple[int, int] | None:
+def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> SimpleNamespace | None:
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
     rows = most_rows(vllm_config, config) if config.enabled else min(given, scheduler.max_num_seqs * (1 + k))
-    return (given, most) if rows > most and vllm_config.use_v2_model_runner and is_before(29) else None
+    is_wide = rows > most and vllm_config.use_v2_model_runner and is_before(29)
+    return SimpleNamespace(asked=given, most=most) if is_wide else None
 
 
 def _loses_ahead(vllm_config: VllmConfig) -> str | None:
@@ -162,7 +188,7 @@ def _loses_ahead(vllm_config: VllmConfig) -> str | None:
     return "a sliding window before vLLM 0.29" if frees_keys_early(vllm_config.model_config) else None
 
 
-def _growing_rope(model: Any) -> tuple[int, int] | None:
+def _growing_rope(model: Any) -> SimpleNamespace | None:
     """The positions that a row may have, and those up to which no other row changes it; None: none does.
 
     Transformers' `dynamic_rope_update` computes frequencies for the longest row of a step.
@@ -175,29 +201,8 @@ def _growing_rope(model: Any) -> tuple[int, int] | None:
         return None
     trained = getattr(text, _TRAINED, None) or text.max_position_embeddings
     most = min(one.get(_TRAINED) or trained for one in grow)
-    return (model.max_model_len, most) if model.max_model_len > most else None
-
-
-def _further_facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[str, Any]:
-    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
-    policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
-    num_stages = parallel.pipeline_parallel_size
-    num_parts = getattr(parallel, "prefill_context_parallel_size", 1)
-    is_launched = parallel.distributed_executor_backend == "external_launcher"
-    verified_by = getattr(speculative, "rejection_sample_method", "standard")
-    return {
-        "recurrent_on_mrv2": is_mrv2 and is_before(29) and policy,
-        "recurrent_on_cpus":
-            policy and current_platform.is_cpu() and _loses_drafts(model) and (policy, model.dtype),
-        "stages": num_stages > 1 and num_stages,
-        "prefill_parts": num_parts > 1 and num_parts,
-        "full_graphs": graphs == CUDAGraphMode.FULL and is_mrv2 and is_before(32),
-        "launched": is_launched and parallel.tensor_parallel_size > 1 and config.batch_threshold == AUTO,
-        "lossy": verified_by not in ("standard", "block") and verified_by,
-        # From 0.24 on.
-        "own_gate": getattr(speculative, "num_speculative_tokens_per_batch_size", None),
-    }  # fmt: skip
+    asked = model.max_model_len
+    return SimpleNamespace(asked=asked, most=most) if asked > most else None
 
 
 def _loses_drafts(model: Any) -> bool:
@@ -218,21 +223,6 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
             f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "
             f"is of {vocab_size}: build it from texts of the model's own tokenizer"
         )
-
-
-def _further_facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, Any]:
-    speculative = vllm_config.speculative_config
-    return {
-        "parallel_drafting": speculative.parallel_drafting,
-        "adaptive": getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
-        "local_argmax": speculative.use_local_argmax_reduction,
-        "model_lossy": speculative.rejection_sample_method != "standard",
-        "watermark": getattr(vllm_config, "watermark_config", None) is not None,  # from 0.32 on
-        "other_vocabulary": getattr(speculative, "use_heterogeneous_vocab", False),  # from 0.29 on
-        "model_stages": vllm_config.parallel_config.pipeline_parallel_size > 1,
-        "model_misfit": misfit,
-        "unpadded": not vllm_config.use_v2_model_runner and speculative.disable_padded_drafter_batch,
-    }
 
 
 def _uses(speculative: Any, name: str) -> bool:

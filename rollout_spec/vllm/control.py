@@ -13,12 +13,16 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Ended(NamedTuple):
-    """What has ended since a drafter was told; requests by the names that their senders gave them."""
+    """What has ended since a drafter was told; requests by the names that their senders gave them.
+
+    a request in | where `finished` is None | else
+    aborted      | was aborted: it goes on under another name, with a prompt that may lack its last tokens
+    finished     |                          | has finished, which vLLM says with its next step only
+    neither      | has finished             | runs on
+    """
 
     aborted: Collection[str] = ()
-    """They go on under other names, with prompts that may lack their last tokens."""
     finished: Collection[str] | None = None
-    """vLLM names these with its next step only. Those in neither of the two run on; None: none runs on."""
     samples: Collection[str] = ()
     """Those that have said all: they need no place in the index any more."""
 
@@ -58,7 +62,7 @@ class ProposerControl:
 
     def note_ended(self, ended: Ended) -> None:
         """Take into the history what has ended."""
-        self._proposer.receive()
+        self._proposer.index_arrivals()
         drafter, (aborted, finished, samples) = self._drafter, Ended(*ended)
         if drafter is None:
             return

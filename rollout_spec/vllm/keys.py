@@ -23,17 +23,6 @@ CALL_KEY = "rollout_spec_call"  # which call of the sample it is, from 0
 # How many of the prompt's tokens are this call's prompt; what follows was said before an abort.
 CALL_TOKENS_KEY = "rollout_spec_call_tokens"
 
-# Why either model runner is patched for it.
-WHY_COUPLED = (
-    "rejection sampling needs noise that a plain step does not, so the same seed gives other tokens with "
-    "drafts than without; used by engines that draft, or with method=keyed"
-)
-WHY_SHARED_NOISE = (
-    "vLLM drafts the likeliest tokens, or draws with noise of their own: both are less often accepted than "
-    "tokens drawn with the target's noise, which coupled verification allows; used by engines that draft, or "
-    "with method=keyed, beside a model that drafts"
-)
-
 
 class RequestNames(NamedTuple):
     """What a request says of itself, as far as it can be used: a caller may send anything."""

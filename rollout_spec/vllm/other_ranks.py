@@ -34,9 +34,7 @@ class OtherRanks:
 
     def watch(self, runner: Any) -> None:
         """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way.
-
-        runner: has the `cudagraph_manager` (MRV2) or the `parallel_config` by which we know whom vLLM tells.
-        """
+        By the runner's `cudagraph_manager` (MRV2) or `parallel_config` we know whom it tells."""
         self._runner = runner
         _watching.add(self)
         if self._is_mrv2:
@@ -44,13 +42,9 @@ class OtherRanks:
 
             @wrap(model_runner, MRV2_DISPATCH, _WATCH)
             def look_on_mrv2(
-                coordinate: Any,
-                cudagraph_manager: Any,
-                num_reqs: int,
-                num_tokens: int,
-                *args: Any,
-                **kwargs: Any,
-            ) -> Any:
+                coordinate: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int,
+                *args: Any, **kwargs: Any,
+            ) -> Any:  # fmt: skip
                 result = coordinate(cudagraph_manager, num_reqs, num_tokens, *args, **kwargs)
                 return _tell("cudagraph_manager", cudagraph_manager, num_tokens, result)
         else:

@@ -1,6 +1,7 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -45,67 +46,74 @@ _ABORTED = Patch(
 )
 
 
-# Why this vLLM is not supported. vLLM loads the plugin for engines that have nothing to do with us too.
-failure: str | None = None
-# Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
-not_fixed: dict[str, str] = {}
+@dataclasses.dataclass
+class Misfits:
+    """What of ours does not fit the installed vLLM, as far as its modules are imported."""
+
+    failure: str | None = None  # why this vLLM is not supported, where an engine asks for us
+    # Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
+    not_fixed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+misfits = Misfits()
 
 
 def register() -> None:
     """`connect`. Where that fails, an engine that asks for us is refused before its launch. Idempotent."""
-    global failure
-    failure = None  # before all else: a module that is imported already is patched at once, and may not fit
+    misfits.failure = None  # first: a module that is imported already is patched at once, and may not fit
     _patch_create_engine_config()
     try:
         connect()
     except Exception as error:
-        failure = _reason(error)
+        misfits.failure = _reason(error)
 
 
 def connect() -> None:
     """Connect the proposer with the engine, and fix what is wrong in vLLM.
 
-    Raises:
-        ConfigError: the installed vLLM is too old.
-        PatchError: it is not one that these patches were written for.
+    Raises ConfigError: it is too old; PatchError: these patches were not written for it.
     """
-    from rollout_spec.vllm import fixes, upstream
-    from rollout_spec.vllm.ascend import RUNNER, give_runner_drafter, refuse_unknown_pair
+    from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
     from rollout_spec.vllm.mrv2 import enable
     from rollout_spec.vllm.versions import refuse_old_version
 
     refuse_old_version()
-    refuse_unknown_pair()
+    ascend.refuse_unknown_pair()
     _patch_init_device()
     enable.offer_mrv2()
     enable.decide_scheduling()
     _patch_get_child_info()
-    for module, apply in ((_CORE, _give_aborted_counts), (RUNNER, give_runner_drafter)):
+    for module, apply in (
+        (_CORE, _give_aborted_counts),
+        (refused_requests.MODULE, refused_requests.refuse_requests),
+        (ascend.RUNNER, ascend.give_runner_drafter),
+    ):
         when_imported(module, functools.partial(_apply, apply))
     for fix, module in fixes.needed_by(upstream.WITH_DRAFTS):
         when_imported(module, functools.partial(_apply, functools.partial(fixes.apply, fix)))
     for fix, module in fixes.needed_by(upstream.ALL):
         when_imported(module, functools.partial(_apply_if_it_fits, fix))
+    when_imported(compile_hash.MODULE, functools.partial(_apply_if_it_fits, compile_hash))
 
 
-def import_patched() -> None:
-    """Import what an engine's processes would: then `failure`, `not_fixed` and the register have it all."""
-    from rollout_spec.vllm import fixes, upstream
-    from rollout_spec.vllm.ascend import import_worker
+def import_patched() -> Misfits:
+    """Import what an engine's processes would: then the register of patches has all of them, too."""
+    from rollout_spec.vllm import ascend, fixes, refused_requests, upstream
 
-    import_worker()
-    for module in (_CORE, *(name for _, name in fixes.needed_by(upstream.WITH_DRAFTS, upstream.ALL))):
+    ascend.import_worker()
+    wrong = [name for _, name in fixes.needed_by(upstream.WITH_DRAFTS, upstream.ALL)]
+    for module in (_CORE, refused_requests.MODULE, *wrong):
         with contextlib.suppress(ImportError):  # of another version, or for another platform
             importlib.import_module(module)
+    return misfits
 
 
 def _apply(apply: Callable[[Any], None], module: Any) -> None:
     """Patch a module; where that does not fit, engines that ask for us are refused, and no others."""
-    global failure
     try:
         apply(module)
     except Exception as error:
-        failure = failure or _reason(error)
+        misfits.failure = misfits.failure or _reason(error)
 
 
 def _apply_if_it_fits(fix: Any, module: Any) -> None:
@@ -118,12 +126,10 @@ def _apply_if_it_fits(fix: Any, module: Any) -> None:
     try:
         fixes.apply(fix, module)
     except Exception as error:
-        if name not in not_fixed:
-            logger = init_logger(f"vllm.{__name__}")
-            logger.warning(
-                "rollout_spec: the fix of vLLM's fault %r was not applied: %s", name, _reason(error)
-            )
-        not_fixed[name] = _reason(error)
+        if name not in misfits.not_fixed:
+            said = "rollout_spec: the fix of vLLM's fault %r was not applied: %s"
+            init_logger(f"vllm.{__name__}").warning(said, name, _reason(error))
+        misfits.not_fixed[name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -161,8 +167,8 @@ def _bind(worker: Any, config: SpecConfig) -> None:
 
     if getattr(worker, "model_runner", None) is None:
         return
-    if failure:
-        raise ConfigError(failure)
+    if misfits.failure:
+        raise ConfigError(misfits.failure)
     fixes.fix_recurrent_states(worker.vllm_config)
     if not config.keyed:
         return
@@ -185,8 +191,8 @@ def _patch_create_engine_config() -> None:
 
         check_spelling(self.additional_config)
         options, speculative = asked_options(self.additional_config), self.speculative_config or {}
-        if failure and (speculative.get("model") == PROPOSER or options is not None):
-            raise ConfigError(failure)
+        if misfits.failure and (speculative.get("model") == PROPOSER or options is not None):
+            raise ConfigError(misfits.failure)
         try:
             vllm_config = create(self, *args, **kwargs)
         except ValidationError as error:  # pydantic wraps what we raise while vLLM makes its configuration

@@ -1,50 +1,36 @@
 """vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafter import PAD, Drafter
+from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm.counts import Counts
+from rollout_spec.patches import temporarily
 from rollout_spec.vllm.cuda_graphs import pads_drafts
-from rollout_spec.vllm.keys import read_names
+from rollout_spec.vllm.kept_counters import KeptCounters
+from rollout_spec.vllm.live_requests import LiveRequests
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.other_ranks import OtherRanks
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Runner(Protocol):
-    """What the proposer reads of a model runner: MRV1 itself, or `HostBatch` in the place of MRV2."""
-
-    parallel_config: Any
-    requests: dict[str, Any]  # by id; preempted ones too
-    input_batch: Any  # `req_ids` of its rows
-
-    @property
-    def max_model_len(self) -> int: ...
-
-
 class SuffixProposer:
     """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
     Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
-    tokens is vLLM's `num_speculative_tokens`. Requests are siblings when their prompts are equal token for
-    token, or when `SamplingParams.extra_args["rollout_spec_group"]` is; the first
-    `extra_args["rollout_spec_group_tokens"]` tokens are then the group's prompt. The turns of a sample have
-    one `extra_args["rollout_spec_sample"]`.
+    tokens is vLLM's `num_speculative_tokens`. What a request says of itself: see `keys`.
 
-    Of an engine core's workers only the one whose drafts the scheduler takes has a drafter (`is_used`).
+    Of an engine core's workers only the one whose drafts the scheduler takes has a drafter: `drafts_here`.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -54,28 +40,29 @@ class SuffixProposer:
         # every worker has a scheduler, which must decide as the others' do.
         parallel = vllm_config.parallel_config
         has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
-        self.is_used = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
-        self.drafter: Drafter | None = None  # None before `bind`, if not `is_used`, or if it has failed
+        self.drafts_here = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
+        self.drafter: Drafter | None = None  # None before `bind`, if not `drafts_here`, or if it has failed
         self._other_ranks = OtherRanks(vllm_config)
         self._work: Work | None = None
-        self._runner: Any = None  # a `Runner`, once there is one
+        self._runner: Any = None  # MRV1, or `HostBatch` in the place of MRV2; once there is one
         self.config = SpecConfig()
-        self.receive: Callable[[], object] = lambda: None
+        self.index_arrivals: Callable[[], object] = lambda: None
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = 0
-        self._requests: dict[str, Any] = {}  # those of the last step, by id: a caller may use an id again
-        self.end_token_ids = set[int]()  # the tokens that end one of them
-        self._counts = Counts()
+        self.requests = LiveRequests()
+        self._counters = KeptCounters()
 
-    def bind(self, runner: Runner, config: SpecConfig, receive: Callable[[], object] = lambda: None) -> None:
+    def bind(
+        self, runner: Any, config: SpecConfig, index_arrivals: Callable[[], object] = lambda: None
+    ) -> None:
         """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
 
-        receive: takes in what has been sampled and is still on its way; with MRV2 that is a step or two.
+        index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
         """
-        self._runner, self.config, self.receive = runner, config, receive
+        self._runner, self.config, self.index_arrivals = runner, config, index_arrivals
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
         self.drafter = self._new_drafter()
-        if self.is_used:
+        if self.drafts_here:
             logger.info("rollout_spec: drafting is active in this engine: %s", config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
                 self._other_ranks.watch(runner)
@@ -92,30 +79,25 @@ class SuffixProposer:
     @contextlib.contextmanager
     def without_drafter(self) -> Iterator[None]:
         """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
-        drafter, self.drafter = self.drafter, None
-        yield
-        self.take_counters()
-        self.drafter = drafter
+        with temporarily(self, "drafter", None):
+            yield
+            self.take_counters()
 
     def _new_drafter(self) -> Drafter | None:
-        if not self.is_used:
+        if not self.drafts_here:
             return None
-        pads = pads_drafts(self._vllm_config)
-        vocab_size = self._vllm_config.model_config.get_vocab_size()
         return Drafter(
-            self.config, pads_drafts=pads, most_model_tokens=self.most_model_tokens, vocab_size=vocab_size
-        )
+            self.config, pads_drafts=pads_drafts(self._vllm_config), most_model_tokens=self.most_model_tokens,
+            vocab_size=self._vllm_config.model_config.get_vocab_size(),
+        )  # fmt: skip
 
     def dummy_run(self, *_: Any, **__: Any) -> None:
         """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
 
     def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Int32Array,
-        token_ids_cpu: Int32Array,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Int32Array, token_ids_cpu: Int32Array,
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Draft for every row of the step. Never raises: a failure costs the step's drafts, not the rollout.
 
         sampled_token_ids: the tokens each row got in this step; none for a partial prefill.
@@ -137,56 +119,37 @@ class SuffixProposer:
         return self._other_ranks.of_busiest(self._work)
 
     def draft(
-        self,
-        nums_new: Int32Array,
-        token_ids: Any,
-        levels: Int32Array,
-        work: Work | None,
-        next_step: NextStep = TAKES_ANY,
-        may_end: bool = True,
-        ended: float | None = None,
-    ) -> Drafts:
+        self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, work: Work | None,
+        next_step: NextStep = TAKES_ANY, may_end: bool = True, ended: float | None = None,
+    ) -> Drafts:  # fmt: skip
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
-        may_end: False where no token of the step is in `end_token_ids`, which saves a look at all rows.
+        may_end: False where no token of the step ends a request, which saves a look at all rows.
         """
         try:
             if self.drafter is not None:
-                self._add_and_remove(self.drafter)
+                self.requests.update(self.drafter, self._runner)
                 request_ids: list[str] = self._runner.input_batch.req_ids
                 if may_end:
-                    nums_new, levels = self._until_ends(request_ids, nums_new, token_ids, levels)
+                    nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
-                self._counts.log(self.drafter)
+                self._counters.log(self.drafter)
                 return drafts
-            if self.is_used:
-                self._counts.count_failed_step()
+            if self.drafts_here:
+                self._counters.count_failed_step()
         except NativeError as error:  # the index is as it was before the step
-            self._counts.count_failed_step()
-            self._counts.warn("step", f"this step goes without drafts: {error}")
+            self._counters.count_failed_step()
+            self._counters.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
         return Drafts.none(len(nums_new))
 
-    def _until_ends(
-        self, request_ids: list[str], nums_new: Int32Array, token_ids: Any, levels: Int32Array
-    ) -> tuple[Int32Array, Int32Array]:
-        """The step's numbers and levels, without draft tokens accepted after a token that ends a request."""
-        nums_new, levels = nums_new.copy(), levels.copy()
-        for row in np.flatnonzero(nums_new > 1).tolist():
-            num, end_token_ids = int(nums_new[row]), _end_token_ids(self._requests[request_ids[row]])
-            tokens = token_ids[row, levels[row] - num : levels[row]].tolist()
-            num_after = num - next((n for n, token in enumerate(tokens, 1) if token in end_token_ids), num)
-            nums_new[row] -= num_after
-            levels[row] -= num_after
-        return nums_new, levels
-
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""
-        self._counts.keep(self.drafter)
+        self._counters.keep(self.drafter)
         self.drafter = None
-        self._counts.count_failed_step()
-        self._counts.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
+        self._counters.count_failed_step()
+        self._counters.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int) -> None:
         """A model has drafted beside our drafter, in so many passes of those that it can take."""
@@ -204,51 +167,8 @@ class SuffixProposer:
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call, also those of steps whose tokens are on their way."""
-        self.receive()
-        return self._counts.take(self.drafter)
-
-    def _add_and_remove(self, drafter: Drafter) -> None:
-        """Add the requests that are new in the engine and remove those that have left it."""
-        live = self._runner.requests  # preempted requests included: they stay in the index
-        before = self._requests.values()
-        if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
-            return
-        known = drafter.request_ids
-        # A caller may give the name of one that has ended to a new one.
-        for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
-            drafter.remove(request_id)
-        self._requests = dict(live)
-        self.end_token_ids = set[int]().union(*map(_end_token_ids, live.values()))
-        for request_id in [r for r in live if r not in known]:
-            self._add(drafter, request_id, live[request_id])
-
-    def _add(self, drafter: Drafter, request_id: str, request: Any) -> None:
-        # The runner's own: with max_model_len=-1 vLLM fits it to the memory after this proposer was made.
-        max_level = max_level_of(request, self._runner.max_model_len)
-        prompt = np.full(_num_prompt(request), PAD, np.int32)  # nobody knows the tokens of embeddings
-        if request.prompt_token_ids is not None:
-            prompt = np.asarray(request.prompt_token_ids, np.int32)
-        names = read_names(getattr(request.sampling_params, "extra_args", None))
-        drafter.add(request_id, prompt, max_level, names.group, names.num_group_tokens, names.sample)
-
-
-def _end_token_ids(request: Any) -> set[int]:
-    """The tokens that end a request."""
-    params = request.sampling_params
-    return {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if params else set()
-
-
-def max_level_of(request: Any, max_model_len: int) -> int:
-    """The most tokens, prompt included, that a request can have."""
-    max_tokens = getattr(request.sampling_params, "max_tokens", None)
-    return max_model_len if max_tokens is None else min(max_model_len, _num_prompt(request) + max_tokens)
-
-
-def _num_prompt(request: Any) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    embeddings = getattr(request, "prompt_embeds", None)
-    return 0 if embeddings is None else len(embeddings)
+        self.index_arrivals()
+        return self._counters.take(self.drafter)
 
 
 def proposer_of(runner: Any) -> SuffixProposer | None:

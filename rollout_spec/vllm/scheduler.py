@@ -65,12 +65,9 @@ class SpecScheduler(Scheduler):
         counters.num_draft_tokens += num_verified
         counters.num_accepted_tokens += num_accepted_tokens
         return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=num_accepted_tokens,
-            num_invalid_spec_tokens=num_invalid_spec_tokens,
-            request_id=request_id,
-        )
+            spec_decoding_stats, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens,
+            num_invalid_spec_tokens=num_invalid_spec_tokens, request_id=request_id,
+        )  # fmt: skip
 
     def _update_request_with_output(self, request, *args, **kwargs):  # type: ignore[no-untyped-def]
         # The first token of a response comes from the prefill (also the one after a preemption's recompute,

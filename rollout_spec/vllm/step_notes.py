@@ -12,7 +12,7 @@ class Plan(NamedTuple):
     """
 
     num_model_tokens: int | None = None
-    """How many tokens a model drafts in it for every row; None: the drafting worker has not said so yet."""
+    """`Report.num_model_tokens` of the step before; None: the drafting worker has not said so yet."""
     num_in_flight: int | None = None
     """Earlier steps whose tokens it does not have yet; None: it waits for the tokens of every step."""
     room: int = 0
@@ -22,10 +22,11 @@ class Plan(NamedTuple):
     def is_ahead(self) -> bool:
         return self.num_in_flight is not None
 
-    @property
-    def next_step_takes_drafts(self) -> bool:
-        """Whether the next step can verify drafts that are made from this one's tokens."""
-        return self.room > 0 or not self.is_ahead
+    def num_drafted(self, most: int) -> int:
+        """Tokens that a model, which can draft `most`, drafts in it for every row; 0: see `passes_for`."""
+        if self.is_ahead and self.room == 0:  # the next step cannot verify what follows this one's tokens
+            return 0
+        return most if self.num_model_tokens is None else self.num_model_tokens
 
 
 class Report(NamedTuple):

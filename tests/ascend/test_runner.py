@@ -61,7 +61,7 @@ def assert_drafts_change_nothing(plain, drafting, *kinds, more_than=20):
 def test_these_releases_are_a_pair_that_is_known():
     assert current_platform.device_type == "npu"
     assert ascend.PAIRS[metadata.version("vllm-ascend")] == versions.version()
-    assert plugin.failure is None
+    assert plugin.misfits.failure is None
     assert not ascend.has_custom_class()
     assert "vllm-ascend-custom-class" in {patch.name for patch in applied()}
     sampler.check_engine_patches()

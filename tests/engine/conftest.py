@@ -12,6 +12,7 @@ import pytest
 
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.versions import untested
+from rollout_spec_lab.bench.forget import forget_all
 from tests.engine.rollout_server import make_server  # noqa: F401
 
 ENVIRONMENT = {
@@ -172,8 +173,7 @@ def as_new(llm):
     assert not llm.llm_engine.has_unfinished_requests()
     llm.reset_prefix_cache()
     if (proposer := proposer_of(llm)) is not None:
-        proposer.take_counters()
-        proposer.drafter, proposer._requests = proposer._new_drafter(), {}
+        forget_all(proposer)
     core_of(llm).rollout_spec_take_aborted()
     return llm
 

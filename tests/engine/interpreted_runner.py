@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.proposer import proposer_of
-from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
+from rollout_spec.vllm.versions import is_before, mrv2_architectures
 from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve
 from tests.engine.test_requests import FEW_CHARACTERS, bad_words, random_request
@@ -62,8 +62,6 @@ DRAWN = {f"mixed {number}": random_request(DRAW) for number in range(24)}
 # Without what 0.24 does not take on MRV2.
 MIXED = {name: asked for name, asked in DRAWN.items() if asked.params.thinking_token_budget is None}
 
-# What vLLM counts of each request, from 0.29 on.
-DETAILED = {} if version() in ("0.23.0", "0.24.0") else {"per_request_spec_decode_metrics": "detailed"}
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
@@ -75,7 +73,7 @@ def main(model):
         "plain": plain,
         "drafted": run(model, {}, stop, names=(*NAMES, "looping"), max_num_seqs=64),
         "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
-        "open": run(model, {}, stop, (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64, **DETAILED),
+        "open": run(model, {}, stop, (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
         "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
         "window": run(model, {}, names=WINDOWED, async_scheduling=not is_before(29), **WINDOW),
         "plain window": run(model, None, names=WINDOWED, **WINDOW),
@@ -143,13 +141,9 @@ def run(model, spec, stop=None, names=NAMES, prompts=None, **arguments):
         found["counters_behind"] = drafter.take_counters().to_dict()
         found |= reset(llm, FEW[1:])
         found["reset_history"] = history(drafter)
-        if "per_request_spec_decode_metrics" in arguments:
-            [output] = llm.generate(TEXT, request("sampled", temperature=2.0).params, use_tqdm=False)
-            found["drafted"] = output.outputs[0].spec_decode_metrics.per_step_drafted
         drafter.take_counters()
-        if hasattr(runner, "draft_tokens_handler"):  # MRV2
-            batch = runner.draft_tokens_handler._batch
-            batch.add = batch.extend = None
+        if hasattr(runner, "host_drafts"):  # MRV2
+            runner.host_drafts._arrivals._batch.extend = None
         found["failing"] = serve_named(llm, ("sampled",))
         found["num_failed_steps"] = drafter.take_counters().num_failed_steps
     close([llm])
@@ -188,7 +182,7 @@ def interrupted(llm, name, runner):
     late: so the gate has closed.
     """
     engine, tokens = llm.llm_engine, []
-    arrivals = getattr(getattr(runner, "draft_tokens_handler", None), "_arrivals", ())  # MRV1 has none
+    arrivals = runner.host_drafts._arrivals if hasattr(runner, "host_drafts") else ()  # MRV2
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, request(name).params)
@@ -240,8 +234,8 @@ def noted_calls(core):
 
 
 def noted_steps(scheduler, runner):
-    host = getattr(runner, "draft_tokens_handler", None)
-    batch = getattr(host, "_batch", None)
+    host = getattr(runner, "host_drafts", None)
+    batch = None if host is None else host._arrivals._batch
     schedule, update, steps = scheduler.schedule, scheduler.update_draft_token_ids, []
 
     def schedule_and_note(*args, **kwargs):
@@ -268,7 +262,7 @@ def noted_steps(scheduler, runner):
         steps[-1]["cut"] += num_drafted - sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def fill_and_note():
-        output = host._undrafted
+        output = host.step.output
         fill()
         if output is not None and output.total_num_scheduled_tokens:
             steps[-1]["drafts"] = num_drafts(output)

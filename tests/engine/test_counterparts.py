@@ -9,7 +9,7 @@ from vllm.v1.sample import rejection_sampler
 
 from rollout_spec import patches
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.mrv1.rejection import RowGenerators, couple_rejection_sample
+from rollout_spec.vllm.mrv1 import rejection, row_generators
 from rollout_spec.vllm.upstream import cpu_expand
 
 NAME = "expand_batch_to_tokens"
@@ -37,13 +37,13 @@ def test_what_coupled_verification_does_not_know_is_refused():
         module.rejection_sample = scope["rejection_sample"]
         return module
 
-    rows = RowGenerators(coupled.StepNoise(range(2), range(2), counts))
+    rows = row_generators.RowGenerators(coupled.StepNoise(range(2), range(2), counts))
     metadata = types.SimpleNamespace(
         temperature=torch.ones(2), all_greedy=False, all_random=True, generators=rows, top_k=None, top_p=None
     )
     later = module_with("target_logits_or_tuple")
-    couple_rejection_sample(later)
+    rejection.couple_rejection_sample(later)
     given = (drafts, counts, 2, torch.tensor(counts).cumsum(0), None)
     assert later.rejection_sample(*given, (probs.log(), None), bonus, metadata).shape == (2, 3)
     with pytest.raises(patches.PatchError, match=r"vllm-coupled-verification.*other\.rejection_sample"):
-        couple_rejection_sample(module_with("target_scores"))
+        rejection.couple_rejection_sample(module_with("target_scores"))

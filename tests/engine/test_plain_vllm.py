@@ -210,7 +210,7 @@ def test_graphs_that_let_drafts_read_later_ones_are_refused(
     monkeypatch.setattr(type(config), "use_v2_model_runner", is_mrv2)
     refused = pytest.raises(ConfigError, match=r"^[^\n]*take FULL_AND_PIECEWISE$")
     with refused if is_refused else nullcontext():
-        refuse(checks._further_facts_of_our_drafter(config, SpecConfig()), "a model")
+        refuse(checks._facts_of_our_drafter(config, SpecConfig()), "a model")
 
 
 def test_ranks_of_prefill_context_parallelism_are_refused(tiny_model):

@@ -24,6 +24,7 @@ from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
+from rollout_spec_lab.bench.forget import forget_all
 from rollout_spec_lab.bench.jobs import EngineError, reply
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.recorded import Recorded
@@ -164,8 +165,7 @@ def warm_up(engine: Any) -> None:
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, detokenize=False)
     serve(engine, prompts, [params] * len(prompts))
     if proposer := proposer_of(runner_of(engine)):
-        proposer.take_counters()
-        proposer.drafter, proposer._requests = proposer._new_drafter(), {}  # nothing of it is left
+        forget_all(proposer)
 
 
 def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:

@@ -25,18 +25,12 @@ class KeptVerifier(RejectionSampler):
     """It takes the logarithms of the tokens that are kept."""
 
     def _get_logprobs_tensors(
-        self,
-        max_num_logprobs: int,
-        metadata: Any,
-        logits: torch.Tensor,
-        target_logits: torch.Tensor,
-        bonus_logits: torch.Tensor,
-        sampled_token_ids: torch.Tensor,
-    ) -> LogprobsTensors:
+        self, max_num_logprobs: int, metadata: Any, logits: torch.Tensor, target_logits: torch.Tensor,
+        bonus_logits: torch.Tensor, sampled_token_ids: torch.Tensor,
+    ) -> LogprobsTensors:  # fmt: skip
         """A row for each place of `sampled_token_ids`; zeros where no token is.
 
-        target_logits, bonus_logits: [num_tokens, vocab_size] at the draft positions, [batch_size, vocab_size]
-            after the drafts.
+        target_logits, bonus_logits: a row for each draft position, and for each request after its draft.
         sampled_token_ids: int32 [batch_size, longest draft + 1], -1 after the tokens that are kept.
 
         Memory: two temporaries of as many rows of logits as tokens are kept.

@@ -7,6 +7,7 @@ and are handed to the proposer of the suffix drafts, if the engine has one.
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
@@ -15,9 +16,8 @@ from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.verification.transfers import sent
-from rollout_spec.vllm.keys import WHY_SHARED_NOISE
-from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
 
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
@@ -28,31 +28,19 @@ SHARED_NOISE = Patch(
 
 
 class ModelPasses:
-    """A model's passes in a step. Each draws a token for every row's draft, with the noise of the target.
+    """A model's passes in one step. Each draws a token for every row's draft, with the noise of the target.
 
-    proposer: of the suffix drafts, if the model drafts beside it.
-    num_model_tokens: how many it drafts for every row in this step; 0: its first pass drafts nothing.
+    keys, positions: `RowSampling.keys_and_positions`.
+    sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
     """
 
-    def __init__(self, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
-        self._sampling, self.proposer = sampling, proposer
-        self._most = self.num_model_tokens = 0 if proposer is None else proposer.most_model_tokens
+    def __init__(
+        self, keys: list[int], positions: npt.NDArray[np.int32], sampled_token_ids: torch.Tensor
+    ) -> None:
+        nums_sampled = (sampled_token_ids >= 0).sum(1)
+        self._keys, first = sent(np.array([keys, positions], np.int64), nums_sampled.device)
+        self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def forget(self) -> None:
-        """A step begins, and nothing is drafted yet."""
-        self._drafted = []
-
-    def plan(self, num_model_tokens: int | None) -> None:
-        """Draft so many tokens in this step; None: as many as it can."""
-        self.num_model_tokens = self._most if num_model_tokens is None else num_model_tokens
-
-    def begin(self, sampled_token_ids: torch.Tensor) -> None:
-        """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
-        of_step, nums_sampled = self._sampling.step_noise, (sampled_token_ids >= 0).sum(1)
-        self._keys, positions = sent(np.stack([of_step.keys, of_step.positions]), nums_sampled.device)
-        self._positions = positions + nums_sampled
-        self._drafted = []
 
     def draw(self, logits: torch.Tensor, metadata: Any) -> torch.Tensor:
         """The tokens of one pass, int64 [num_rows], of logits float32 [num_rows, vocab_size]."""
@@ -68,9 +56,8 @@ class ModelPasses:
         return tokens
 
     def on_host(self) -> ModelDrafts | None:
-        """All that the model has drafted, for the proposer; waits for the device. None: nothing was."""
-        assert self.proposer is not None
-        if not self._drafted or not self.proposer.is_used:
+        """All that the model has drafted; waits for the device. None: nothing."""
+        if not self._drafted:
             return None
         tokens, log_odds = (torch.stack(each, 1).cpu().numpy() for each in zip(*self._drafted, strict=True))
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
@@ -80,10 +67,11 @@ class ModelPasses:
 class SharedNoiseModel(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
-    passes: ModelPasses
+    passes: ModelPasses | None = None  # of the step that runs; None: it has none yet
 
     def _sample_draft_tokens(self, hidden_states: torch.Tensor, sampling_metadata: Any) -> Any:
         """Once a pass: int64 [num_rows], and no distribution."""
+        assert self.passes is not None
         # A head with a vocabulary of its own has logits of the target's here, -inf where it has no token.
         logits = self.model.compute_logits(hidden_states).float()
         return self.passes.draw(logits, sampling_metadata), None
@@ -97,9 +85,10 @@ class ModelBesideDrafter(SharedNoiseModel):
     while the gate is closed, and where they do not pay: the scheduler tells all ranks.
     """
 
+    suffix_proposer: SuffixProposer
+    num_model_tokens = 0  # that it drafts in the step that runs; 0: the first pass drafts nothing
+
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        proposer, num_tokens = self.passes.proposer, self.passes.num_model_tokens
-        assert proposer is not None
-        drafts = super().propose(num_tokens, *args, **kwargs)
-        proposer.note_passes(passes_for(num_tokens))
+        drafts = super().propose(self.num_model_tokens, *args, **kwargs)
+        self.suffix_proposer.note_passes(passes_for(self.num_model_tokens))
         return drafts

@@ -1,4 +1,4 @@
-"""Rows that have keys: at draft positions they draw with our noise, and no fused kernel draws for them."""
+"""Verification with our noise, in the place of a module's `rejection_sample`."""
 
 import inspect
 import sys
@@ -6,45 +6,19 @@ from typing import Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.metadata import SamplingMetadata
 
 from rollout_spec.patches import Patch, misfit, wrap
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.ascend import MODULE as ASCEND
-from rollout_spec.vllm.keys import WHY_COUPLED
+from rollout_spec.vllm.mrv1.row_generators import RowGenerators
+from rollout_spec.vllm.reasons import WHY_COUPLED
 
-KEYED = Patch(
-    name="vllm-keyed-sampler",
-    reason="vLLM draws from generators whose state depends on what was drafted, so the same seed gives other "
-    "tokens with drafts than without (the runner's sampler gets our top-k-top-p sampler and a hook)",
-    upstream="vllm/v1/sample/ops/topk_topp_sampler.py, TopKTopPSampler",
-    until="vLLM's noise is a function of the request and the position",
-)
 COUPLED = Patch(
     name="vllm-coupled-verification",
     reason=WHY_COUPLED,
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
-
-
-class RowGenerators(dict[int, torch.Generator]):
-    """The noise of a step's rows, in the place of the batch's generators, which vLLM hands to all that draws.
-    It has none of vLLM's."""
-
-    def __init__(self, step_noise: coupled.StepNoise) -> None:
-        super().__init__()
-        self.step_noise = step_noise
-
-
-def keep_from_fused_kernel(module: Any) -> None:
-    """Let no kernel draw for rows that have keys: from 0.33 on one of ROCm's does, before all samplers."""
-    if not hasattr(module, "mixed_sample_eligible"):
-        return
-
-    @wrap(module, "mixed_sample_eligible", KEYED)
-    def has_no_keys(is_eligible: Any, sm: SamplingMetadata, predict_bonus_token: bool) -> bool:
-        return not isinstance(sm.generators, RowGenerators) and is_eligible(sm, predict_bonus_token)
 
 
 def couple_rejection_sample(module: Any) -> None:
@@ -88,3 +62,8 @@ def checked_target(module: Any) -> str:
 def rejection_samplers() -> list[Any]:
     """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
     return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
+
+
+def platforms_rejection_sampler() -> Any:
+    """Of these modules the one that an engine of this process uses."""
+    return rejection_samplers()[-1]

@@ -19,17 +19,17 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import NextStep
+from rollout_spec.drafting.drafts import Drafts, NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.logits import log_memory, most_rows
-from rollout_spec.vllm.mrv1 import proposers, sampler
-from rollout_spec.vllm.mrv1.idle_host import IdleHost
-from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelPasses
+from rollout_spec.vllm.mrv1 import sampler
+from rollout_spec.vllm.mrv1.catch_up import CatchUp
+from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
+from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
-from rollout_spec.vllm.prompt_rows import in_prompt
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
@@ -56,8 +56,8 @@ WORK = Patch(
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.execute_model, _dummy_sampler_run",
     until="vLLM hands a proposer the scheduler's output",
 )
-IDLE_HOST = Patch(
-    name="vllm-idle-host",
+CATCH_UP = Patch(
+    name="vllm-catch-up",
     reason="While a GPU works on a step, MRV1 waits for its tokens: the time to index text",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner._bookkeeping_sync",
     until="vLLM tells a proposer that a step was launched",
@@ -79,28 +79,9 @@ GRAPHS = Patch(
 )
 # What an engine's processes apply to themselves, as far as it asks for it.
 ENGINE_PATCHES = (
-    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, WORK, IDLE_HOST, SHARED_NOISE,
+    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, WORK, CATCH_UP, SHARED_NOISE,
     LAST_TOKENS, GRAPHS,
 )  # fmt: skip
-
-
-# Before GPUModelRunner, 1: _sample
-class PlainStepsRunner(GPUModelRunner):
-    """A step in which no row has a draft is a plain step."""
-
-    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
-        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
-
-
-# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
-class PromptsRunner(GPUModelRunner):
-    """It runs prompts of a recurrent policy without full graphs."""
-
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
-            kwargs["force_uniform_decode"] = False
-        return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
 # Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
@@ -121,29 +102,49 @@ class NotingRunner(GPUModelRunner):
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
+# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
+class PromptsRunner(GPUModelRunner):
+    """It runs prompts of a recurrent policy without full graphs."""
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
+            kwargs["force_uniform_decode"] = False
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
 # Before GPUModelRunner, 3: _sample, _bookkeeping_sync
 class CatchingUpRunner(GPUModelRunner):
     """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
 
-    idle_host: IdleHost
+    catch_up: CatchUp
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        self.idle_host.begin_step()
+        self.catch_up.begin_step()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        self.idle_host.before_wait()
+        self.catch_up.before_wait()
         return super()._bookkeeping_sync(*args, **kwargs)
+
+
+# Before GPUModelRunner, 1: _sample
+class PlainStepsRunner(GPUModelRunner):
+    """A step in which no row has a draft is a plain step."""
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
 
 
 # Before GPUModelRunner, 4: propose_draft_token_ids
 class SharedNoiseRunner(GPUModelRunner):
     """Its model drafts with the noise of the target."""
 
-    model_passes: ModelPasses  # those of the step
+    row_sampling: RowSampling
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
-        self.model_passes.begin(sampled_token_ids)
+        rows = self.row_sampling.keys_and_positions(len(sampled_token_ids))
+        self.drafter.passes = ModelPasses(*rows, sampled_token_ids)
         return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
 
 
@@ -156,20 +157,15 @@ class TwoDraftersRunner(SharedNoiseRunner):
 
     def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        self.model_passes.plan(plan_of(scheduler_output).num_model_tokens)
+        most = self.rollout_spec_proposer.most_model_tokens
+        self.drafter.num_model_tokens = plan_of(scheduler_output).num_drafted(most)
         return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        self.model_passes.forget()
-        self.drafts = None
+        self.drafter.passes = self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
-            batch, proposer = self.input_batch, self.rollout_spec_proposer
-            nums = np.array(list(map(len, output.sampled_token_ids)), np.int32)
-            next_step = NextStep(self.model_passes.on_host(), self.model_passes.num_model_tokens > 0)
-            drafts = proposer.draft(
-                nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step
-            )
+            drafts = _draft_beside_model(self, output.sampled_token_ids)
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
             attach(output, Report(drafts.num_model_tokens))
         return output
@@ -178,19 +174,28 @@ class TwoDraftersRunner(SharedNoiseRunner):
         return self.drafts
 
 
+def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[int]]) -> Drafts:
+    batch, proposer, passes = runner.input_batch, runner.rollout_spec_proposer, runner.drafter.passes
+    of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
+    # A step for which a model has drafted nothing gets no drafts of the text either.
+    next_step = NextStep(of_model, takes_drafts=of_model is not None)
+    nums = np.array(list(map(len, sampled_token_ids)), np.int32)
+    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step)
+
+
 def check_runner() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 is not one that this was written for, models apart."""
     sampler.check_engine_patches()
     guard_class(PLAIN_STEPS, PlainStepsRunner, GPUModelRunner)
     guard_class(PROMPTS, PromptsRunner, GPUModelRunner)
     guard_class(WORK, NotingRunner, GPUModelRunner)
-    guard_class(IDLE_HOST, CatchingUpRunner, GPUModelRunner)
+    guard_class(CATCH_UP, CatchingUpRunner, GPUModelRunner)
 
 
 def check_model_drafter() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 does not draft as these classes were written for."""
     guard_class(SHARED_NOISE, TwoDraftersRunner, GPUModelRunner)
-    guard_class(SHARED_NOISE, proposers.ModelBesideDrafter, SpecDecodeBaseProposer)
+    guard_class(SHARED_NOISE, ModelBesideDrafter, SpecDecodeBaseProposer)
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
@@ -222,21 +227,22 @@ def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> Su
     record(LAST_TOKENS)
     runner.effective_drafter_max_model_len = 1 << 31
     put_before(NotingRunner, runner, WORK)
-    if current_platform.is_cuda_alike() and proposer.is_used:
-        runner.idle_host = IdleHost(proposer.catch_up)
-        sampling.before_wait = runner.idle_host.before_wait
-        put_before(CatchingUpRunner, runner, IDLE_HOST)
+    if current_platform.is_cuda_alike() and proposer.drafts_here:
+        catch_up = CatchUp(proposer.catch_up)
+        sampling.before_wait = catch_up.before_wait
+        put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
     return proposer
 
 
 def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
-    runner.model_passes = runner.drafter.passes = ModelPasses(sampling, proposer)
-    put_before(TwoDraftersRunner if proposer else SharedNoiseRunner, runner, SHARED_NOISE)
-    put_before(
-        proposers.ModelBesideDrafter if proposer else proposers.SharedNoiseModel, runner.drafter, SHARED_NOISE
-    )
+    if proposer is None:
+        put_before(SharedNoiseRunner, runner, SHARED_NOISE, row_sampling=sampling)
+        put_before(SharedNoiseModel, runner.drafter, SHARED_NOISE)
+    else:
+        put_before(TwoDraftersRunner, runner, SHARED_NOISE, row_sampling=sampling)
+        put_before(ModelBesideDrafter, runner.drafter, SHARED_NOISE, suffix_proposer=proposer)
 
 
 def _capture_plain_steps(runner: Any) -> None:

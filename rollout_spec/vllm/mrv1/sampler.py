@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 from vllm.v1.sample import sampler as vllm_sampler
@@ -25,28 +26,19 @@ from rollout_spec.patches import guard_class, guard_parameters, put_before, reco
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm.keys import keys_of
+from rollout_spec.vllm.mrv1 import rejection
 from rollout_spec.vllm.mrv1.kept_logprobs import KEPT_LOGPROBS, KeptVerifier
 from rollout_spec.vllm.mrv1.min_tokens import MIN_TOKENS, counting_drafts
-from rollout_spec.vllm.mrv1.rejection import (
-    COUPLED,
-    KEYED,
-    RowGenerators,
-    checked_target,
-    couple_rejection_sample,
-    keep_from_fused_kernel,
-    rejection_samplers,
-)
+from rollout_spec.vllm.mrv1.row_generators import KEYED, RowGenerators, keep_from_fused_kernel
 
 logger = init_logger(f"vllm.{__name__}")
 
 # What an engine's processes apply to themselves.
-ENGINE_PATCHES = (KEYED, COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
+ENGINE_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
     """Gives a model runner's samplers a `RowGenerators`, step by step."""
-
-    step_noise: coupled.StepNoise  # of the step that was sampled last
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -54,29 +46,33 @@ class RowSampling:
         self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
-        """Stand before the runner's samplers; once in a runner's life.
-
-        Raises PatchError; RuntimeError: the device cannot compute the noise.
-        """
+        """Stand before the runner's samplers; once in a runner's life. Raises PatchError; RuntimeError: the
+        device cannot compute the noise."""
         sampler, verifier = self._runner.sampler, getattr(self._runner, "rejection_sampler", None)
-        sampler.sampling = self
-        put_before(KeyedSampler, sampler, KEYED)
+        put_before(KeyedSampler, sampler, KEYED, sampling=self)
         if verifier is not None:
-            verifier.sampling = self
-            put_before(CoupledVerifier, verifier, COUPLED)
+            put_before(CoupledVerifier, verifier, rejection.COUPLED, sampling=self)
             record(MIN_TOKENS)
             put_before(KeptVerifier, verifier, KEPT_LOGPROBS)
         _check_top_k_top_p(type(sampler.topk_topp_sampler))
         noise.check(self._runner.device)
-        for module in rejection_samplers():
-            couple_rejection_sample(module)
+        for module in rejection.rejection_samplers():
+            rejection.couple_rejection_sample(module)
         keep_from_fused_kernel(vllm_sampler)
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
     def begin_step(self, num_draft_tokens: list[int]) -> RowGenerators:
         """The noise of the rows that a step samples. The batch's own generators are cleared."""
-        batch, num_rows = self._runner.input_batch, len(num_draft_tokens)
+        rows = self.keys_and_positions(len(num_draft_tokens))
+        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
+        # comes in chunks: it sets the generator back, and a CPU generator has no offset.
+        self._runner.input_batch.generators.clear()
+        return RowGenerators(coupled.StepNoise(*rows, num_draft_tokens, self.before_wait))
+
+    def keys_and_positions(self, num_rows: int) -> tuple[list[int], npt.NDArray[np.int32]]:
+        """Of each row of the step that runs: its key, and the position of the first token that it samples."""
+        batch = self._runner.input_batch
         if batch.num_reqs not in (0, num_rows):  # 0: a warm-up, which takes what a step does
             raise RuntimeError(
                 f"rollout_spec: {num_rows} rows are sampled, the batch has {batch.num_reqs}; "
@@ -84,12 +80,7 @@ class RowSampling:
             )
         keys = self._keys.rows(batch.req_ids, self._runner.requests) or [0] * num_rows
         # A warm-up may have more rows than there are.
-        positions = np.resize(batch.num_tokens_no_spec, num_rows)
-        # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
-        # comes in chunks: it sets the generator back, and a CPU generator has no offset.
-        batch.generators.clear()
-        self.step_noise = coupled.StepNoise(keys, positions, num_draft_tokens, self.before_wait)
-        return RowGenerators(self.step_noise)
+        return keys, np.resize(batch.num_tokens_no_spec, num_rows)
 
 
 # Before Sampler, 1: forward
@@ -99,13 +90,9 @@ class KeyedSampler(Sampler):
     sampling: RowSampling
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        predict_bonus_token: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool = False,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         generators = sampling_metadata.generators
         if not isinstance(generators, RowGenerators):
             generators = self.sampling.begin_step([0] * logits.shape[0])
@@ -137,15 +124,11 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         self.logprobs_mode = logprobs_mode
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        generators: RowGenerators,
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
+        self, logits: torch.Tensor, generators: RowGenerators, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [batch_size] tokens of logits [batch_size, vocab_size], and what log-probabilities are of."""
-        # That of the platform's verification, so that both keep the same tokens.
-        logits = rejection_samplers()[-1].apply_top_k_top_p(logits, k, p)
+        # That of verification, so that both keep the same tokens.
+        logits = rejection.platforms_rejection_sampler().apply_top_k_top_p(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
             processed = logits
@@ -157,14 +140,14 @@ class KeyedTopKTopPSampler(torch.nn.Module):
 def check_engine_patches() -> None:
     """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
     guard_class(KEYED, KeyedSampler, Sampler)
-    guard_class(COUPLED, CoupledVerifier, RejectionSampler)
+    guard_class(rejection.COUPLED, CoupledVerifier, RejectionSampler)
     guard_parameters(
         MIN_TOKENS, MinTokensLogitsProcessor, "apply_with_spec_decode", ("self", "logits", "num_draft_tokens")
     )
     guard_class(KEPT_LOGPROBS, KeptVerifier, RejectionSampler)
     _check_top_k_top_p(TopKTopPSampler)
-    for module in rejection_samplers():
-        checked_target(module)
+    for module in rejection.rejection_samplers():
+        rejection.checked_target(module)
 
 
 def _check_top_k_top_p(kind: type) -> None:

@@ -8,10 +8,9 @@ each row room for them, as vLLM does for a model's drafts, and the worker takes 
     worker                      | tokens of 0, drafts for 1, report of 1
                                                 | tokens of 1, drafts for 2, report of 2
 
-A step with room waits for the tokens of the step before, and drafts after them. One without room waits for
-nothing: the tokens come when the next step has begun, and the gate only says whether drafts would have paid.
-Either way the drafter answers `drafts_wanted`. A step's report passes it on, and two steps later there is
-room. A step that the gate measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
+A step with room waits for the tokens of the step before, and drafts after them; one without waits for
+nothing. A step's report says `drafts_wanted`, and two steps later there is room. A step that the gate
+measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
 """
 
 from typing import Any
@@ -24,7 +23,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 
 from rollout_spec.config import ConfigError
-from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
 from rollout_spec.vllm.step_notes import Plan, report_of
@@ -34,21 +32,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 _BY_COUNT = "by its scheduler's numbers of tokens"  # which are ahead of those that rows have
 _CORRUPTING = "deepep_high_throughput"  # vLLM refuses it on ROCm with asynchronous scheduling
-_EMPTY_ROOM = Patch(
-    name="vllm-empty-room",
-    reason="vLLM counts a step for a request whenever that has room for drafts",
-    upstream="vllm/v1/metrics/stats.py, RequestSpecDecodeMetrics (from 0.29 on)",
-    until="a scheduler says which steps it counts",
-)
-
-
-# Before RequestSpecDecodeMetrics, 1: observe
-class DraftedSteps:
-    """What `--per-request-spec-decode-metrics` counts of a request: its steps with drafts."""
-
-    def observe(self, num_draft_tokens: int, *args: Any, **kwargs: Any) -> None:
-        if num_draft_tokens > 0:
-            super().observe(num_draft_tokens, *args, **kwargs)  # type: ignore[misc]
 
 
 class AheadScheduler(SpecScheduler, AsyncScheduler):
@@ -63,12 +46,6 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         self._num_in_flight = 0
         self._drafts_wanted = False  # by the drafting worker
         self._room = 0  # of each row, in the step that is being scheduled
-
-    def add_request(self, request: Any) -> None:
-        super().add_request(request)
-        metrics = getattr(request, "spec_decode_metrics", None)
-        if metrics is not None:
-            put_before(DraftedSteps, metrics, _EMPTY_ROOM)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._room = self._room_for_drafts()

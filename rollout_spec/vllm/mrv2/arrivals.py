@@ -41,14 +41,14 @@ class Arrival:
         if self.ended is None:
             self.ended = time.perf_counter()
 
-    def wait(self, while_waiting: Callable[[Callable[[], bool]], None]) -> list[Any]:
+    def wait(self, catch_up: Callable[[Callable[[], bool]], None]) -> list[Any]:
         """int64 [num_rows, K + 1 or 1], tokens; int32 [num_rows], how many; and a model's drafts.
 
-        Until it is there the host does `while_waiting`, which asks before each piece of it if there is time.
+        Until it is there the host indexes text: `catch_up` asks before each piece of it if there is time.
         """
         query = getattr(self._event, "query", None)
         if query is not None:  # vLLM's stand-in on CPUs has none, and nothing to wait for
-            while_waiting(lambda: not query())
+            catch_up(lambda: not query())
         self._event.synchronize()
         self.note_end()
         return self._on_host

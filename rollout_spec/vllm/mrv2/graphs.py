@@ -50,32 +50,30 @@ def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
     return temporarily(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
 
 
-def add_graphs_for_drafts(runner: Any, why_never: str | None) -> None:
+def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
     """Let a runner capture full graphs for steps with drafts too, or say why it has none.
 
-    Args:
-        why_never: what speaks against them whatever the runner's configuration is.
+    why_no_graphs: what speaks against them whatever the runner's configuration is.
     """
     manager = runner.cudagraph_manager
-    if not manager.cudagraph_mode.separate_routine():
-        return  # there are no full graphs, or the same for all steps
-    if manager.decode_query_len > 1:
-        return  # Mamba 2's graphs have K draft tokens in every row
-    why_not = why_never or _refusal(runner)
-    if why_not is None:
+    # There are no full graphs, or the same for all steps; or Mamba 2's, with K draft tokens in every row.
+    if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
+        return
+    why_no_graphs = why_no_graphs or _why_no_graphs(runner)
+    if why_no_graphs is None:
         if not HAS_QUERY_LENS:
-            put_before(graphs_24.PlanningState, runner.model_state, GRAPHS)
-            manager.planning_state = runner.model_state
-            manager.planning_state.longest_query_len = runner.decode_query_len
+            longest = runner.decode_query_len
+            put_before(graphs_24.PlanningState, runner.model_state, GRAPHS, longest_query_len=longest)
+            manager.rollout_spec_state = runner.model_state
         num = add_graphs(manager, runner.decode_query_len)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return
-    logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_not}")
+    logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_no_graphs}")
     if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
         logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
 
 
-def _refusal(runner: Any) -> str | None:
+def _why_no_graphs(runner: Any) -> str | None:
     """Why a runner is to have none. With LoRA, pipeline or prefill context parallelism it does not draft."""
     if runner.vllm_config.parallel_config.decode_context_parallel_size > 1:
         return "with context parallelism, attention reads the rows' lengths on the host"
@@ -134,6 +132,6 @@ def patch_dispatch() -> None:
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cudagraph_manager, "has_prompt", False):  # set by `GraphsRunner`
+        if getattr(cudagraph_manager, "rollout_spec_has_prompt", False):  # set by `GraphsRunner`
             kwargs["max_query_len"] = None
         return dispatch(cudagraph_manager, *args, **kwargs)

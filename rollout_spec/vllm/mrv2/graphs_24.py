@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from rollout_spec.patches import Patch, wrap
+from rollout_spec.patches import Patch, temporarily, wrap
 from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
 
 VARYING = -1
@@ -27,7 +27,10 @@ class VaryingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.cudagraph_manager.of_step = self.req_states, scheduler_output  # which may get its drafts later
+        self.cudagraph_manager.rollout_spec_step = (
+            self.req_states,
+            scheduler_output,
+        )  # which may get its drafts later
 
     def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, batch_desc)
@@ -66,10 +69,10 @@ def patch_dispatch(patch: Patch) -> None:
         dispatch: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if getattr(cudagraph_manager, "of_step", None) is not None:
-            if _varies(*cudagraph_manager.of_step):
+        if getattr(cudagraph_manager, "rollout_spec_step", None) is not None:
+            if _varies(*cudagraph_manager.rollout_spec_step):
                 uniform_token_count = VARYING
-            cudagraph_manager.of_step = None  # a dummy run comes without `update_requests`
+            cudagraph_manager.rollout_spec_step = None  # a dummy run comes without `update_requests`
         return dispatch(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
     @wrap(CudaGraphManager, "capture", patch)
@@ -77,9 +80,7 @@ def patch_dispatch(patch: Patch) -> None:
         def create_planned(desc: Any, warmup: bool) -> Any:
             if desc.uniform_token_count != VARYING:
                 return create_forward_fn(desc, warmup)
-            self.planning_state.is_captured = True
-            created = create_forward_fn(desc, warmup)
-            self.planning_state.is_captured = False
-            return created
+            with temporarily(self.rollout_spec_state, "is_captured", True):
+                return create_forward_fn(desc, warmup)
 
         return capture(self, create_planned, *args, **kwargs)

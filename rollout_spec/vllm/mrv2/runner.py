@@ -88,8 +88,7 @@ class DraftingRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
             super().initialize_kv_cache(*args, **kwargs)
-        self.block_tables.host_drafts = self.host_drafts
-        put_before(WaitingTables, self.block_tables, SPECULATOR)
+        put_before(WaitingTables, self.block_tables, SPECULATOR, host_drafts=self.host_drafts)
         graphs.add_graphs_for_drafts(self, self.why_no_graphs)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +138,7 @@ class GraphsRunner(GPUModelRunner):
             gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             state = gathered[0]  # None of no batch
-            self.cudagraph_manager.has_prompt = state is not None and state.has_prefill
+            self.cudagraph_manager.rollout_spec_has_prompt = state is not None and state.has_prefill
         return gathered
 
     def prepare_inputs(
@@ -219,13 +218,11 @@ def patch_init_speculator() -> None:
 def bind(worker: Any, config: SpecConfig) -> None:
     """Put our classes before a worker's and its runner's, as far as the engine asks for them; once."""
     check_runner()
-    runner = worker.model_runner
-    speculator = runner.speculator
-    runner.keys = keys_of(runner)
-    put_before(KeyedRunner, runner, sampler.COUPLED)
+    runner, speculator = worker.model_runner, worker.model_runner.speculator
+    put_before(KeyedRunner, runner, sampler.COUPLED, keys=keys_of(runner))
     if config.enabled:
-        runner.host_drafts = host = HostDrafts(runner, config)
-        put_before(DraftingRunner, runner, SPECULATOR)
+        host = HostDrafts(runner, config)
+        put_before(DraftingRunner, runner, SPECULATOR, host_drafts=host)
         runner.why_no_graphs = patch_graphs_for_drafts(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host

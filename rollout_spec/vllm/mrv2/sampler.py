@@ -15,8 +15,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
-from rollout_spec.vllm.keys import WHY_COUPLED, RequestKeys
+from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.mrv2 import sampler_24, signatures
+from rollout_spec.vllm.reasons import WHY_COUPLED
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -37,8 +38,7 @@ def check_sampler() -> None:
 
 def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKeys) -> None:
     """Let a runner's sampler, and what verifies with it, draw with the requests' keys."""
-    sampler.keys = keys
-    put_before(KeyedSampler, sampler, COUPLED)
+    put_before(KeyedSampler, sampler, COUPLED, keys=keys)
     if verifier is not None:
         put_before(_VERIFIER, verifier, COUPLED)
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")

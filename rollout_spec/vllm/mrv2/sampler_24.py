@@ -85,13 +85,9 @@ def _inputs_of(input_batch: Any) -> dict[str, Any]:
 
 
 def _verified(
-    verifier: RejectionSampler,
-    input_batch: Any,
-    logits: torch.Tensor,
-    processed: torch.Tensor,
-    tokens: torch.Tensor,
-    num_sampled: torch.Tensor,
-) -> SamplerOutput:
+    verifier: RejectionSampler, input_batch: Any, logits: torch.Tensor, processed: torch.Tensor,
+    tokens: torch.Tensor, num_sampled: torch.Tensor,
+) -> SamplerOutput:  # fmt: skip
     """The output for tokens that were chosen."""
     num_nans = rejection_sampler.get_num_nans(logits) if verifier.sampler.compute_nans else None
     kept = processed if verifier.sampler.logprobs_mode == "processed_logprobs" else logits

@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from rollout_spec.drafting.drafts import passes_for
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before, record, temporarily
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
+from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
 
 SHARED_NOISE = Patch(
     name="vllm-mrv2-shared-noise",
@@ -59,14 +59,12 @@ def for_the_model(vllm_config: VllmConfig) -> VllmConfig:
 def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> None:
     """Let a model draft with the target's noise, pass by pass, and hand its drafts to the host."""
     check_speculator()
-    speculator.host, speculator.num_tokens = host, speculator.num_speculative_steps
-    speculator.log_odds = torch.zeros(
-        speculator.max_num_reqs, speculator.num_tokens, device=speculator.device
-    )
     for name in (each for each in _FUSES if hasattr(speculator, each)):
         setattr(speculator, name, lambda: None)
         record(PASS_BY_PASS)
-    put_before(ModelBesideDrafter, speculator, SHARED_NOISE)
+    num_rows, most = speculator.max_num_reqs, speculator.num_speculative_steps
+    log_odds = torch.zeros(num_rows, most, device=speculator.device)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE, host=host, num_tokens=most, log_odds=log_odds)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -92,13 +90,10 @@ class SuffixSpeculator(BaseSpeculator):
 
 # Before DraftModelSpeculator, 1: sample_draft
 class SharedNoiseModel(DraftModelSpeculator):
-    """A model that draws its drafts with the target's noise.
+    """A model that draws its drafts with the target's noise."""
 
-    Attributes:
-        log_odds: float32 [max_num_reqs, m], gets ln(p / (1 - p)) of every token that is drawn, where p is its
-            probability by the model itself, at temperature 1; None: nobody asks.
-    """
-
+    # float32 [max_num_reqs, m], gets ln(p / (1 - p)) of every token that is drawn, where p is its probability
+    # by the model itself, at temperature 1; None: nobody asks.
     log_odds: torch.Tensor | None = None
 
     def sample_draft(self, hidden_states: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -142,7 +137,7 @@ class ModelBesideDrafter(SharedNoiseModel):
         more.pop("num_speculative_tokens", None)  # the engine's
         if dummy_run:
             return super().propose(input_batch, *given, dummy_run=True, **more)
-        num = passes_for(self.host.num_model_tokens)
+        num = passes_for(self.host.step.num_model_tokens)
         with temporarily(self, "num_speculative_steps", num):  # vLLM's own reads here how many it drafts
             drafts = super().propose(input_batch, *given, **more)
         self.host.proposer.note_passes(num)

@@ -2,9 +2,9 @@
 
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
 that the fix knows. Each file has `PATCH`; `WHERE`, the module that is wrong, by the engines that need it
-right; `fix`, which mends the module, and may do so again; and `applies`, if not every vLLM has the fault.
-`vllm.fixes` finds them by itself. They never draw a token and, but for `refused_requests`, know no drafter.
-May import: `patches`, `recurrent`, `vllm.options`, `vllm.prompt_rows`, numpy, torch, vllm.
+right; `fix`, which may be called again; and `applies`, if not every vLLM has the fault.
+`vllm.fixes` finds them by itself. They never draw a token, and know no drafter.
+May import: `patches`, `recurrent`, `vllm.mrv1.prompt_rows`, numpy, torch, vllm.
 """
 
 # Which engines need a fix. Where it does not fit, ALL keep vLLM's fault, which they have without drafts too.

@@ -34,11 +34,11 @@ def applies(_: Any) -> bool:
     return output.tolist() != [0.5, 0.25, 0.25]
 
 
-def fix(rejection_sampler: Any) -> None:
+def fix(module: Any) -> None:
     """Repeat each request's value for its draft tokens in plain torch."""
     expected = tuple(inspect.signature(expand_batch_to_tokens).parameters)
-    guard_parameters(PATCH, rejection_sampler, "expand_batch_to_tokens", expected)
-    replace_function(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens, patch=PATCH)
+    guard_parameters(PATCH, module, "expand_batch_to_tokens", expected)
+    replace_function(module, "expand_batch_to_tokens", expand_batch_to_tokens, patch=PATCH)
 
 
 def expand_batch_to_tokens(

@@ -24,10 +24,10 @@ def applies(_: Any) -> bool:
     return not any(hasattr(StructuredOutputManager, name) for name in _SEES_REASONING_END)
 
 
-def fix(scheduler: Any) -> None:
+def fix(module: Any) -> None:
     """Cut a draft before the token that ends the reasoning: it comes last in its step, as without drafts."""
 
-    @wrap(scheduler.Scheduler, "update_draft_token_ids", PATCH, "f4896f32")  # 0.23 to 0.29
+    @wrap(module.Scheduler, "update_draft_token_ids", PATCH, "f4896f32")  # 0.23 to 0.29
     def update_with_cut_drafts(update: Any, self: Any, draft_token_ids: Any) -> None:
         for request_id, draft in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(request_id)

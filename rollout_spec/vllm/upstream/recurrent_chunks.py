@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout_spec import recurrent
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.prompt_rows import in_prompt, num_known
+from rollout_spec.vllm.mrv1.prompt_rows import in_prompt, num_known
 from rollout_spec.vllm.upstream import RECURRENT_MRV1
 
 WHERE = {RECURRENT_MRV1: "vllm.v1.worker.gpu_model_runner"}

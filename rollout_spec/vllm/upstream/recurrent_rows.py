@@ -38,38 +38,34 @@ def fix(module: Any) -> None:
     """Let every decoding row of a recurrent policy be a speculative one."""
     from vllm.v1.attention.backends import gdn_attn
 
-    _mend_linear_attention(gdn_attn.GDNAttentionMetadataBuilder)
+    _fix_linear_attention(gdn_attn.GDNAttentionMetadataBuilder)
     if hasattr(module, "GPUModelRunner"):
-        _mend_mrv1(module.GPUModelRunner)
+        _fix_mrv1(module.GPUModelRunner)
     else:
-        _mend_mrv2(module)
+        _fix_mrv2(module)
 
 
-def _mend_linear_attention(builder: Any) -> None:
+def _fix_linear_attention(builder: Any) -> None:
     """The metadata's builder reads the signs of the numbers of drafts, and whether their sum is 0."""
 
     @wrap(builder, "build", PATCH, "0fb6c90f", "7be67f18", "aa65a6eb")  # 0.23; 0.24; 0.29
     def build_with_speculative_rows(
-        build: Any,
-        self: Any,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
+        build: Any, self: Any, common_prefix_len: int, common_attn_metadata: Any,
         num_accepted_tokens: torch.Tensor | None = None,
-        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
-        fast_build: bool = False,
-    ) -> Any:
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None, fast_build: bool = False,
+    ) -> Any:  # fmt: skip
         numbers = num_decode_draft_tokens_cpu
         if numbers is not None:
             numbers = torch.where(numbers == 0, 1, numbers)
         return build(self, common_prefix_len, common_attn_metadata, num_accepted_tokens, numbers, fast_build)
 
 
-def _mend_mrv1(runner: Any) -> None:
+def _fix_mrv1(runner: Any) -> None:
     """Mark the rows after `_prepare_inputs`, and have the marks read in steps without drafts too."""
     if "use_spec_decode" not in inspect.signature(runner._build_attention_metadata).parameters:
         raise misfit(PATCH, "GPUModelRunner._build_attention_metadata takes no use_spec_decode")
 
-    @wrap(runner, "_prepare_inputs", PATCH, "b135df2f", "6aa3b3fe", "df8b324a")  # the same
+    @wrap(runner, "_prepare_inputs", PATCH, "b135df2f", "6aa3b3fe", "df8b324a")  # 0.23; 0.24; 0.29
     def prepare_and_mark(
         prepare: Any, self: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray
     ) -> Any:
@@ -78,7 +74,7 @@ def _mend_mrv1(runner: Any) -> None:
             _mark(self, scheduler_output, num_scheduled_tokens)
         return prepared
 
-    @wrap(runner, "_build_attention_metadata", PATCH, "d5d7d83a", "d9b2afb4", "8af7e993")  # the same
+    @wrap(runner, "_build_attention_metadata", PATCH, "d5d7d83a", "d9b2afb4", "8af7e993")  # 0.23; 0.24; 0.29
     def build_from_marks(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if _has_states(self):
             kwargs["use_spec_decode"] = True
@@ -100,10 +96,10 @@ def _mark(runner: Any, scheduler_output: Any, num_scheduled_tokens: npt.NDArray)
     numbers.copy_to_gpu()
 
 
-def _mend_mrv2(model_states: Any) -> None:
+def _fix_mrv2(model_states: Any) -> None:
     """Mark the same rows in front of the metadata, which MRV2 builds for recurrent policies in a module."""
 
-    @wrap(model_states, "build_attn_metadata", PATCH, "8fbd7acd", "e406c9cb", "ba0edadf")  # the same
+    @wrap(model_states, "build_attn_metadata", PATCH, "8fbd7acd", "e406c9cb", "ba0edadf")  # 0.23; 0.24; 0.29
     def build_with_marks(build: Any, attn_groups: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         rows = kwargs["model_specific_attn_metadata"]
         numbers = rows.num_decode_draft_tokens_cpu

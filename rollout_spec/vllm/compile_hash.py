@@ -5,7 +5,6 @@ from typing import Any
 
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import OPTIONS_KEY, asked_options
-from rollout_spec.vllm.upstream import ALL
 
 PATCH = Patch(
     name="vllm-compile-hash",
@@ -14,7 +13,7 @@ PATCH = Patch(
     upstream="vllm/config/vllm.py, VllmConfig.compute_hash",
     until="a plugin says which of its options change the graph",
 )
-WHERE = {ALL: "vllm.config.vllm"}
+MODULE = "vllm.config.vllm"
 
 
 def fix(module: Any) -> None:

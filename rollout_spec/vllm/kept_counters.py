@@ -10,7 +10,7 @@ LOG_EVERY = 1000  # engine steps in which rows decoded
 logger = init_logger(f"vllm.{__name__}")
 
 
-class Counts:
+class KeptCounters:
     """The counters of a drafter that may fail and end; each fault is said once."""
 
     def __init__(self) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 from rollout_spec.patches import Patch, wrap
 from rollout_spec.vllm.options import asked_options, has_our_drafter, names_our_proposer
-from rollout_spec.vllm.upstream import WITH_DRAFTS, reasoning_end
+from rollout_spec.vllm.upstream import reasoning_end
 
-WHERE = {WITH_DRAFTS: "vllm.v1.engine.input_processor"}
+MODULE = "vllm.v1.engine.input_processor"
 PATCH = Patch(
     name="vllm-refuse-requests",
     reason="vLLM lets requests pass that it cannot serve together with drafts: they come out wrong, or end "
@@ -55,10 +55,10 @@ def _opens_its_mask(structured: Any) -> bool:
     return hasattr(OutlinesGrammar, "_prev_finished")
 
 
-def fix(input_processor: Any) -> None:
+def refuse_requests(module: Any) -> None:
     """Refuse single requests where vLLM checks them: the caller gets a ValueError, the engine nothing."""
 
-    @wrap(input_processor.InputProcessor, "process_inputs", PATCH)
+    @wrap(module.InputProcessor, "process_inputs", PATCH)
     def process_supported_inputs(process: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process(self, *args, **kwargs)
         reason = refusal(self.vllm_config, request)

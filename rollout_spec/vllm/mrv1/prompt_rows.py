@@ -1,4 +1,4 @@
-"""How far MRV1 has computed its rows: recurrent layers need to know."""
+"""How far rows are computed: recurrent layers need to know."""
 
 from typing import Any
 
