@@ -14,7 +14,7 @@ from rollout_spec.drafting.drafts import ModelDrafts, passes_for
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import to_device
 from rollout_spec.vllm.keys import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.proposer import SuffixProposer
@@ -50,7 +50,7 @@ class ModelPasses:
     def begin(self, sampled_token_ids: torch.Tensor) -> None:
         """The step has sampled int [num_rows, K + 1], -1 for nothing, which the runner does not know yet."""
         of_step, nums_sampled = self._sampling.step_noise, (sampled_token_ids >= 0).sum(1)
-        self._keys, positions = sent(np.stack([of_step.keys, of_step.positions]), nums_sampled.device)
+        self._keys, positions = to_device(np.stack([of_step.keys, of_step.positions]), nums_sampled.device)
         self._positions = positions + nums_sampled
         self._drafted = []
 
