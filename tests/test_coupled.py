@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_spec.verification import blocks, coupled, noise, prefixes
-from rollout_spec.verification.transfers import fetched
+from rollout_spec.verification.transfers import to_host
 from tests.drawn import keyed_sample
 
 torch.set_num_threads(1)  # rows this small gain nothing from threads
@@ -51,7 +51,7 @@ def test_rows_may_come_as_numbers_of_32_bits():
 
 def test_tokens_on_the_host_are_not_copied():
     tokens = torch.arange(4, dtype=torch.int32)
-    assert all(np.shares_memory(values, tokens.numpy()) for values in fetched(tokens, tokens.view(2, 2)))
+    assert all(np.shares_memory(values, tokens.numpy()) for values in to_host(tokens, tokens.view(2, 2)))
 
 
 def test_the_extreme_words_are_finite(monkeypatch):

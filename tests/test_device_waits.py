@@ -220,7 +220,7 @@ def mrv2_step(counts=DRAFTS):
 
 RACE = "rollout_spec.verification.coupled._block_masses"
 DRAWN = [RACE, RACE]
-TOKENS = "rollout_spec.verification.transfers.fetched"
+TOKENS = "rollout_spec.verification.transfers.to_host"
 LOGPROBS = "rollout_spec.vllm.mrv1.kept_logprobs._get_logprobs_tensors"
 # By step: what the host waits in, and the copies to the device that nothing waits for.
 STEPS: dict[str, tuple[Callable[[], Accelerator], list[str], int]] = {

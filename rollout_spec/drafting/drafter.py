@@ -239,8 +239,8 @@ class Drafter:
         )
 
     def _seconds_until(self, now: float, goes_on: bool) -> float | None:
-        """What the step that ends now took, where it has a row of the step before (`goes_on`). Else nobody
-        knows: the engine may have waited for a request, slept, or taken new weights."""
+        """What the step that ends now took, if it has a row of the last one (`goes_on`). Else nobody knows:
+        the engine may have waited for a request, slept, or taken new weights."""
         seconds = None if self._last_end is None or not goes_on else now - self._last_end
         self._last_end, self._last_seconds = now, seconds or 0.0
         return seconds

@@ -15,7 +15,7 @@ import torch
 from rollout_spec.verification import blocks, noise
 from rollout_spec.verification.blocks import BLOCK_SIZE
 from rollout_spec.verification.prefixes import matching_prefixes
-from rollout_spec.verification.transfers import just_wait, sent
+from rollout_spec.verification.transfers import just_wait, to_device
 
 # Values that are added at a time: `_sums`.
 SUM_SIZE = 16
@@ -89,7 +89,7 @@ def coupled_verify(
     else:
         own = step_noise.sample(target_logits)
         if is_sampled is not True:
-            requests = sent(step_noise.draft_requests, own.device)
+            requests = to_device(step_noise.draft_requests, own.device)
             own = torch.where(is_sampled[requests], own, blocks.argmax(target_logits))
     return matching_prefixes(
         own,

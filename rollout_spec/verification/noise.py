@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import to_device
 
 # The constants of SplitMix64, of 64 bits without a sign; int64 holds them less 2**64.
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -57,7 +57,7 @@ def exponential(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Te
     word's 2**-32 apart.
     """
     if device.type in SHIFTS_SLOWLY:
-        return sent(exponential(seeds, num, _HOST), device)
+        return to_device(exponential(seeds, num, _HOST), device)
     minus_uniform = random_words(seeds, num, device).to(torch.float32).mul_(-(2.0**-32)).sub_(2.0**-33)
     return minus_uniform.clamp_(min=-_LARGEST_UNIFORM).log1p_().neg_()
 
@@ -65,7 +65,7 @@ def exponential(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Te
 def random_words(seeds: torch.Tensor, num: int, device: torch.device) -> torch.Tensor:
     """Words of 32 random bits on a device, int64 [n, num], of seeds, int64 [n]. Word i of a row depends on
     the row's seed and on i, not on n or num."""
-    words = splitmix(sent(seeds, device).unsqueeze(-1), torch.arange(1, num + 1, device=device))
+    words = splitmix(to_device(seeds, device).unsqueeze(-1), torch.arange(1, num + 1, device=device))
     words >>= 32
     return words.bitwise_and_(0xFFFFFFFF)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rollout_spec.verification.transfers import fetched, sent
+from rollout_spec.verification.transfers import to_device, to_host
 
 PLACEHOLDER_TOKEN_ID = -1  # vLLM's, where a row has no token
 
@@ -26,11 +26,11 @@ def matching_prefixes(
 
     Args:
         own: int64 [num_tokens], at the draft positions of all requests, one request after the other.
-        the others: those of `coupled_verify` and of its step.
+        the others: as in `coupled_verify` and `StepNoise`.
 
     Returns int32 [batch_size, max_spec_len + 1] where `own` is; PLACEHOLDER_TOKEN_ID after the tokens.
     """
-    at_drafts, after, drafts = fetched(own, bonus_token_ids, draft_token_ids, before_wait=before_wait)
+    at_drafts, after, drafts = to_host(own, bonus_token_ids, draft_token_ids, before_wait=before_wait)
     tokens = np.concatenate([at_drafts, after])
     counts, requests = np.array(num_draft_tokens)[:, np.newaxis], np.arange(len(num_draft_tokens))
     is_same = np.zeros(len(tokens), np.bool_)  # False at the bonus: argmin finds each row's first mismatch
@@ -42,4 +42,4 @@ def matching_prefixes(
     num_accepted = is_same[places].argmin(axis=1)
     rows = tokens[places]
     rows[offsets > num_accepted[:, np.newaxis]] = PLACEHOLDER_TOKEN_ID
-    return sent(rows, own.device)
+    return to_device(rows, own.device)

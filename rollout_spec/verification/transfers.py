@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 
-def sent(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(values: npt.NDArray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Values on the device; what is there already stays as it is.
 
     The host's go there from pinned memory: any other copy would wait for all work before it.
@@ -25,7 +25,7 @@ def just_wait() -> None:
     """A `before_wait` where the host has nothing to do."""
 
 
-def fetched(
+def to_host(
     *tensors: torch.Tensor, before_wait: Callable[[], None] = just_wait
 ) -> list[npt.NDArray[np.int32]]:
     """Token ids, flat and on the host; with one wait for all of them."""

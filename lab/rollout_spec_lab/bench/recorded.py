@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import to_device
 
 
 @functools.cache
@@ -100,7 +100,7 @@ class Recorded:
             rows = slice(batch.num_reqs)
             levels = batch.num_tokens_no_spec[rows] - batch.num_prompt_tokens[rows]
             tokens, _ = self._run(self._tokens, batch.req_ids, levels, None)
-            return dataclasses.replace(output, sampled_token_ids=sent(tokens, self._runner.device))
+            return dataclasses.replace(output, sampled_token_ids=to_device(tokens, self._runner.device))
 
         return sample_recorded
 
@@ -127,8 +127,8 @@ class Recorded:
         for name, num in zip(batch.req_ids, nums.tolist(), strict=True):
             self._levels[name] += num
         rejected = np.where(nums, nums_drafts + 1 - nums, 0)
-        sampled = sent(np.stack([nums, rejected]).astype(np.int32), self._runner.device)
-        return sent(tokens.astype(np.int64), self._runner.device), sampled[0], sampled[1]
+        sampled = to_device(np.stack([nums, rejected]).astype(np.int32), self._runner.device)
+        return to_device(tokens.astype(np.int64), self._runner.device), sampled[0], sampled[1]
 
     def _tokens(
         self, names: Sequence[str], levels: npt.NDArray[Any], width: int | None

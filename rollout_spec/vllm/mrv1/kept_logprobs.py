@@ -9,7 +9,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch
 from rollout_spec.verification.prefixes import PLACEHOLDER_TOKEN_ID
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import to_device
 
 KEPT_LOGPROBS = Patch(
     name="vllm-kept-logprobs",
@@ -43,7 +43,7 @@ class KeptVerifier(RejectionSampler):
         order = np.argsort(~is_draft, kind="stable")  # of drafts, then of what comes after them
         places, tokens = (requests * rows.shape[1] + columns)[order], rows[requests, columns][order]
         arrays = at[is_draft], requests[~is_draft], places, tokens
-        together = sent(np.concatenate(arrays, dtype=np.int64), target_logits.device)  # in one copy
+        together = to_device(np.concatenate(arrays, dtype=np.int64), target_logits.device)  # in one copy
         drafted, after, places, tokens = together.split([len(array) for array in arrays])
         kept = torch.cat([target_logits[drafted].float(), bonus_logits[after].float()])
         if not self.is_logits_logprobs_mode:

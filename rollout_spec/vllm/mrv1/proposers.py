@@ -15,7 +15,7 @@ from rollout_spec.drafting.drafts import ModelDrafts, passes_for
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
-from rollout_spec.verification.transfers import sent
+from rollout_spec.verification.transfers import to_device
 from rollout_spec.vllm.proposer import SuffixProposer
 from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
 
@@ -38,7 +38,7 @@ class ModelPasses:
         self, keys: list[int], positions: npt.NDArray[np.int32], sampled_token_ids: torch.Tensor
     ) -> None:
         nums_sampled = (sampled_token_ids >= 0).sum(1)
-        self._keys, first = sent(np.array([keys, positions], np.int64), nums_sampled.device)
+        self._keys, first = to_device(np.array([keys, positions], np.int64), nums_sampled.device)
         self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
