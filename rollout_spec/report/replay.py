@@ -1,5 +1,5 @@
-"""What drafts would give somebody's rollouts, as sentences, tables, a picture and a page; `record` is what
-`replay --json` prints, but that `headline` makes its headline."""
+"""What drafts would give somebody's rollouts, as sentences, tables, a picture and a page. `record` is what
+`replay --json` prints; `headline` makes the headline that is in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +79,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def write_outlook(record: Mapping[str, Any], facts: Mapping[str, str], folder: Path) -> Path:
+def write_replay(record: Mapping[str, Any], facts: Mapping[str, str], folder: Path) -> Path:
     """Write replay.json, replay.png and replay.html, and return the page's path."""
     picture = draw(record)
     alt = "Tokens per step by training step, and running requests"
