@@ -215,19 +215,19 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     """Its number of the turn, its group's tokens, and the servers that are told of the end."""
 
     def begin(_, client):
-        from rollout_spec.verl.sample_calls import Call, here
+        from rollout_spec.verl.sample_calls import Call, calls_here
 
-        here.begin("sample")
-        here.add("sample", Call("r", "its digest", 100, {}, False))
+        calls_here.begin("sample")
+        calls_here.add("sample", Call("r", "its digest", 100, {}, False))
         return client
 
     def end(_):
         """Once a task has told where its call goes, which it does not wait for."""
-        from rollout_spec.verl.sample_calls import here
+        from rollout_spec.verl.sample_calls import calls_here
 
-        is_told = bool(here._samples["sample"].servers)
+        is_told = bool(calls_here._samples["sample"].servers)
         if is_told:
-            here.end("sample")
+            calls_here.end("sample")
         return is_told
 
     def turn(client, extra_args):

@@ -104,7 +104,10 @@ def download(wheels: Path, versions: Mapping[str, str]) -> list[Path]:
         command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
         command += [f"--abi={abi}" for abi in ("cp312", "abi3", "none")]
         subprocess.run([*command, *(f"--platform={each}" for each in PLATFORMS), *wanted], check=True)
-    return [path for name in versions if (path := wheel(name)) is not None]
+    found = [wheel(name) for name in versions]
+    if None in found:
+        raise SystemExit(f"{wheels}: no wheel of {', '.join(n for n in versions if wheel(n) is None)}")
+    return [path for path in found if path is not None]
 
 
 def write_site(folder: Path, wheels: Iterable[Path]) -> None:

@@ -36,8 +36,11 @@ def _verl() -> Iterator[Check]:
     guard_ranks(AsyncLLM)
     for patch in (changes.PRIVATE_METHODS, changes.GROUPED):
         yield _patch(patch, "in servers: ")
-    for patch in {changes.NAMED_SAMPLES, changes.NAMED_CALLS}.difference(applied()):
-        yield Check(f"patch {patch.name}", WARN, "does not fit this verl", "samples have no names of ours")
+    for patch in (changes.NAMED_SAMPLES, changes.NAMED_CALLS):
+        if patch not in applied():
+            yield Check(
+                f"patch {patch.name}", WARN, "does not fit this verl", "samples have no names of ours"
+            )
 
 
 def _uni_agent() -> Iterator[Check]:
@@ -54,7 +57,7 @@ def _uni_agent() -> Iterator[Check]:
 
 
 def in_engines() -> Iterator[Check]:
-    """The patches that an engine applies to itself. Runs after `_patches`, which imports vllm-ascend."""
+    """The patches that an engine applies to itself; after `in_this_process`, which imports vllm-ascend."""
     from rollout_spec.vllm import fixes, upstream
     from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner

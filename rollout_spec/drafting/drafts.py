@@ -58,9 +58,8 @@ class NextStep(NamedTuple):
     # row; None: nothing.
     model_drafts: ModelDrafts | None = None
     takes_drafts: bool = True  # False: it has begun without, or a model has drafted nothing for it
-    room: Int32Array | None = (
-        None  # [num_rows], for how many draft tokens each row has room; None: any number
-    )
+    # [num_rows], for how many draft tokens each row has room; None: any number.
+    room: Int32Array | None = None
 
 
 def passes_for(num_model_tokens: int) -> int:

@@ -59,9 +59,10 @@ class EngineRun(Counters):
     """What one engine did in all its rollouts."""
 
     seconds: float = 0.0
-    tail_seconds: float = 0.0  # of these, with at most TAIL_ROWS requests running
+    busy_seconds: float = 0.0  # of these, without those in which all waited for tools
+    tail_seconds: float = 0.0  # with at most TAIL_ROWS requests running
     num_steps: int = 0
-    num_row_steps: int = 0
+    num_row_steps: int = 0  # those of rows that got tokens
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -136,10 +137,11 @@ class Engine:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, batch = self.total, self._batch
         total.seconds += seconds
+        total.busy_seconds += seconds
         total.tail_seconds += seconds if len(batch) <= TAIL_ROWS else 0.0
         total.num_steps += 1
-        total.num_row_steps += len(batch)
         nums_new, nums_accepted = batch.verify()
+        total.num_row_steps += sum(map(bool, nums_new))
         total.num_draft_tokens += sum(map(len, batch.drafts))
         total.num_accepted_tokens += sum(nums_accepted)
         total.num_tokens += sum(nums_new)

@@ -107,7 +107,7 @@ def simulate(
     total = EngineRun.sum(engine.total for engine in engines)
     return {
         "makespan_s": makespan,
-        "tail_share": total.tail_seconds / total.seconds,
+        "tail_share": total.tail_seconds / total.busy_seconds,
         "tokens_per_s": total.num_tokens / makespan,
         "tokens_per_step": total.num_tokens / total.num_row_steps,
         "acceptance_rate": total.num_accepted_tokens / max(1, total.num_draft_tokens),

@@ -18,7 +18,7 @@ WANDB_FILE = "*.wandb"
 _HEADER = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
 _BLOCK = 32768
 _FRAME = struct.Struct("<IHB")  # checksum, length, type
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_FULL, _FIRST, _LAST = 1, 2, 4  # 3: one in the middle
 _TENSORBOARD_FILE = "*tfevents*"
 ONLINE = re.compile(r"(?:wandb:)?([\w.-]+)/([\w.-]+)/([\w.-]+)")
 

@@ -52,7 +52,7 @@ def patch_clients(module: Any) -> None:
     for client in (module.LLMServerClient, module.FullyAsyncLLMServerClient):
         wrap(client, "generate", NAMED_CALLS)(_generate)
     wrap(module.LLMServerClient, "_acquire_server", NAMED_CALLS)(_acquire_server)
-    module.LLMServerClient.__getstate__ = _state
+    wrap(module.LLMServerClient, "__getstate__", NAMED_CALLS)(_state)
 
 
 async def _generate(
@@ -88,9 +88,9 @@ async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, 
     return acquired
 
 
-def _state(self: Any) -> dict[str, Any]:
+def _state(get_state: Any, self: Any) -> dict[str, Any]:
     """What a copy of a client gets: it says where the samples began that call through it."""
-    state = dict(vars(self))
+    state = dict(get_state(self))
     if len(sample_calls.calls_here):
         context: Any = ray.get_runtime_context() if ray.is_initialized() else None
         in_actor = context is not None and context.get_actor_id() is not None

@@ -98,17 +98,17 @@ class AutoGate:
         self._busiest_ratio = 1.0  # of the busiest rank's rows to ours, where ranks step together
 
     def begin(self, step: EndedStep) -> Opening:
-        self._step = self._of_all_ranks(step, was_probe=self._probes.is_plain)
+        self._step = self._of_all_ranks(step, was_probe=self._probes.is_probe)
         self._learn(self._step)
         self._probes = probes_after(self._num_steps if step.number is None else step.number)
         if not self._seconds.is_known:
-            self._probes = self._probes._replace(is_plain=True)
+            self._probes = self._probes._replace(is_probe=True)
         self._num_steps += 1
         num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
-        return Opening(self._min_survival(), self._probes.plain_in_two, num_model_tokens)
+        return Opening(self._min_survival(), self._probes.probe_in_two, num_model_tokens)
 
     def _min_survival(self) -> float | None:
-        if self._probes.is_plain:
+        if self._probes.is_probe:
             self.counters.num_steps_off_probe += 1
             return None
         if self._steps_until_look and not self._probes.is_trial:

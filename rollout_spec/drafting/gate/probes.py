@@ -8,9 +8,9 @@ PROBE_EVERY = 256  # steps, of which one is plain and two have drafts, to be mea
 class Probes(NamedTuple):
     """What the gate measures in the step that it decides on, and soon after."""
 
-    is_plain: bool = False  # that step goes without drafts: it is a probe
+    is_probe: bool = False  # that step goes without drafts
     is_trial: bool = False  # it has drafts, though they seem not to pay
-    plain_in_two: bool = False  # the second step after it is a probe
+    probe_in_two: bool = False  # the second step after it is a probe
 
 
 def probes_after(number: int) -> Probes:
@@ -20,7 +20,7 @@ def probes_after(number: int) -> Probes:
     room for them because the one before it asked for it.
     """
     is_trial = _is_probe(number + 3) or _is_probe(number + 4)
-    return Probes(_is_probe(number), is_trial, plain_in_two=_is_probe(number + 2))
+    return Probes(_is_probe(number), is_trial, probe_in_two=_is_probe(number + 2))
 
 
 def _is_probe(number: int) -> bool:
