@@ -109,6 +109,8 @@ def chat_model(tiny_model, tmp_path_factory):
 
 def engine_settings(model, spec=None):
     """vLLM's arguments, with a drafter where `spec` holds options."""
+    import tests.engine.cpu_activation  # noqa: F401
+
     settings: dict[str, Any] = {
         "model": model, "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16,
         "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,

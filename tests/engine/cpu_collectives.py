@@ -1,6 +1,4 @@
-"""What experts on data-parallel ranks need of vLLM 0.24's CPU engine: two collectives, an activation."""
-
-import contextlib
+"""What experts on data-parallel ranks need of vLLM 0.24's CPU engine: two collectives."""
 
 import torch
 import torch.distributed as dist
@@ -29,10 +27,3 @@ def reduce_scatterv(self, input_, dim=-1, sizes=None):
 
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv
-
-# vLLM before 0.29 makes a layer in every pass without AVX-512: "Current vLLM config is not set".
-with contextlib.suppress(ImportError):
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-
-    cpu_fused_moe._CPU_MOE_ACT_FN[cpu_fused_moe.MoEActivation.SILU] = SiluAndMul.forward_native

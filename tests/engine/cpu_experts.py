@@ -1,5 +1,6 @@
 """The worker extension of several engine cores; it brings what experts need and vLLM's CPU engine lacks."""
 
+import tests.engine.cpu_activation
 import tests.engine.cpu_collectives  # noqa: F401
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 

@@ -76,8 +76,6 @@ def test_the_experts_that_are_returned_are_each_tokens_own(tiny_experts, chat_mo
 
 
 def test_every_data_parallel_rank_is_counted_shared_and_checked(tiny_experts, make_engine, server_of):
-    import tests.engine.cpu_experts  # noqa: F401 (the activation)
-
     prompts = list(GROUPS.values())
     plain = generate(make_engine(model=tiny_experts, skip_tokenizer_init=True), prompts, greedy(LENGTH))
     asyncio.run(check_ranks(tiny_experts, server_of, plain))
