@@ -49,7 +49,7 @@ class Replayed(NamedTuple):
 
 
 @dataclasses.dataclass
-class ReplayResult:
+class ReplayResult(Counters):
     """All responses of a replay."""
 
     total: Counts = dataclasses.field(default_factory=Counts)
@@ -58,14 +58,6 @@ class ReplayResult:
     num_tail_steps: int = 0  # of the total, those with at most max(1, n // 4) of the n siblings running
     num_tail_tokens: int = 0  # tokens that these gave
     responses: list[Replayed] = dataclasses.field(default_factory=list)
-
-    def add(self, other: "ReplayResult") -> None:
-        self.total.add(other.total)
-        self.num_groups += other.num_groups
-        self.num_drafts += other.num_drafts
-        self.num_tail_steps += other.num_tail_steps
-        self.num_tail_tokens += other.num_tail_tokens
-        self.responses += other.responses
 
     def to_dict(self) -> dict[str, float]:
         names = ("num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step", "acceptance_rate")

@@ -160,7 +160,7 @@ class Comparison:
             self.off.name: self.off.to_dict() | {c.measure.name: for_json(c.off.value) for c in values},
             self.on.name: self.on.to_dict() | {c.measure.name: for_json(c.on.value) for c in values},
             "speedup": None if self.has_drifted else for_json(self.speedup.value),
-            "first_step_agreement": self.agreement and self.agreement._asdict(),
+            "first_step_agreement": self.agreement and self.agreement.to_dict(),
             "speedup_ci95": [None, None] if self.has_drifted else for_json(self.speedup.ci95),
             "drift": for_json(self.drift),
             "has_drifted": self.has_drifted,
