@@ -16,7 +16,7 @@ from rollout_spec.cli.arguments import (
     number,
     spec_options,
 )
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
     from rollout_spec.predict.engine import Cluster, SimulatedModel
@@ -77,7 +77,7 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
     add_options(
         group,
-        ("--batch-thresholds", str, "T", ["4", "8", "16", "32", "auto"],
+        ("--batch-thresholds", parse_threshold, "T", [4, 8, 16, 32, "auto"],
          "numbers: draft while at most T requests run; auto: the gate decides by measured time"),
         ("--num-speculative-tokens", int, "K", [],
          "most draft tokens per row and step; of several the best is marked "

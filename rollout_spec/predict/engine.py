@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
+from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.batch import Batch
@@ -151,7 +151,10 @@ class Engine:
 
     def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
         """Drafts for the next step, by row."""
-        model, batch = self._drafts_of_model(), self._batch
+        model, batch = None, self._batch
+        if self._num_model_tokens:
+            of_requests = [request.model_drafts for request in batch.requests]
+            model = drafts_at(of_requests, batch.nums_done, self._num_model_tokens)
         if self.drafter is not None:
             names = [request.name for request in batch.requests]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
@@ -166,12 +169,6 @@ class Engine:
             [token for token in tokens[: max(0, most) if num_new else 0] if token >= 0]
             for tokens, most, num_new in zip(model.tokens.tolist(), room, nums_new, strict=True)
         ]
-
-    def _drafts_of_model(self) -> ModelDrafts | None:
-        if not self._num_model_tokens:
-            return None
-        drafts = [request.model_drafts for request in self._batch.requests]
-        return drafts_at(drafts, self._batch.nums_done, self._num_model_tokens)
 
     @property
     def _num_kept(self) -> float:

@@ -42,16 +42,12 @@ class Counts(Counters):
 
 
 class Replayed(NamedTuple):
-    """One response."""
-
     step: int | None  # the training step
     counts: Counts
 
 
 @dataclasses.dataclass
 class ReplayResult(Counters):
-    """All responses of a replay."""
-
     total: Counts = dataclasses.field(default_factory=Counts)
     num_groups: int = 0
     num_drafts: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollout_spec.config import SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
@@ -15,7 +15,7 @@ from rollout_spec.trace import Rollout
 
 
 def configurations(
-    options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int]
+    options: Mapping[str, Any], thresholds: Sequence[int | str], ks: Sequence[int]
 ) -> list[SpecConfig]:
     """Without drafts, then every threshold with every K; `options`: of `rollout.spec`, besides these two.
 
@@ -23,7 +23,7 @@ def configurations(
     """
     configs = [SpecConfig(method="off")]
     for threshold, k in itertools.product(thresholds, ks):
-        fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
+        fixed = {"batch_threshold": threshold, "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping({**options, **fixed}))
     return configs
 
