@@ -1,6 +1,5 @@
 """Whole rollouts on a cluster of simulated engines."""
 
-import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,7 +74,7 @@ def simulate(
     cluster: Cluster,
     config: SpecConfig,
     times: Times,
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: Callable[[int], None] = lambda num_tokens: None,
     model: SimulatedModel | None = None,
     template: Callable[[Request], Request] | None = None,
 ) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def simulate(
 def rollout(
     replicas: Sequence[Sequence[Engine]],
     parts: Sequence[Sequence[Request]],
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: Callable[[int], None] = lambda num_tokens: None,
 ) -> float:
     """Serve the requests of one training step; returns the seconds until the slowest replica has served its.
 
@@ -130,17 +129,9 @@ def rollout(
     engines = list(itertools.chain.from_iterable(replicas))
     for rank, part in zip(engines, parts, strict=True):
         rank.enqueue(part)
-    # The replica that is earliest in virtual time steps next.
-    turns = [(0.0, i) for i in range(len(replicas))]
-    while turns:
-        _, i = heapq.heappop(turns)
-        ranks = replicas[i]
-        if all(rank.next_time() is None for rank in ranks):
-            continue
-        num_gained = step_together(ranks)
-        if on_tokens is not None:
-            on_tokens(num_gained)
-        heapq.heappush(turns, (ranks[0].elapsed_s, i))
+    for ranks in replicas:  # one after the other: none waits for another
+        while any(rank.next_time() is not None for rank in ranks):
+            on_tokens(step_together(ranks))
     for rank in engines:
         if rank.drafter is not None:
             rank.drafter.note_new_weights()
