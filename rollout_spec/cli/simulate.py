@@ -83,10 +83,8 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
          "most draft tokens per row and step; of several the best is marked "
          f"({SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
-    group.add_argument(
-        "--pad-drafts", action="store_true",
-        help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
-    )  # fmt: skip
+    help_ = "draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY"
+    group.add_argument("--pad-drafts", action="store_true", help=help_)
     add_spec_argument(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "

@@ -46,10 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--min-survival", number(float, 0, 1), "P", [SpecConfig.min_survival],
          "least survivals that sam and sam+model draft"),
     )  # fmt: skip
-    drafters.add_argument(
-        "--equal-drafts", action="store_true",
-        help="sam also with the least survivals at which it drafts as many tokens as each suffix*",
-    )  # fmt: skip
+    help_ = "sam also with the least survivals at which it drafts as many tokens as each suffix*"
+    drafters.add_argument("--equal-drafts", action="store_true", help=help_)
     add_spec_argument(
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )

@@ -33,10 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         served, inputs.MODEL, inputs.DTYPE, ("--prompts", path, "FILE", None, "verl's parquet (the demo's)")
     )
-    served.add_argument(
-        "--load", choices=("grpo", "random"), default="grpo",
-        help="random: prompts of random tokens at temperature 1.5, so that nothing repeats",
-    )  # fmt: skip
+    help_ = "random: prompts of random tokens at temperature 1.5, so that nothing repeats"
+    served.add_argument("--load", choices=("grpo", "random"), default="grpo", help=help_)
     add_options(
         served,
         ("--num-prompts", count, "N", 6, "the first N prompts"),
