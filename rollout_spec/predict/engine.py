@@ -49,10 +49,6 @@ class SimulatedModel(NamedTuple):
     num_tokens: int  # the most that it drafts for a row
     times: Times  # of a pass
 
-    def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
-        first = self.times.seconds(num_tokens, False, num_context)
-        return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
-
 
 @dataclasses.dataclass
 class EngineRun(Counters):
@@ -129,8 +125,9 @@ class Engine:
         seconds = self.times.seconds(num_tokens, work.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        num_passes = passes_for(self._num_model_tokens)
-        return seconds + self._model.seconds(num_tokens, num_rows, context, num_passes)
+        passes, further = self._model.times, passes_for(self._num_model_tokens) - 1
+        first = passes.seconds(num_tokens, False, context)
+        return seconds + (first + further * passes.seconds(num_rows, False, context))
 
     def end_step(self, seconds: float, work: Work) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""

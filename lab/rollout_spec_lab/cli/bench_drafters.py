@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert"
     )
-    add_options(drafters, ("--methods", str, "M,M", None, help_))
-    rollouts.add_simulated_model(drafters)
     add_options(
         drafters,
+        ("--methods", str, "M,M", None, help_),
+        rollouts.MODEL_ACCEPTANCE,
         ("--num-speculative-tokens", number(int, 1, MAX_SPECULATIVE_TOKENS), "K",
          [SpecConfig.num_speculative_tokens, 8], "most draft tokens per row and step"),
         ("--history", number(int, 0, 1 << 16), "N", [SpecConfig.history],

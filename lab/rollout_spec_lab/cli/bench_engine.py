@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli.arguments import add_options, number, path
-from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
+from rollout_spec.cli.models import MODEL_DRAFTER, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.methods import add_compared_arguments, compared, needed_model_drafter
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_options(group, inputs.TAIL)
     drawn = parser.add_argument_group("what is drawn, and by which model")
-    add_model_drafter(drawn)
-    add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
+    seed = ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise")
+    add_options(drawn, MODEL_DRAFTER, seed)
     add_output(parser, WRITTEN, *OURS)
 
 

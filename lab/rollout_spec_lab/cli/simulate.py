@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--expert-parallel", action="store_true", help=help_)
     help_ = "vLLM's model runner: with mrv2 only steps with drafts wait for the host"
     group.add_argument("--runner", choices=("mrv1", "mrv2"), default="mrv2", help=help_)
-    rollouts.add_simulated_model(group)
+    add_options(group, rollouts.MODEL_ACCEPTANCE)
 
 
 def run(args: argparse.Namespace) -> int | None:
