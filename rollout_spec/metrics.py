@@ -123,7 +123,6 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _per(numerator: str, denominator: str, scale: float = 1.0) -> Callable[[Any], float | None]:
-    """The ratio of two counts."""
     return lambda counts: _ratio(scale * getattr(counts, numerator), getattr(counts, denominator))
 
 

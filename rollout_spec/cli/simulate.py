@@ -9,13 +9,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import rollouts
-from rollout_spec.cli.arguments import (
-    MAX_ENGINES,
-    add_options,
-    add_spec_argument,
-    number,
-    spec_options,
-)
+from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
