@@ -37,12 +37,10 @@ def compare(
 ) -> dict[str, Any]:
     """One cluster with each configuration, the first of which has no drafts; then again with the model.
 
-    Args:
-        progress: of a title and a number of tokens: gives what is told how many were served.
+    progress: of a title and a number of tokens: gives what is told how many were served.
 
-    Returns:
-        the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
-        speedup over the first.
+    Returns the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
+    speedup over the first.
     """
     num_tokens = sum(num for line in lines for num in line.num_generated[: cluster.group_size])
     runs = []
@@ -121,10 +119,9 @@ def rollout(
 ) -> float:
     """Serve the requests of one training step; returns the seconds until the slowest replica has served its.
 
-    Args:
-        replicas: the ranks of each. All ranks of a replica step while one of them has work.
-        parts: the requests of each rank, the first replica's ranks first.
-        on_tokens: called with the number of tokens of each step.
+    replicas: the ranks of each. All ranks of a replica step while one of them has work.
+    parts: the requests of each rank, the first replica's ranks first.
+    on_tokens: as in `simulate`.
     """
     engines = list(itertools.chain.from_iterable(replicas))
     for rank, part in zip(engines, parts, strict=True):
