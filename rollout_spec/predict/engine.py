@@ -92,12 +92,6 @@ class Engine:
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._batch = Batch(1, 1)
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
-        self._begin = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of this rollout."""
-        return self.total.seconds - self._begin
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
@@ -105,7 +99,6 @@ class Engine:
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         self._batch = Batch(min(self._cluster.max_num_seqs, len(requests)), longest)
         self._prefilled.clear()
-        self._begin = self.total.seconds
 
     def begin_step(self) -> Work:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered

@@ -21,9 +21,8 @@ def replay_record(
 ) -> dict[str, Any]:
     """What `replay --json` prints, of engines that run `max_num_seqs` requests at a time.
 
-    Returns:
-        `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
-        the engines' steps without drafts; running, the requests in each of these in the longest rollout.
+    It has `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
+    the engines' steps without drafts; running, the requests in each of these in the longest rollout.
     """
     running = [
         num_running([sum(len(turn.response) for turn in one.turns) for one in requests], max_num_seqs)

@@ -50,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--sigma", number(float, 0), "SIGMA", 0.9, "of the logarithm"),
         ("--max-tokens", count, "N", 512, "no response is longer"),
     )
-    lengths.add_argument(
-        "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
-    )
+    help_ = "instead, the model ends a response, or --max-tokens"
+    lengths.add_argument("--natural-ends", action="store_true", help=help_)
     group = add_compared_arguments(
         parser, "off, keyed (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; model and sam+model, of --model-drafter; METHOD/mrv1, METHOD/mrv2: on that model runner",
