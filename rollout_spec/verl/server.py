@@ -27,12 +27,6 @@ from rollout_spec.vllm.keys import NAME_KEY, read_names
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
-_UNKNOWN_ROWS = (
-    "rollout_spec: the agent loop manager does not say of which rows its requests are, so samples are named "
-    "by their first prompts: a repeated run has the same set of them; in asynchronous modes, what is served "
-    "while a validation runs counts as validation"
-)
-
 logger = init_logger(f"vllm.{__name__}")
 guard_all(PRIVATE_METHODS, (
     (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
@@ -64,6 +58,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
+        self._has_said_unknown = False
         self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
         self._counts_requests = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
         self._warned_missing_spec_decode_stats = self._counts_requests  # so that verl does not: we have them
@@ -95,8 +90,8 @@ class SpecHttpServer(vLLMHttpServer):
             extra_args[NAME_KEY] = self._name_unnamed()
         split = split_of(extra_args.get(NAME_KEY))
         is_training = not (self._windows.is_validating if split is None else split == "val")
-        if split is None:
-            logger.warning_once(_UNKNOWN_ROWS)
+        if split is None and not self._has_said_unknown:
+            self._say_unknown_rows()
         if not is_training:
             extra_args[UNCOUNTED_KEY] = True
         if extra_args:
@@ -134,6 +129,14 @@ class SpecHttpServer(vLLMHttpServer):
             missing = f"a request has neither a name (extra_args[{NAME_KEY!r}]) nor a seed"
             logger.warning("rollout_spec: %s, so its tokens depend on when and where it arrives", missing)
         return ["unnamed", self.config.seed, self.replica_rank, self.global_steps, self._num_unnamed]
+
+    def _say_unknown_rows(self) -> None:
+        self._has_said_unknown = True
+        logger.warning(
+            "rollout_spec: the agent loop manager does not say of which rows its requests are, so samples "
+            "are named by their first prompts: a repeated run has the same set of them; in asynchronous "
+            "modes, what is served while a validation runs counts as validation"
+        )
 
     async def abort_all_requests(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """A weight sync begins; not so with `abort_only`, which verl has after 0.9.1."""
