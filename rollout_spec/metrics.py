@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -11,13 +12,13 @@ PREFIX = "rollout/spec_"
 
 @dataclasses.dataclass
 class Counters:
-    """Numbers that add up, field by field."""
+    """Numbers, or lists, that add up, field by field."""
 
     def add(self, other: Self) -> None:
         for name, more in vars(other).items():
             if more is not None:  # None: nobody counts it
                 mine = getattr(self, name)
-                setattr(self, name, more if mine is None else mine + more)
+                setattr(self, name, more if mine is None else operator.iadd(mine, more))
 
     def __add__(self, other: Self) -> Self:
         return self.sum((self, other))
@@ -122,7 +123,6 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 
 def _per(numerator: str, denominator: str, scale: float = 1.0) -> Callable[[Any], float | None]:
-    """The ratio of two counts."""
     return lambda counts: _ratio(scale * getattr(counts, numerator), getattr(counts, denominator))
 
 

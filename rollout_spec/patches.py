@@ -23,8 +23,6 @@ class PatchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One change to another package."""
-
     name: str
     reason: str  # symptom and cause
     upstream: str  # package and file

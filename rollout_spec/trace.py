@@ -103,12 +103,7 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def read_trace(path: str | Path) -> Iterator[Rollout]:
-    """Read a `.jsonl` or `.jsonl.gz` trace.
-
-    Raises:
-        OSError: the file cannot be opened.
-        TraceError: it is not such a trace.
-    """
+    """Read a `.jsonl` or `.jsonl.gz` trace. Raises as `read_objects`, and where a line is none of a trace."""
     return (parse_rollout(fields, where) for where, fields in read_objects(path))
 
 

@@ -90,16 +90,11 @@ def _end(process: subprocess.Popen | None, others: set[int]) -> None:
                 os.kill(pid, sign)
         while (left := descendants(os.getpid()) - others) and time.monotonic() < deadline:
             if process is not None:
-                process.poll()  # whose exit code is not for `_reap` to take
-            _reap(left - {process.pid if process is not None else 0})
+                process.poll()
+            for pid in left - {process.pid if process is not None else 0}:  # whose exit code is `process`'s
+                with contextlib.suppress(ChildProcessError):  # the others are their own parent's to reap
+                    os.waitpid(pid, os.WNOHANG)
             time.sleep(0.1)
-
-
-def _reap(pids: set[int]) -> None:
-    for pid in pids:
-        # Only a child can be waited for; the others are their own parent's to reap.
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
 
 
 def descendants(ancestor: int) -> set[int]:

@@ -62,10 +62,8 @@ class Plan:
 
 
 def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
-    """Run the plan, and tell `advance` of each engine that has ended.
-
-    Returns:
-        What `rollout-spec certify --json` prints, but for the names of model and prompts.
+    """Run the plan, and tell `advance` of each engine that has ended; returns what `rollout-spec certify
+    --json` prints, but for the names of model and prompts.
 
     Raises UserError: no configuration has rejected a draft token.
     """
@@ -140,7 +138,6 @@ def drafting_arguments(
 
 
 def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
-    """Serve the samples."""
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,

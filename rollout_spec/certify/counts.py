@@ -89,7 +89,6 @@ def of_runs(
 
 
 def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The counts of some pairs together."""
     counters = RequestCounters.sum(pair.on.counters for pair in pairs)
     return {
         "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),

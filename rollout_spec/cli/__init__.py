@@ -72,7 +72,6 @@ def add_commands(parser: argparse.ArgumentParser, package: str, names: Sequence[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command of `rollout-spec`; returns the exit code, as `run_command` does."""
     return run_command(build_parser(), argv)
 
 

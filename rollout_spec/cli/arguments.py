@@ -58,13 +58,10 @@ def folder_for(*names: str) -> Callable[[str], Path]:
     return parse
 
 
-def sentence(phrase: str) -> str:
-    return f"{phrase[0].upper()}{phrase[1:]}."
-
-
 def add_command(commands: Any, name: str, module: Any) -> argparse.ArgumentParser:
     """Add a subcommand to those of a parser: a module with HELP, EXAMPLE and `add_arguments`."""
-    about = {"help": module.HELP, "description": sentence(module.HELP), "example": module.EXAMPLE}
+    description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
+    about = {"help": module.HELP, "description": description, "example": module.EXAMPLE}
     parser: argparse.ArgumentParser = commands.add_parser(name, **about)
     module.add_arguments(parser)
     return parser

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--num-speculative-tokens", int, "N", [SpecConfig.num_speculative_tokens], most),
         ("--batch-thresholds", parse_threshold, "N", [64], "rollout.spec.batch_threshold, also auto"),
         ("--group-sizes", count, "N", [4], "responses to each prompt"),
+        models.MODEL_DRAFTER,
     )
-    models.add_model_drafter(drafting)
     add_options(
         parser.add_argument_group("when a difference counts"),
         ("--tolerance", share, "X", None,

@@ -28,9 +28,8 @@ def make_console() -> Console:
 
     Text stands as it is: names of files may look like rich's markup.
     """
-    plain = functools.partial(_Console, markup=False, emoji=False)
-    console = plain()
-    return console if console.is_terminal or "COLUMNS" in os.environ else plain(width=FILE_WIDTH)
+    width = None if Console().is_terminal or "COLUMNS" in os.environ else FILE_WIDTH
+    return _Console(markup=False, emoji=False, width=width)
 
 
 def quiet_vllm() -> None:

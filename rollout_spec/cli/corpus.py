@@ -2,7 +2,7 @@
 
 import argparse
 
-from rollout_spec.cli.arguments import path, sentence
+from rollout_spec.cli.arguments import path
 from rollout_spec.cli.rollouts import add_rollouts_arguments, read
 from rollout_spec.config import UserError
 
@@ -13,7 +13,7 @@ EXAMPLE = "rollout-spec corpus build outputs/demo/sam/rollouts/rollouts-0.jsonl 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT")
     help_ = "make the file from the responses of recorded rollouts"
-    build = kinds.add_parser("build", help=help_, description=sentence(help_), example=EXAMPLE)
+    build = kinds.add_parser("build", help=help_, description=f"{help_.capitalize()}.", example=EXAMPLE)
     add_rollouts_arguments(build.add_argument_group("what is read"))
     output = build.add_argument_group("output")
     help_ = "for example corpus.jsonl"

@@ -1,11 +1,9 @@
 """What an engine gets: a model, one that drafts beside it, prompts, arguments for this machine."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from rollout_spec.cli.arguments import add_options
 from rollout_spec.config import UserError
 from rollout_spec.vllm.options import MODEL_METHODS
 
@@ -17,12 +15,10 @@ _CPU = {
     "enforce_eager": True,
     "block_size": 32,
 }
-
-
-def add_model_drafter(parser: argparse._ArgumentGroup) -> None:
-    """`--model-drafter`, which `model_drafter` reads."""
-    help_ = "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head"
-    add_options(parser, ("--model-drafter", str, "METHOD:MODEL:N", None, help_))
+MODEL_DRAFTER = (  # for `add_options`; `model_drafter` reads it
+    "--model-drafter", str, "METHOD:MODEL:N", None,
+    "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",
+)  # fmt: skip
 
 
 def model_drafter(text: str, most: int) -> dict[str, Any]:

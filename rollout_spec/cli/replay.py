@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(lines, ("--limit-groups", count, "N", None, "only the first N lines"))
     drafter = parser.add_argument_group("drafter")
     add_options(drafter, ("--num-speculative-tokens", int, "K", most, "most draft tokens per row and step"))
-    rollouts.add_simulated_model(drafter)
+    add_options(drafter, rollouts.MODEL_ACCEPTANCE)
     add_spec_argument(drafter, "any other option of rollout.spec, for example corpus=FILE", REFUSED)
     add_options(
         parser.add_argument_group("engines that these rollouts are for"),

@@ -13,6 +13,12 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS, UserError
 if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
+MODEL_ACCEPTANCE = (  # for `add_options`; `with_model` reads it
+    "--model-acceptance", str, "A,A,...", None,
+    "simulate a draft model beside the index: how often its first, second, ... draft token is right where "
+    "those before it are",
+)  # fmt: skip
+
 
 def add_rollouts_arguments(group: argparse._ActionsContainer) -> None:
     """Add the files, `--tokenizer` and `--columns`, which `read` takes."""
@@ -47,15 +53,6 @@ def check_steps(lines: Iterable[Rollout], trace: Path) -> None:
     """Refuse rollouts without a step: the prefill gives the first token of a response."""
     if all(len(response) < 2 for line in lines for response in line.responses):
         raise UserError(f"{trace}: no second token in any response, so there is no step to draft in")
-
-
-def add_simulated_model(group: argparse._ActionsContainer) -> None:
-    """Add `--model-acceptance`, which `with_model` takes."""
-    help_ = (
-        "simulate a draft model beside the index: how often its first, second, ... draft token is right "
-        "where those before it are"
-    )
-    add_options(group, ("--model-acceptance", str, "A,A,...", None, help_))
 
 
 def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[Rollout]:

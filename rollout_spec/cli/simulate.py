@@ -9,14 +9,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli import rollouts
-from rollout_spec.cli.arguments import (
-    MAX_ENGINES,
-    add_options,
-    add_spec_argument,
-    number,
-    spec_options,
-)
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argument, number, spec_options
+from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
     from rollout_spec.predict.engine import Cluster, SimulatedModel
@@ -77,16 +71,14 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
     add_options(
         group,
-        ("--batch-thresholds", str, "T", ["4", "8", "16", "32", "auto"],
+        ("--batch-thresholds", parse_threshold, "T", [4, 8, 16, 32, "auto"],
          "numbers: draft while at most T requests run; auto: the gate decides by measured time"),
         ("--num-speculative-tokens", int, "K", [],
          "most draft tokens per row and step; of several the best is marked "
          f"({SpecConfig.num_speculative_tokens})"),
     )  # fmt: skip
-    group.add_argument(
-        "--pad-drafts", action="store_true",
-        help="draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY",
-    )  # fmt: skip
+    help_ = "draft K tokens in every row that drafts, as with vllm-ascend's FULL_DECODE_ONLY"
+    group.add_argument("--pad-drafts", action="store_true", help=help_)
     add_spec_argument(
         group,
         "any other option of rollout.spec; with history=N a line drafts from the last N responses of its "

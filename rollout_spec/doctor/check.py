@@ -7,8 +7,6 @@ GPU_CHECK = "`rollout-spec-lab gpu-check` (from a clone: pip install ./lab)"
 
 
 class Check(NamedTuple):
-    """One line of the report."""
-
     name: str
     status: str
     detail: str

@@ -82,13 +82,9 @@ def _patch(patch: Patch, where: str = "") -> Check:
 
 
 def _model_runner(misfit: str | None, with_mrv2: Collection[str] | None, is_cpu: bool) -> Check:
-    """Which of vLLM's model runners an engine with drafts has.
-
-    Args:
-        misfit: why MRV2 cannot be used, if it cannot.
-        with_mrv2: the models for which vLLM takes MRV2; None: all.
-        is_cpu: whether vLLM is the one for CPUs, which schedules synchronously in any case.
-    """
+    """Which of vLLM's model runners an engine with drafts has. `misfit`: why MRV2 cannot be used, if it
+    cannot; `with_mrv2`: the models for which vLLM takes it, None: all; `is_cpu`: whether vLLM is the one for
+    CPUs, which schedules synchronously in any case."""
     if misfit is None and with_mrv2 is None:
         return Check("model runner", OK, "MRV2 where Triton runs, else MRV1")
     if misfit is None:

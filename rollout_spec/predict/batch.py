@@ -6,24 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.predict.load import Request
+from rollout_spec.trace import num_alike
 
 
 class Batch:
-    """The last row takes the place of one that goes, as in vLLM's.
-
-    Args:
-        num_rows, longest: how many requests run at a time, and tokens of the longest.
-    """
+    """At most `num_rows` requests, the longest of `longest` tokens. The last row takes the place of one that
+    goes, as in vLLM's."""
 
     def __init__(self, num_rows: int, longest: int) -> None:
         shape = max(1, num_rows), max(1, longest)  # the index takes no empty array
         self.requests: list[Request] = []
         self.token_ids = np.zeros(shape, np.int32)  # prompts and whole responses
-        # How many tokens of each row exist, and with how many it ends.
-        self.levels, self.ends = np.zeros((2, shape[0]), np.int32)
+        # How many tokens of each row exist, with how many it ends, and how many requests were added before.
+        self.levels, self.ends, self._numbers = np.zeros((3, shape[0]), np.int32)
         self.drafts: list[list[int]] = []
         self._unfilled: list[int] = []  # tokens of each that are still to be prefilled
-        self._admitted: dict[str, None] = {}  # names of the requests, the newest last
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -49,8 +47,7 @@ class Batch:
         return self._unfilled.count(0) + sum(map(len, self.drafts))
 
     def newest_row(self) -> int:
-        newest = next(reversed(self._admitted))
-        return next(row for row, request in enumerate(self.requests) if request.name == newest)
+        return int(self._numbers[: len(self)].argmax())
 
     def prefill(self, most: int) -> int:
         """Prefill as many tokens at most; returns how many."""
@@ -67,17 +64,16 @@ class Batch:
         end = len(prompt) + len(request.response)
         self.token_ids[row, : len(prompt)] = prompt
         self.token_ids[row, len(prompt) : end] = request.response
-        self.levels[row], self.ends[row] = len(prompt) + num_done, end
+        self.levels[row], self.ends[row], self._numbers[row] = len(prompt) + num_done, end, self._num_added
         self.requests.append(request)
         self.drafts.append([])
         self._unfilled.append(num_unfilled)
-        self._admitted[request.name] = None
+        self._num_added += 1
         return end
 
     def remove(self, row: int) -> Request:
         request, last = self.requests[row], len(self) - 1
-        del self._admitted[request.name]
-        for array in (self.token_ids, self.levels, self.ends):
+        for array in (self.token_ids, self.levels, self.ends, self._numbers):
             array[row] = array[last]
         by_row: tuple[list[Any], ...] = (self.requests, self.drafts, self._unfilled)
         for values in by_row:
@@ -92,7 +88,6 @@ class Batch:
             if draft:
                 level, end = int(self.levels[row]), int(self.ends[row])
                 recorded = self.token_ids[row, level : min(end, level + len(draft))].tolist()
-                agrees = [token == said for token, said in zip(recorded, draft, strict=False)]
-                nums_accepted[row] = [*agrees, False].index(False)
+                nums_accepted[row] = num_alike(recorded, draft)
                 nums_new[row] = min(nums_accepted[row] + 1, end - level)
         return nums_new, nums_accepted

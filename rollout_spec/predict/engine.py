@@ -14,7 +14,7 @@ import numpy as np
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.drafts import ModelDrafts, NextStep, passes_for
+from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.metrics import Counters
 from rollout_spec.predict.batch import Batch
@@ -48,10 +48,6 @@ class SimulatedModel(NamedTuple):
 
     num_tokens: int  # the most that it drafts for a row
     times: Times  # of a pass
-
-    def seconds(self, num_tokens: int, num_rows: int, num_context: int, num_passes: int) -> float:
-        first = self.times.seconds(num_tokens, False, num_context)
-        return first + (num_passes - 1) * self.times.seconds(num_rows, False, num_context)
 
 
 @dataclasses.dataclass
@@ -97,12 +93,6 @@ class Engine:
         self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._batch = Batch(1, 1)
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
-        self._begin = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of this rollout."""
-        return self.total.seconds - self._begin
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
@@ -110,7 +100,6 @@ class Engine:
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         self._batch = Batch(min(self._cluster.max_num_seqs, len(requests)), longest)
         self._prefilled.clear()
-        self._begin = self.total.seconds
 
     def begin_step(self) -> Work:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
@@ -130,8 +119,9 @@ class Engine:
         seconds = self.times.seconds(num_tokens, work.has_drafts, context, num_tokens_of_others, num_rows)
         if self._model is None:
             return seconds
-        num_passes = passes_for(self._num_model_tokens)
-        return seconds + self._model.seconds(num_tokens, num_rows, context, num_passes)
+        passes, further = self._model.times, passes_for(self._num_model_tokens) - 1
+        first = passes.seconds(num_tokens, False, context)
+        return seconds + (first + further * passes.seconds(num_rows, False, context))
 
     def end_step(self, seconds: float, work: Work) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
@@ -153,7 +143,10 @@ class Engine:
 
     def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
         """Drafts for the next step, by row."""
-        model, batch = self._drafts_of_model(), self._batch
+        model, batch = None, self._batch
+        if self._num_model_tokens:
+            of_requests = [request.model_drafts for request in batch.requests]
+            model = drafts_at(of_requests, batch.nums_done, self._num_model_tokens)
         if self.drafter is not None:
             names = [request.name for request in batch.requests]
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
@@ -168,12 +161,6 @@ class Engine:
             [token for token in tokens[: max(0, most) if num_new else 0] if token >= 0]
             for tokens, most, num_new in zip(model.tokens.tolist(), room, nums_new, strict=True)
         ]
-
-    def _drafts_of_model(self) -> ModelDrafts | None:
-        if not self._num_model_tokens:
-            return None
-        drafts = [request.model_drafts for request in self._batch.requests]
-        return drafts_at(drafts, self._batch.nums_done, self._num_model_tokens)
 
     @property
     def _num_kept(self) -> float:

@@ -75,11 +75,8 @@ def _drafts_in(
 ) -> ResponseDrafts:
     """The model's drafts in a response. It believes of each token what is so on average.
 
-    Where a draft becomes wrong, it has the index's own wrong guess in a share of the places.
-
-    Args:
-        guesses: as `_guesses` gives them.
-        share: how often these are right in the line.
+    Where a draft becomes wrong, it has the index's own wrong guess in a share of the places. `guesses` are
+    those of `_guesses`, of which a `share` is right in the line.
     """
     num, rng = len(response), np.random.default_rng(zlib.crc32(response.tobytes()))
     draws, guess_draws = rng.random((2, num))  # is it right; if not, is it the index's own guess?

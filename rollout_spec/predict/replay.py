@@ -42,30 +42,18 @@ class Counts(Counters):
 
 
 class Replayed(NamedTuple):
-    """One response."""
-
     step: int | None  # the training step
     counts: Counts
 
 
 @dataclasses.dataclass
-class ReplayResult:
-    """All responses of a replay."""
-
+class ReplayResult(Counters):
     total: Counts = dataclasses.field(default_factory=Counts)
     num_groups: int = 0
     num_drafts: int = 0
     num_tail_steps: int = 0  # of the total, those with at most max(1, n // 4) of the n siblings running
     num_tail_tokens: int = 0  # tokens that these gave
     responses: list[Replayed] = dataclasses.field(default_factory=list)
-
-    def add(self, other: "ReplayResult") -> None:
-        self.total.add(other.total)
-        self.num_groups += other.num_groups
-        self.num_drafts += other.num_drafts
-        self.num_tail_steps += other.num_tail_steps
-        self.num_tail_tokens += other.num_tail_tokens
-        self.responses += other.responses
 
     def to_dict(self) -> dict[str, float]:
         names = ("num_tokens", "num_steps", "tokens_per_step", "draft_tokens_per_step", "acceptance_rate")

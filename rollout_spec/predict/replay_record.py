@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ def replay_record(
 ) -> dict[str, Any]:
     """What `replay --json` prints, of engines that run `max_num_seqs` requests at a time.
 
-    Returns:
-        `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
-        the engines' steps without drafts; running, the requests in each of these in the longest rollout.
+    It has `ReplayResult.to_dict`; lengths; by_step and by_length, the replay of some responses; tail_share of
+    the engines' steps without drafts; running, the requests in each of these in the longest rollout.
     """
     running = [
         num_running([sum(len(turn.response) for turn in one.turns) for one in requests], max_num_seqs)
@@ -62,14 +61,13 @@ def num_running(lengths: Iterable[int], max_num_seqs: int) -> npt.NDArray[np.int
     return np.cumsum(np.bincount(begins, minlength=num_steps + 1) - np.bincount(ends))[:num_steps]
 
 
-def _by(responses: Iterable[Replayed], key: Callable[[Replayed], Any]) -> list[tuple[int, dict[str, float]]]:
+def _by(
+    responses: Iterable[Replayed], key: Callable[[Replayed], Any]
+) -> Iterator[tuple[int, dict[str, float]]]:
     """The figures of the responses of each key, in the order of keys."""
     found: defaultdict[int, list[Counts]] = defaultdict(list)
     for response in responses:
         found[key(response)].append(response.counts)
-    names = ("num_tokens", "tokens_per_step", "acceptance_rate")
-    sums = ((name, len(each), Counts.sum(each)) for name, each in sorted(found.items()))
-    return [
-        (name, {"num_responses": num, **{figure: getattr(total, figure) for figure in names}})
-        for name, num, total in sums
-    ]
+    for name, each in sorted(found.items()):
+        total, names = Counts.sum(each), ("num_tokens", "tokens_per_step", "acceptance_rate")
+        yield name, {"num_responses": len(each), **{figure: getattr(total, figure) for figure in names}}

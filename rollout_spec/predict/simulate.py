@@ -1,12 +1,11 @@
 """Whole rollouts on a cluster of simulated engines."""
 
-import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rollout_spec.config import SpecConfig, parse_threshold
+from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History
 from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedModel, step_together
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
@@ -15,7 +14,7 @@ from rollout_spec.trace import Rollout
 
 
 def configurations(
-    options: Mapping[str, Any], thresholds: Sequence[str], ks: Sequence[int]
+    options: Mapping[str, Any], thresholds: Sequence[int | str], ks: Sequence[int]
 ) -> list[SpecConfig]:
     """Without drafts, then every threshold with every K; `options`: of `rollout.spec`, besides these two.
 
@@ -23,7 +22,7 @@ def configurations(
     """
     configs = [SpecConfig(method="off")]
     for threshold, k in itertools.product(thresholds, ks):
-        fixed = {"batch_threshold": parse_threshold(threshold), "num_speculative_tokens": k}
+        fixed = {"batch_threshold": threshold, "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping({**options, **fixed}))
     return configs
 
@@ -38,12 +37,10 @@ def compare(
 ) -> dict[str, Any]:
     """One cluster with each configuration, the first of which has no drafts; then again with the model.
 
-    Args:
-        progress: of a title and a number of tokens: gives what is told how many were served.
+    progress: of a title and a number of tokens: gives what is told how many were served.
 
-    Returns:
-        the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
-        speedup over the first.
+    Returns the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
+    speedup over the first.
     """
     num_tokens = sum(num for line in lines for num in line.num_generated[: cluster.group_size])
     runs = []
@@ -75,7 +72,7 @@ def simulate(
     cluster: Cluster,
     config: SpecConfig,
     times: Times,
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: Callable[[int], None] = lambda num_tokens: None,
     model: SimulatedModel | None = None,
     template: Callable[[Request], Request] | None = None,
 ) -> dict[str, Any]:
@@ -118,33 +115,25 @@ def simulate(
 def rollout(
     replicas: Sequence[Sequence[Engine]],
     parts: Sequence[Sequence[Request]],
-    on_tokens: Callable[[int], None] | None = None,
+    on_tokens: Callable[[int], None] = lambda num_tokens: None,
 ) -> float:
     """Serve the requests of one training step; returns the seconds until the slowest replica has served its.
 
-    Args:
-        replicas: the ranks of each. All ranks of a replica step while one of them has work.
-        parts: the requests of each rank, the first replica's ranks first.
-        on_tokens: called with the number of tokens of each step.
+    replicas: the ranks of each. All ranks of a replica step while one of them has work.
+    parts: the requests of each rank, the first replica's ranks first.
+    on_tokens: as in `simulate`.
     """
     engines = list(itertools.chain.from_iterable(replicas))
+    begins = [rank.total.seconds for rank in engines]
     for rank, part in zip(engines, parts, strict=True):
         rank.enqueue(part)
-    # The replica that is earliest in virtual time steps next.
-    turns = [(0.0, i) for i in range(len(replicas))]
-    while turns:
-        _, i = heapq.heappop(turns)
-        ranks = replicas[i]
-        if all(rank.next_time() is None for rank in ranks):
-            continue
-        num_gained = step_together(ranks)
-        if on_tokens is not None:
-            on_tokens(num_gained)
-        heapq.heappush(turns, (ranks[0].elapsed_s, i))
+    for ranks in replicas:  # one after the other: none waits for another
+        while any(rank.next_time() is not None for rank in ranks):
+            on_tokens(step_together(ranks))
     for rank in engines:
         if rank.drafter is not None:
             rank.drafter.note_new_weights()
-    return max(rank.elapsed_s for rank in engines)
+    return max(rank.total.seconds - begin for rank, begin in zip(engines, begins, strict=True))
 
 
 def _share_history(histories: Sequence[History]) -> None:

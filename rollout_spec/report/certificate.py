@@ -34,7 +34,6 @@ _DIFFERENCES = {
 
 
 def write_certificate(record: Mapping[str, Any], folder: Path) -> None:
-    """certificate.json and certificate.html."""
     write_files(folder, {"certificate.json": as_json(record), "certificate.html": render_html(record)})
 
 
@@ -114,5 +113,4 @@ def where(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def render_html(record: Mapping[str, Any]) -> str:
-    """The page; everything it shows is inside it."""
     return render("certify", record["verdict"], sentences(record), tables(record), facts(record))

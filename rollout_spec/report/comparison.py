@@ -89,7 +89,11 @@ def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> lis
             "response counts up to its first difference. From then on, rounding in the training makes the "
             "runs differ."
         )
-    return text + _asynchronous(off, on) + _few_steps(len(on.steps))
+    text += _asynchronous(off, on)
+    if (num := len(on.steps)) < FIRM:
+        few = f"An interval from {num} steps is rough" if num > 1 else "One step gives no interval"
+        text.append(f"{few}; train longer for a firm figure.")
+    return text
 
 
 def _speed(comparison: Comparison) -> list[str]:
@@ -144,13 +148,6 @@ def _asynchronous(off: Run, on: Run) -> list[str]:
             "Their batch was ready before the weights changed, so the step before counts its tokens."
         )
     return text
-
-
-def _few_steps(num_steps: int) -> list[str]:
-    if num_steps >= FIRM:
-        return []
-    few = f"An interval from {num_steps} steps is rough" if num_steps > 1 else "One step gives no interval"
-    return [f"{few}; train longer for a firm figure."]
 
 
 def _work(run: Run) -> str:

@@ -29,9 +29,7 @@ Reader = Callable[[Path], Iterator[Record]]
 
 
 class Log(NamedTuple):
-    """A run's log: where it was found, and its records."""
-
-    source: str
+    source: str  # where it was found
     records: tuple[Record, ...]
 
 

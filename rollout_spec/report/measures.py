@@ -126,9 +126,9 @@ class Comparison:
             of_steps = {step.step: ratio(step.update_ms, step.trained_tokens) for step in run.steps}
             for step, ms in of_steps.items():
                 others = [each for other, each in of_steps.items() if other != step]
-                found.append((ms / np.median(others) if others else math.nan, step, run))
-        times, step, run = max((each for each in found if each[0] > FAR), default=(0.0, 0, self.on))
-        return (run, step, float(times)) if times else None
+                found.append((run, step, float(ms / np.median(others)) if others else math.nan))
+        far = [each for each in found if each[2] > FAR]
+        return max(far, key=lambda each: each[2], default=None)
 
     @property
     def verdict(self) -> str:
@@ -160,7 +160,7 @@ class Comparison:
             self.off.name: self.off.to_dict() | {c.measure.name: for_json(c.off.value) for c in values},
             self.on.name: self.on.to_dict() | {c.measure.name: for_json(c.on.value) for c in values},
             "speedup": None if self.has_drifted else for_json(self.speedup.value),
-            "first_step_agreement": self.agreement and self.agreement._asdict(),
+            "first_step_agreement": self.agreement and self.agreement.to_dict(),
             "speedup_ci95": [None, None] if self.has_drifted else for_json(self.speedup.ci95),
             "drift": for_json(self.drift),
             "has_drifted": self.has_drifted,
@@ -200,11 +200,9 @@ def paired(off: np.ndarray, on: np.ndarray, is_ratio: bool = True) -> tuple[Esti
     As many pairs as there are are drawn, with repeats, again and again. Between the middle 95 % of the draws'
     values is the interval.
 
-    Args:
-        off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
+    off, on: [numerator or denominator, pair]; a side's value is the ratio of the sums.
 
-    Returns:
-        `off`, `on`, and on / off, or on - off unless `is_ratio`.
+    Returns `off`, `on`, and on / off, or on - off unless `is_ratio`.
     """
     draws = _draws(off.shape[1])
     with np.errstate(divide="ignore", invalid="ignore"):

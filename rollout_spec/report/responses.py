@@ -1,12 +1,13 @@
 """What a run's recorded responses say: how many end in a loop, and how many are another run's."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rollout_spec import trace
+from rollout_spec.metrics import Counters
 from rollout_spec.sample_names import is_repeated
 
 # A loop's longest n-gram, how many times in a row that stands at the end, and the tokens of all of
@@ -14,11 +15,12 @@ from rollout_spec.sample_names import is_repeated
 MAX_PERIOD, MIN_REPEATS, MIN_TOKENS = 32, 4, 24
 
 
-class Agreement(NamedTuple):
+@dataclasses.dataclass
+class Agreement(Counters):
     """How many tokens are the same, each response up to its first difference."""
 
-    num_tokens: int  # compared: up to and with the first that differs
-    num_identical: int
+    num_tokens: int = 0  # compared: up to and with the first that differs
+    num_identical: int = 0
 
 
 def _rollouts(run: Path) -> Iterator[trace.Rollout]:
@@ -46,10 +48,8 @@ def first_step_agreement(off: Path, on: Path) -> Agreement | None:
     same up to rounding. What an asynchronous trainer interrupted and finished later does not count.
     """
     ours, theirs = (_first_step_responses(run) for run in (off, on))
-    found = [agreement(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()]
-    if not found:
-        return None
-    return Agreement(sum(one.num_tokens for one in found), sum(one.num_identical for one in found))
+    names = ours.keys() & theirs.keys()
+    return Agreement.sum(agreement(ours[name], theirs[name]) for name in names) if names else None
 
 
 def agreement(one: Sequence[int], other: Sequence[int]) -> Agreement:

@@ -70,8 +70,6 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The steps of one run."""
-
     name: str
     steps: tuple[Step, ...]
     looping_share: float = math.nan

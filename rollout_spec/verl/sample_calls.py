@@ -34,8 +34,6 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass
 class _Sample:
-    """What is remembered of a sample."""
-
     name_suffix: tuple[str, ...] = ()  # what else is in the names of its calls
     group: str | None = None  # by its first prompt
     num_group_tokens: int = 0

@@ -81,7 +81,7 @@ class Drafters:
 
     async def take_aborted(self) -> RequestCounters:
         """The sums over the requests that vLLM has aborted."""
-        cores = EngineCores(self._engine())
+        cores = self.cores
         of_cores = await asyncio.gather(*(cores.call(core, TAKE_ABORTED) for core in range(len(cores))))
         return RequestCounters.sum(RequestCounters(**(counts or {})) for counts in of_cores)
 
@@ -93,16 +93,15 @@ class Drafters:
             self.defect = f"{where} decoded without calling its drafter"
 
     @property
-    def num_cores(self) -> int:
-        return len(EngineCores(self._engine()))
+    def cores(self) -> EngineCores:
+        return EngineCores(self._engine())
 
     async def call(self, method: Callable[..., Answer], *args: Any) -> list[Answer | None]:
         """What a method of `ProposerControl` returns in each engine core; None where none has a drafter."""
-        return await asyncio.gather(*(self.call_core(core, method, *args) for core in range(self.num_cores)))
+        return await asyncio.gather(*(self.call_core(core, method, *args) for core in range(len(self.cores))))
 
     async def call_core(self, core: int, method: Callable[..., Answer], *args: Any) -> Answer | None:
-        cores = EngineCores(self._engine())
-        answers = await cores.call_workers(core, "rollout_spec_call", method.__name__, *args)
+        answers = await self.cores.call_workers(core, "rollout_spec_call", method.__name__, *args)
         return next((answer for answer in answers if answer is not None), None)
 
     async def pieces(self, core: int, method: Callable[..., bytes | None], *args: Any) -> list[bytes]:

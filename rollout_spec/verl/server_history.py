@@ -50,7 +50,7 @@ class ServerHistory:
         async with self._lock:
             await self._add_received()
             await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
-            for core in range(self._drafters.num_cores):  # all have the same
+            for core in range(len(self._drafters.cores)):  # all have the same
                 pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
                 if pieces:
                     return pieces
@@ -58,7 +58,7 @@ class ServerHistory:
 
     async def _exchange(self) -> None:
         """Pass on what every engine core has served: at once to the other cores, later to other servers."""
-        ended, cores = self._drafters.take_ended(), range(self._drafters.num_cores)
+        ended, cores = self._drafters.take_ended(), range(len(self._drafters.cores))
         pieces = (self._drafters.pieces(core, ProposerControl.take_history, ended) for core in cores)
         taken = await asyncio.gather(*pieces)
         self._shared += chain.from_iterable(taken)

@@ -18,23 +18,10 @@ logger = logging.getLogger(f"verl.{__name__}")  # which verl shows in its traine
 
 def install() -> None:
     """Called in the trainer's process, when it asks for its replica class."""
-    watch_servers()
-    _wrap_trainer()
-    when_imported("uni_agent.framework.entry", _name_sessions)
-
-
-def _name_sessions(_: Any) -> None:
-    """uni-agent is here; one that does not fit costs the rows' names."""
-    try:
-        from rollout_spec.verl import uni_agent
-
-        uni_agent.install()
-    except (PatchError, ImportError, AttributeError) as error:
-        logger.warning("rollout_spec: uni-agent's sessions are named by their first prompts: %s", error)
-
-
-def _wrap_trainer() -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    watch_servers()
+    when_imported("uni_agent.framework.entry", _name_sessions)
 
     @wrap(PPOTrainer, "_compute_metrics", TRAINER)
     def compute_metrics(
@@ -71,6 +58,16 @@ def _wrap_trainer() -> None:
         history.load_history(self)  # not when verl loads the checkpoint: separate engines start after that
         history.share_history(self)  # there is nothing yet; it tells the servers to collect from now on
         fit(self, agent_loop_manager, *args, **kwargs)
+
+
+def _name_sessions(_: Any) -> None:
+    """uni-agent is here; one that does not fit costs the rows' names."""
+    try:
+        from rollout_spec.verl import uni_agent
+
+        uni_agent.install()
+    except (PatchError, ImportError, AttributeError) as error:
+        logger.warning("rollout_spec: uni-agent's sessions are named by their first prompts: %s", error)
 
 
 def _name_rows(manager: Any, names: RowNames) -> None:

@@ -56,15 +56,14 @@ def require_arctic_inference() -> None:
 
 def require(method: str) -> None:
     """Import the packages of a method. The message of a MissingError says how they are installed."""
-    if method not in (*SUFFIX, "ngram"):
-        return
     if method in SUFFIX:
         require_arctic_inference()
-    try:
-        from vllm.v1.spec_decode import ngram_proposer, suffix_decoding  # noqa: F401
-    except ImportError as error:
-        message = f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
-        raise MissingError(message) from error
+    if method in (*SUFFIX, "ngram"):
+        try:
+            from vllm.v1.spec_decode import ngram_proposer, suffix_decoding  # noqa: F401
+        except ImportError as error:
+            message = f"the methods ngram and suffix* are vLLM's, `pip install vllm==0.24.0` ({error})"
+            raise MissingError(message) from error
 
 
 class Suffix(ReplayDrafter):

@@ -91,8 +91,6 @@ def require(method: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is served, by which methods, in which engines."""
-
     load: Load
     methods: Sequence[str]  # labels of `Method`; the others are compared with the first
     model: str

@@ -81,8 +81,6 @@ def read_scenarios(path: Path, names: list[str]) -> dict[str, Scenario]:
 
 
 class Served(NamedTuple):
-    """What an engine did."""
-
     tokens_per_s: float
     share_full_drafted: float  # of the steps with a full batch and without prompts, those with drafts
 

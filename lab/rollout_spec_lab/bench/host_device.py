@@ -41,7 +41,6 @@ class Clock:
         return self.host_s() + self._waited
 
     def host_s(self) -> float:
-        """Seconds that the host has worked."""
         return self._cpu() - self.kernel_s + self.launch_s
 
     def submit(self, seconds: float) -> None:
@@ -52,7 +51,6 @@ class Clock:
         self.num_steps += 1
 
     def wait(self, end: float) -> None:
-        """Let time pass until then."""
         self._waited += max(0.0, end - self.now())
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

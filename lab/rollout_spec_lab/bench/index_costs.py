@@ -24,6 +24,7 @@ NUM_SPECULATIVE_TOKENS = 8
 SIZES = (2048, 32768, 131072)
 GROUP_SIZE = 8
 MAX_RESPONSE = 1024
+NUM_ROWS = 64  # that decode in a whole step
 TARGETS = {
     "us_per_token at 32768": 0.25,
     "bytes_per_token at 32768": 75.0,
@@ -153,30 +154,28 @@ def make_requests(text: Int32Array, num_prompts: int) -> list[Request]:
     return requests
 
 
-def measure_whole_steps(
-    text: Int32Array, repeats: int, num_rows: int = 64, max_index_mb: int = 8
-) -> dict[str, Any]:
+def measure_whole_steps(text: Int32Array, repeats: int) -> dict[str, Any]:
     """Steps of the whole drafter: requests that end and begin, groups evicted, history indexed.
 
     Both budgets are below what there is to keep. The times of steps are each the least of `repeats` runs; the
     first step is left out.
     """
     requests = make_requests(text, num_prompts=48)
-    runs = [_time_engine(requests, num_rows, max_index_mb) for _ in range(repeats)]
+    runs = [_time_engine(requests) for _ in range(repeats)]
     ms = 1e3 * np.array(runs).min(axis=0)[1:]
     median, p99 = np.median(ms), np.quantile(ms, 0.99)
     return {
-        "rows": num_rows,
+        "rows": NUM_ROWS,
         "median_ms": float(median),
         "p99_ms": float(p99),
         "whole_step_p99_over_median": float(p99 / median),
     }
 
 
-def _time_engine(requests: list[Request], num_rows: int, max_index_mb: int) -> NDArray[np.float64]:
+def _time_engine(requests: list[Request]) -> NDArray[np.float64]:
     """Seconds in the drafter of every step of an engine that serves the requests."""
-    config = SpecConfig(history=GROUP_SIZE, batch_threshold=num_rows, max_index_mb=max_index_mb)
-    engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), Cluster(1, num_rows))
+    config = SpecConfig(history=GROUP_SIZE, batch_threshold=NUM_ROWS, max_index_mb=8)
+    engine = Engine(config, StepTimes([(1, 0.01, 1.0)]), Cluster(1, NUM_ROWS))
     assert engine.drafter is not None
     catch_up = engine.drafter.catch_up
 

@@ -36,7 +36,6 @@ def _over(row: dict[str, Any], baseline: str) -> str:
 
 
 def gate_table(record: dict[str, Any]) -> Table:
-    """What `bench gate` measured: a row for each scenario."""
     columns = ["scenario", "gate / plain", "gate / oracle", "oracle / plain", "full, gate", "full, oracle"]
     found = map(dict.values, record["results"])
     rows = [[name, *(f"{figure:.3f}" for figure in figures)] for name, *figures in found]
@@ -62,7 +61,6 @@ def host_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def verify_tables(record: dict[str, Any]) -> Iterator[Table]:
-    """What `bench verify` measured: a row for each cell."""
     names = list(record["cells"][0]["ms"])
     rows = []
     for cell in record["cells"]:
@@ -73,7 +71,6 @@ def verify_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def native_tables(record: dict[str, Any]) -> Iterator[Table]:
-    """What `bench native` measured: a row for each figure."""
     step, whole, targets = record["step"], record["whole_steps"], record["targets"]
     figures = {
         f"{name} at {size}": figures[name]
@@ -91,7 +88,6 @@ def native_tables(record: dict[str, Any]) -> Iterator[Table]:
 
 
 def memory_table(record: dict[str, Any]) -> Table:
-    """What `bench memory` measured: a row for each budget."""
     rows = [
         ["memory to spare" if row["share"] is None else f"{row['share']:.0%}", str(row["max_index_mb"]),
          f"{row['tokens_per_step']:.2f}", f"{row['of_unlimited']:.3f}"]

@@ -34,15 +34,12 @@ class Timeline:
         for field in dataclasses.fields(self):
             getattr(self, field.name).append(step[field.name])
 
-    def num_front_steps(self, threshold: int) -> int:
-        """Steps of the front phase: up to the last one with more than `threshold` running requests."""
-        above = np.flatnonzero(np.array(self.num_running) > threshold)
-        return int(above[-1]) + 1 if len(above) else 0
-
 
 def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
-    """Seconds and counts of one rollout, whose tail is what comes after the front phase."""
-    front = timeline.num_front_steps(threshold)
+    """Seconds and counts of one rollout. Its front goes up to the last step with more than `threshold`
+    running requests; its tail is what comes after that."""
+    above = np.flatnonzero(np.array(timeline.num_running) > threshold)
+    front = int(above[-1]) + 1 if len(above) else 0
     seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
     return {
         "makespan_s": float(seconds.sum()),

@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({','.join(METHODS)}, without what is not installed); with a model also model alone, "
         "and sam+model: the model as one more expert"
     )
-    add_options(drafters, ("--methods", str, "M,M", None, help_))
-    rollouts.add_simulated_model(drafters)
     add_options(
         drafters,
+        ("--methods", str, "M,M", None, help_),
+        rollouts.MODEL_ACCEPTANCE,
         ("--num-speculative-tokens", number(int, 1, MAX_SPECULATIVE_TOKENS), "K",
          [SpecConfig.num_speculative_tokens, 8], "most draft tokens per row and step"),
         ("--history", number(int, 0, 1 << 16), "N", [SpecConfig.history],
@@ -46,10 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--min-survival", number(float, 0, 1), "P", [SpecConfig.min_survival],
          "least survivals that sam and sam+model draft"),
     )  # fmt: skip
-    drafters.add_argument(
-        "--equal-drafts", action="store_true",
-        help="sam also with the least survivals at which it drafts as many tokens as each suffix*",
-    )  # fmt: skip
+    help_ = "sam also with the least survivals at which it drafts as many tokens as each suffix*"
+    drafters.add_argument("--equal-drafts", action="store_true", help=help_)
     add_spec_argument(
         drafters, "another option of rollout.spec for sam, for example max_index_mb=64", REFUSED
     )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli.arguments import add_options, number, path
-from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
+from rollout_spec.cli.models import MODEL_DRAFTER, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import inputs
 from rollout_spec_lab.cli.methods import add_compared_arguments, compared, needed_model_drafter
@@ -33,10 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         served, inputs.MODEL, inputs.DTYPE, ("--prompts", path, "FILE", None, "verl's parquet (the demo's)")
     )
-    served.add_argument(
-        "--load", choices=("grpo", "random"), default="grpo",
-        help="random: prompts of random tokens at temperature 1.5, so that nothing repeats",
-    )  # fmt: skip
+    help_ = "random: prompts of random tokens at temperature 1.5, so that nothing repeats"
+    served.add_argument("--load", choices=("grpo", "random"), default="grpo", help=help_)
     add_options(
         served,
         ("--num-prompts", count, "N", 6, "the first N prompts"),
@@ -52,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--sigma", number(float, 0), "SIGMA", 0.9, "of the logarithm"),
         ("--max-tokens", count, "N", 512, "no response is longer"),
     )
-    lengths.add_argument(
-        "--natural-ends", action="store_true", help="instead, the model ends a response, or --max-tokens"
-    )
+    help_ = "instead, the model ends a response, or --max-tokens"
+    lengths.add_argument("--natural-ends", action="store_true", help=help_)
     group = add_compared_arguments(
         parser, "off, keyed (with our noise, method=keyed), ngram, suffix, sam, sam:THRESHOLD, "
         "sam:auto; model and sam+model, of --model-drafter; METHOD/mrv1, METHOD/mrv2: on that model runner",
@@ -62,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_options(group, inputs.TAIL)
     drawn = parser.add_argument_group("what is drawn, and by which model")
-    add_model_drafter(drawn)
-    add_options(drawn, ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise"))
+    seed = ("--seed", number(int, 0), "SEED", 0, "of prompts, lengths and noise")
+    add_options(drawn, MODEL_DRAFTER, seed)
     add_output(parser, WRITTEN, *OURS)
 
 

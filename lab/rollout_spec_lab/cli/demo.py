@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--train-file", path, "FILE", None, "verl's parquet (generated)"),
         ("--seed", int, "N", 7, "of the data and its order"),
     )
-    trained.add_argument(
-        "--quick", action="store_true", help="at most 2 steps, 64 tokens: a check, not a measurement"
-    )
+    help_ = "at most 2 steps, 64 tokens: a check, not a measurement"
+    trained.add_argument("--quick", action="store_true", help=help_)
     trained.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, for both runs")
 
     output = parser.add_argument_group("output")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.cli.arguments import add_options, folder_for, number, path
-from rollout_spec.cli.models import add_model_drafter, device_arguments, tokenized
+from rollout_spec.cli.models import MODEL_DRAFTER, device_arguments, tokenized
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec_lab.cli import devices, inputs
 from rollout_spec_lab.cli.bench_engine import OURS
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
          "of the rollouts, as in `bench engine`; sam:0 has our drafter and never drafts "
          f"({','.join(METHODS)}, without what is not installed; with --model-drafter also "
          f"{','.join(OF_MODEL)})"),
+        MODEL_DRAFTER,
+        ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"),
     )  # fmt: skip
-    add_model_drafter(served)
-    add_options(served, ("--rows", number(int, 1), "N", [], "of the steps that are timed (1 4 16 64)"))
     add_options(
         parser.add_argument_group("what is asked"),
         ("--minutes", number(float, 1, 1440), "N", 15.0,

@@ -33,15 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--longest-response", number(int, 1), "TOKENS", None,
          "stretch all texts, so that the longest response has TOKENS tokens"),
     )  # fmt: skip
-    group.add_argument(
-        "--expert-parallel", action="store_true",
-        help="each device holds whole experts, as always with --dp",
-    )  # fmt: skip
-    group.add_argument(
-        "--runner", choices=("mrv1", "mrv2"), default="mrv2",
-        help="vLLM's model runner: with mrv2 only steps with drafts wait for the host",
-    )  # fmt: skip
-    rollouts.add_simulated_model(group)
+    help_ = "each device holds whole experts, as always with --dp"
+    group.add_argument("--expert-parallel", action="store_true", help=help_)
+    help_ = "vLLM's model runner: with mrv2 only steps with drafts wait for the host"
+    group.add_argument("--runner", choices=("mrv1", "mrv2"), default="mrv2", help=help_)
+    add_options(group, rollouts.MODEL_ACCEPTANCE)
 
 
 def run(args: argparse.Namespace) -> int | None:

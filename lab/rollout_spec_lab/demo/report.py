@@ -46,7 +46,6 @@ def of_turns(turns: Turns) -> list[str]:
 
 
 def text(comparison: Comparison, turns: Turns) -> list[str]:
-    """The turns, then the trainings."""
     return [*of_turns(turns), *sentences(comparison, speed=_of_trainings(comparison))]
 
 

@@ -21,7 +21,8 @@ def compute_score(
     """
     grade = {"number": _number, "list": _list, "json": _json, "records": _records}
     parts = grade[data_source.rsplit("/", 1)[-1]](solution_str, ground_truth)
-    parts["length"] = _length(solution_str)
+    low, high = _LENGTH_BOUNDS
+    parts["length"] = min(1.0, max(0.0, (high - len(solution_str)) / (high - low)))
     score = sum(WEIGHTS[name] * value for name, value in parts.items())
     return {"score": score, **parts}
 
@@ -91,8 +92,3 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict):
             yield value
-
-
-def _length(text: str) -> float:
-    low, high = _LENGTH_BOUNDS
-    return min(1.0, max(0.0, (high - len(text)) / (high - low)))

@@ -48,8 +48,6 @@ class RunFailedError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class DemoPlan:
-    """What to train, on what, and how long."""
-
     output: Path
     recipe: str = "grpo"
     trainer: str = "sync"  # verl's trainer.v1.trainer_mode

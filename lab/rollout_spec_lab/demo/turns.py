@@ -47,7 +47,7 @@ class Turns:
         estimates = {name: getattr(self, name).to_dict() for name in ("off", "on", "speedup")}
         rates = {name: for_json(getattr(self, name)) for name in ("tokens_per_step", "acceptance_rate")}
         seconds = [list(pair) for pair in self.seconds]
-        return estimates | rates | {"agreement": self.agreement._asdict(), "seconds": seconds}
+        return estimates | rates | {"agreement": self.agreement.to_dict(), "seconds": seconds}
 
 
 def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list[list[int]]:
@@ -118,14 +118,14 @@ def figures(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> Turns:
     def share(*names: str) -> float:
         return ratio(*amounts(on, *names).sum(axis=1).tolist())
 
-    agreed = [
+    agreed = (
         agreement(one, other)
         for pair in pairs
         for one, other in zip(*(pair[method]["responses"] for method in METHODS), strict=True)
-    ]
+    )
     return Turns(
         *paired(amounts(off, *speed), amounts(on, *speed)),
-        agreement=Agreement(sum(one.num_tokens for one in agreed), sum(one.num_identical for one in agreed)),
+        agreement=Agreement.sum(agreed),
         seconds=[(one["makespan_s"], other["makespan_s"]) for one, other in zip(off, on, strict=True)],
         tokens_per_step=share("num_decoded_tokens", "num_row_steps"),
         acceptance_rate=share("num_accepted_tokens", "num_draft_tokens"),

@@ -167,6 +167,5 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """What was checked, and where."""
     plan = {name.replace("_", " "): str(value) for name, value in record["plan"].items()}
     return plan | where(record["environment"])

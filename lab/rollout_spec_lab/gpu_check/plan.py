@@ -17,8 +17,6 @@ ROOM = 512  # tokens after a context, for the steps that are timed
 
 
 class Size(NamedTuple):
-    """How much is served and measured."""
-
     num_prompts: int
     group_size: int
     max_num_seqs: int
@@ -48,8 +46,6 @@ CPU = Size(
 
 @dataclasses.dataclass(frozen=True)
 class CheckPlan:
-    """What is measured."""
-
     seconds: float  # for all of it
     jobs: Mapping[str, Mapping[str, Any]]  # for `worker`, by the parts in their order; rollouts have none
     rollouts: engine.Plan | str  # with as many `repeats` as there is time for; or why there are none
@@ -69,7 +65,6 @@ class Policy:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
         return json.loads((Path(self.folder) / "config.json").read_text())
 
     @property
@@ -79,7 +74,6 @@ class Policy:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """vLLM's arguments."""
         dummy = {} if self.has_weights else {"load_format": "dummy"}
         return {"max_num_seqs": self.size.max_num_seqs, **self.on_device, **self.given, **dummy}
 

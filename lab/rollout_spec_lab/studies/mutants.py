@@ -29,8 +29,6 @@ HYPOTHESIS = ("--hypothesis-seed=0", "--hypothesis-profile=mutants")
 
 
 class Target(NamedTuple):
-    """Files, and the tests that are for them."""
-
     files: list[str]
     tests: list[str]
     chosen: str = ""  # pytest's -k; by default all
@@ -52,12 +50,7 @@ def core_mutants() -> list[tuple[str, str, str]]:
     return found
 
 
-CORE_TESTS = (
-    "tests/test_index.py",
-    "tests/test_index_oracle.py",
-    "tests/test_groups.py",
-    "tests/test_groups_machine.py",
-)
+CORE_TESTS = [f"tests/test_{name}.py" for name in ("index", "index_oracle", "groups", "groups_machine")]
 MOST_SECONDS = 300  # in which they are done many times over
 
 

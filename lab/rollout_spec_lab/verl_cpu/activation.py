@@ -44,7 +44,6 @@ def engine_is_cpu_build() -> bool:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has one."""
     # The device files count as well: Ray hides the accelerators from actors that asked for none.
     if any(glob.glob(pattern) for pattern in _ACCELERATOR_FILES):
         return True
