@@ -147,7 +147,7 @@ def test_their_model_runner_v2_is_one_line(coarse_model, monkeypatch):
 
 def test_another_release_is_one_line(coarse_model, monkeypatch):
     monkeypatch.setattr(ascend, "PAIRS", {})
-    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(plugin.misfits, "failure", None)
     plugin.register()
     message = r"^vllm-ascend 0\.2\d\.\S+ with vllm 0\.2\d\.0 is not supported[^\n]*$"
     for spec in ({}, KEYED):

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
@@ -193,7 +194,8 @@ def test_drafts_are_refused_where_steps_have_too_many_logits(tiny_model, vocabul
         config.scheduler_config.max_num_batched_tokens = num_tokens
         assert checks._wide_logits(config, SpecConfig()) is None
         found = checks._wide_logits(config, SpecConfig(method="keyed"))
-        assert (found == (num_tokens, 2**31 // vocabulary)) == (is_refused and is_mrv2 and num_tokens > 8192)
+        refused = SimpleNamespace(asked=num_tokens, most=2**31 // vocabulary)
+        assert (found == refused) == (is_refused and is_mrv2 and num_tokens > 8192)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_options_of_ours_compile_nothing_anew(tiny_model):
 
 
 def test_a_vllm_that_is_too_old_is_refused_in_one_line(tiny_model, monkeypatch):
-    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(plugin.misfits, "failure", None)
     monkeypatch.setattr(versions, "version", lambda: "0.22.1")
     plugin.register()
     with pytest.raises(ValueError, match=r"^vllm 0\.22\.1 is not supported: take 0\.23 or later[^\n]*$"):
@@ -283,7 +285,7 @@ def test_without_the_plugin_the_engine_does_not_start(tiny_model, environment):
     ],
 )
 def test_other_samplers_of_vllm_are_refused_and_doctor_fails(tiny_model, monkeypatch, capsys, where, patch):
-    monkeypatch.setattr(plugin, "failure", None)
+    monkeypatch.setattr(plugin.misfits, "failure", None)
     monkeypatch.setattr(diagnosis, "PROBES", [("engine patches", patched.in_engines)])
     assert main(["doctor"]) == 0
     monkeypatch.setattr(f"vllm.v1.sample.{where}", lambda self, other: None)

@@ -172,7 +172,7 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
 
 
 def _comparable(plan: Plan) -> list[str]:
-    return [method for method in plan.methods if Method(method).name in ("off", "sam")]
+    return [method for method in plan.methods if Method(method).name in ("off", "keyed", "sam")]
 
 
 def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Mapping[str, Times]) -> None:

@@ -133,8 +133,8 @@ def make_engine(job: dict[str, Any]) -> Any:
 def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
     method = Method(job["method"])
     coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
-    if method.name == "off":
-        return {} if method.drafting == "off" else coupled
+    if method.name in ("off", "keyed"):
+        return {} if method.name == "off" else coupled
     if method.name == "model":
         return coupled | {"speculative_config": dict(job["model_drafter"])}
     if method.is_ours:
