@@ -75,7 +75,8 @@ BFLOAT16 = (
 
 def test_bfloat16_is_certified_within_its_own_tolerance(chat_model, tmp_path, capfd):
     code, record = certified(chat_model, tmp_path, *BFLOAT16, "--json")
-    assert json.loads(capfd.readouterr().out) == record
+    shown = capfd.readouterr().out  # after what vLLM says, where a test before has imported it
+    assert json.loads(shown[shown.index("{\n") :]) == record
     assert (code, record["unexplained_differences"], record["tolerance"]) == (0, 0, None)
     assert record["plan"]["dtype"] == "bfloat16"
     assert all(difference["tolerance"] > 1e-3 for difference in record["differences"])
