@@ -216,7 +216,7 @@ class GroupsMachine(RuleBasedStateMachine):
         chain, prompt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         is_aborted, has_ended = data.draw(st.booleans()), data.draw(st.sampled_from([False, False, True]))
         row, sequence = [*prompt, *data.draw(SAID)], chain.place
-        if self.rows.say(sequence, row).num_dropped:
+        if self.rows.say(sequence, row).dropped:
             assert self.has_budget
             self.rows.groups.drop(sequence)
             return

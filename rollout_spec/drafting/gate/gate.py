@@ -33,6 +33,10 @@ class Opening(NamedTuple):
     probe_in_two: bool = False  # whether the step after the next one goes without drafts, to be measured
     num_model_tokens: int = 0  # that a model drafts for each row in the next step that waits for drafts
 
+    @property
+    def is_open(self) -> bool:
+        return self.min_survival is not None
+
 
 class Choice(NamedTuple):
     """What a gate takes of the drafts."""
@@ -104,8 +108,9 @@ class AutoGate:
         if not self._seconds.is_known:
             self._probes = self._probes._replace(is_probe=True)
         self._num_steps += 1
-        num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
-        return Opening(self._min_survival(), self._probes.probe_in_two, num_model_tokens)
+        opening = Opening(self._min_survival(), self._probes.probe_in_two)
+        num_model_tokens = self._gains.num_model_tokens(self._pass_cost) if opening.is_open else 0
+        return opening._replace(num_model_tokens=num_model_tokens)
 
     def _min_survival(self) -> float | None:
         if self._probes.is_probe:
