@@ -77,20 +77,14 @@ class _Batch(NamedTuple):
     next_step: NextStep
 
 
-class _Given(NamedTuple):
-    """What the step that begins next is given, and what is expected of it."""
-
-    drafts: Drafts
-    promised: float = 0.0  # of their tokens, by the gate
-    model_share: ModelShare | None = None  # None: no model has drafted for that step
-
-
 class _LastStep(NamedTuple):
     """All that a call of `Drafter.draft` leaves to the next one."""
 
     request_ids: Sequence[str] = ()  # of the step's rows
     ended: float | None = None  # by the drafter's clock; None: the time until the next one's is no step's
-    given: _Given = _Given(Drafts.none(0))
+    drafts: Drafts = Drafts.none(0)  # for the next one
+    promised: float = 0.0  # of their tokens, by the gate
+    model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
 
     def seconds_until(self, now: float, request_ids: Sequence[str]) -> float | None:
         """What the step with these requests took, which ends now, if one of them was in this step too. Else
@@ -231,38 +225,38 @@ class Drafter:
         if step.num_rows < num_rows:
             tracked = tracked.among(batch.decodes)
         if step.num_rows:
-            given = self._draft_decoding(batch, tracked, step)
+            left = self._draft_decoding(batch, tracked, step)
         else:  # the gate is not asked, and wants what it wanted
             self._propose_after(batch, tracked, Opening(None))
             none = Drafts.none(num_rows, self._num_speculative_tokens)
-            given = _Given(last.given.drafts._replace(tokens=none.tokens, lengths=none.lengths))
+            left = _LastStep(drafts=last.drafts._replace(tokens=none.tokens, lengths=none.lengths))
         if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * (step.seconds or 0.0), MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
-        self._last = _LastStep(batch.request_ids, now, given)
+        self._last = left._replace(request_ids=batch.request_ids, ended=now)
         self.counters.draft_seconds += time.perf_counter() - started
-        return given.drafts
+        return left.drafts
 
     def _ended_step(self, batch: _Batch, last: _LastStep, now: float, work: Work | None) -> EndedStep:
         """The step that ends now; it had what the last one has given."""
-        num_rows, given, model_drafts = len(batch.nums_new), last.given, batch.next_step.model_drafts
+        num_rows, model_drafts, share = len(batch.nums_new), batch.next_step.model_drafts, last.model_share
         num_decoding = int(np.count_nonzero(batch.decodes))
         if work is None:
-            num_drafts = int(given.drafts.lengths.sum())
+            num_drafts = int(last.drafts.lengths.sum())
             work = Work(num_decoding + num_drafts, has_drafts=num_drafts > 0)
-        num_drafted, share = 0 if model_drafts is None else model_drafts.tokens.shape[1], given.model_share
+        num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
         return EndedStep(
             **vars(work),
             num_rows=num_decoding,
             num_context=int(batch.levels[:num_rows].sum(where=batch.decodes)),
             num_new_tokens=int(batch.nums_new.sum()),
             seconds=last.seconds_until(now, batch.request_ids),
-            promised=given.promised,
+            promised=last.promised,
             num_passes=passes_for(num_drafted) if self._has_model else 0,
             model_shares=share and share.count_accepted(self.counters, batch.request_ids, batch.nums_new),
         )
 
-    def _draft_decoding(self, batch: _Batch, tracked: _TrackedRows, step: EndedStep) -> _Given:
+    def _draft_decoding(self, batch: _Batch, tracked: _TrackedRows, step: EndedStep) -> _LastStep:
         """Index the rows that decode, of which these are tracked, and draft what the gate lets through."""
         opening, next_step = self._gate.begin(step), batch.next_step
         if opening.is_open and self._pad_to * step.num_rows > self._max_draft_tokens:
@@ -271,20 +265,20 @@ class Drafter:
         proposed = self._propose_after(batch, tracked, opening)
         self._count(step, tracked, proposed)
         choice = self._choice(opening, proposed, next_step)
-        # Where the next step takes none, those after it get room if it would have had some; of a model it would.
-        # No room shortly before the gate measures a plain step, which must not wait for drafts.
+        # If the next step takes none, those after it get room where there would have been some; a model always
+        # has some. No room shortly before the gate measures a plain step, which must not wait for drafts.
         has_some = next_step.takes_drafts or self._has_model or bool(choice.lengths.any())
         drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)._replace(
             drafts_wanted=opening.is_open and has_some and not opening.probe_in_two,
-            num_model_tokens=opening.num_model_tokens,
+            num_model_tokens=opening.num_model_tokens if opening.is_open else 0,
         )
         if not (opening.is_open and next_step.takes_drafts):
-            return _Given(drafts)
+            return _LastStep(drafts=drafts)
         self._take(choice, proposed, tracked, batch.decodes, drafts)
-        model_drafts, share = next_step.model_drafts, None
-        if model_drafts is not None:
-            share = ModelShare.count_drafted(self.counters, batch.request_ids, drafts, model_drafts)
-        return _Given(drafts, choice.promised, share)
+        share = next_step.model_drafts and ModelShare.count_drafted(
+            self.counters, batch.request_ids, drafts, next_step.model_drafts
+        )
+        return _LastStep(drafts=drafts, promised=choice.promised, model_share=share)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
