@@ -120,7 +120,7 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
     rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
     rows.index_all()
     assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
-    sequence.has_ended = has_ended
+    rows.groups.end_samples([None] * has_ended)
     rows.groups.park(sequence, is_aborted=False)
     assert index.stats().num_groups == 0, "to be indexed again with what was left out"
     assert rows.add(PROMPT, group="group") is not sequence

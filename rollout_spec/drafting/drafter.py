@@ -179,10 +179,6 @@ class Drafter:
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """These have said all: what they have parked is closed, at once or when their request is removed."""
-        samples = set(samples)
-        for request in self._requests.values():
-            if request.sequence is not None and request.sequence.sample in samples:
-                request.sequence.has_ended = True
         self._groups.end_samples(samples)
 
     def draft(

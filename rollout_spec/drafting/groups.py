@@ -30,8 +30,8 @@ class _Group:
     prompt: Int32Array  # after which new requests begin
     history_key: bytes
     training_step: int  # in which it was asked for last
-    num_running: int = 0
     texts: set[Text] = dataclasses.field(default_factory=set)  # that are in the index
+    running: set["GroupSequence"] = dataclasses.field(default_factory=set)
     parked: set["GroupSequence"] = dataclasses.field(default_factory=set)
 
 
@@ -117,10 +117,10 @@ class Groups:
         finally:
             self._forget_given_up()
         entered = sequence.group
-        if entered.num_running == 0:
+        if not entered.running:
             texts = self._history.texts(entered.history_key)
             self._waiting.append((entered, [text for text in texts if text not in entered.texts]))
-        entered.num_running += 1
+        entered.running.add(sequence)
         return sequence
 
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
@@ -152,7 +152,7 @@ class Groups:
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
         found = self._groups.get(key)
-        if found is not None and found.num_running == 0 and self._is_stale(found):
+        if found is not None and not found.running and self._is_stale(found):
             self._index.close_group(found.handle)
             self._forget(found)
             found = None
@@ -202,7 +202,7 @@ class Groups:
         group, said = sequence.group, self._index.text(sequence.handle)
         sequence.text = self._remember(sequence, said, sequence.text, is_cut=is_aborted)
         sequence.said, sequence.is_aborted = said, is_aborted
-        group.num_running -= 1
+        group.running.remove(sequence)
         group.parked.add(sequence)
         parked = self._parked[sequence.sample]
         parked.append(sequence)
@@ -224,14 +224,17 @@ class Groups:
 
     def drop(self, sequence: GroupSequence) -> None:
         """The index has closed its sequence in a step."""
-        sequence.group.num_running -= 1
+        sequence.group.running.remove(sequence)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
         self._forget_given_up()
-        for name in samples:
-            for sequence in list(self._parked.get(name, ())):
-                self._close(sequence)
+        names = set(samples)
+        for group in self._groups.values():
+            for sequence in group.running:
+                sequence.has_ended |= sequence.sample in names
+        for sequence in [each for name in names for each in self._parked.get(name, ())]:
+            self._close(sequence)
 
     def _close(self, sequence: GroupSequence) -> None:
         self._unpark(sequence)
