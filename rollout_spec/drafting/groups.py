@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Hashable
 
 import numpy as np
 
@@ -61,18 +60,6 @@ class GroupSequence:
         return min(len(self.said), len(prompt) - len(self.prompt)) if self.is_aborted else len(self.said)
 
 
-class _Candidate(NamedTuple):
-    """A parked sequence after which a request may go on."""
-
-    sequence: GroupSequence
-    num_shared: int  # of the tokens that it said, with which the prompt goes on
-
-    def rank(self) -> tuple[int, bool, int]:
-        """By what is shared; of several what was interrupted, else the shortest: it has least that the prompt
-        does not repeat."""
-        return self.num_shared, self.sequence.is_aborted, -len(self.sequence.said)
-
-
 class Groups:
     """The groups and sequences of an index, and the history that they are indexed from.
 
@@ -126,10 +113,12 @@ class Groups:
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
         """The parked sequence after which the request goes on. What the prompt does not repeat of it stays a
         text of its own. None: there is none."""
-        best = max(self._candidates(prompt, key, sample), key=_Candidate.rank, default=None)
-        if best is None:
+        overlaps = self._overlaps(prompt, key, sample)
+        if not overlaps:
             return None
-        sequence, num = best
+        # Of equal ones what was interrupted, else the shortest: it has least that the prompt does not repeat.
+        sequence = max(overlaps, key=lambda each: (overlaps[each], each.is_aborted, -len(each.said)))
+        num = overlaps[sequence]
         is_all = num == sequence.num_to_repeat(prompt)
         if num == 0 and not is_all:
             return None
@@ -140,14 +129,13 @@ class Groups:
             self._remember(sequence, sequence.said[max(0, num - _CONTEXT) :])
         return sequence
 
-    def _candidates(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Iterator[_Candidate]:
-        """The sample's parked sequences that the prompt goes on after, in the same group or another that its
-        prompt identifies; without a sample's name those of which the prompt repeats all."""
-        for each in self._parked.get(sample, ()):
-            if each.group.key == key or each.group.key[0] == key[0] == "prompt":
-                num = each.num_shared(prompt)
-                if num == len(each.said) or (num >= 0 and sample is not None):
-                    yield _Candidate(each, num)
+    def _overlaps(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> dict[GroupSequence, int]:
+        """The sample's parked sequences that the prompt goes on after, with how much of what each said: in
+        the group, or in any where prompts identify groups. Without a sample's name it must repeat all."""
+        parked = self._parked.get(sample, ())
+        fit = [each for each in parked if each.group.key == key or each.group.key[0] == key[0] == "prompt"]
+        nums = {each: each.num_shared(prompt) for each in fit}
+        return {each: num for each, num in nums.items() if num >= (len(each.said) if sample is None else 0)}
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
