@@ -198,12 +198,9 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_tokens_to_index = max_tokens_to_index
         self._call(lib.rs_step, batch)
-        result = self._result._replace(num_unindexed=batch.num_unindexed)
-        if not batch.num_dropped:
-            return result
-        is_dropped = result.num_draft_tokens < 0
-        result.num_draft_tokens[is_dropped] = 0
-        return result._replace(dropped=np.flatnonzero(is_dropped).tolist())
+        dropped = np.flatnonzero(self._result.num_draft_tokens < 0).tolist() if batch.num_dropped else []
+        self._result.num_draft_tokens[dropped] = 0
+        return self._result._replace(dropped=dropped, num_unindexed=batch.num_unindexed)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")

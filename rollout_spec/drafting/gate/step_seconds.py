@@ -40,7 +40,8 @@ def _columns(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str,
 
 _PLACES, _NUM_COLUMNS = dict[str, slice](), 0
 for _name, _amount in _columns(EndedStep(0), 0, False).items():
-    _PLACES[_name] = slice(_NUM_COLUMNS, _NUM_COLUMNS := _NUM_COLUMNS + np.size(_amount))
+    _PLACES[_name] = slice(_NUM_COLUMNS, _NUM_COLUMNS + np.size(_amount))
+    _NUM_COLUMNS += np.size(_amount)
 
 
 class StepSeconds:
@@ -105,9 +106,8 @@ class StepSeconds:
     def _fit(self) -> None:
         """To all that was learned. Doubt is relative too."""
         constant = _PLACES["constant"]
-        doubt = np.full(
-            _NUM_COLUMNS, DOUBT * self._squares[constant, constant].item() / min(self._num_steps, MEMORY)
-        )
+        weight = DOUBT * self._squares[constant, constant].item() / min(self._num_steps, MEMORY)
+        doubt = np.full(_NUM_COLUMNS, weight)
         doubt[constant] /= 100  # a step takes some time
         try:
             root = np.linalg.cholesky(self._squares + np.diag(doubt))
