@@ -35,8 +35,7 @@ class Machine:
         self.lies = False
         self._rng, self._share = np.random.default_rng(0), share_proposed
         self._num_padded = pad_to * NUM_ROWS
-        self._num_drafted = self.num_right = 0
-        self._promised = 0.0
+        self._num_drafted, self.num_right, self._promised = 0, 0, 0.0
 
     def step(self):
         """Run one; returns the draft tokens that the next verifies, None where it is to be a plain one."""
@@ -44,8 +43,7 @@ class Machine:
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         seconds = self.seconds(self._num_drafted)
         step = EndedStep(*work, NUM_ROWS, 100, num_new_tokens, seconds, self._promised)
-        self._num_drafted = self.num_right = 0
-        self._promised = 0.0
+        self._num_drafted, self.num_right, self._promised = 0, 0, 0.0
         self.least, self.probe_in_two, _ = self.gate.begin(step)
         if self.least is None:
             return None

@@ -234,7 +234,7 @@ class Drafter:
         return left.drafts
 
     def _ended_step(self, batch: _Batch, last: _LastStep, now: float, work: Work | None) -> EndedStep:
-        """The step that ends now; it had what the last one has given."""
+        """The step that ends now, which had the drafts that the last one left."""
         num_rows, model_drafts, share = len(batch.nums_new), batch.next_step.model_drafts, last.model_share
         num_decoding = int(np.count_nonzero(batch.decodes))
         if work is None:
@@ -261,8 +261,8 @@ class Drafter:
         proposed = self._propose_after(batch, tracked, opening)
         self._count(step, tracked, proposed)
         choice = self._choice(opening, proposed, next_step)
-        # If the next step takes none, those after it get room where there would have been some; a model always
-        # has some. No room shortly before the gate measures a plain step, which must not wait for drafts.
+        # If the next step takes none, those after it get room if it would have had some; of a model it would.
+        # No room shortly before the gate measures a plain step, which must not wait for drafts.
         has_some = next_step.takes_drafts or self._has_model or bool(choice.lengths.any())
         drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)._replace(
             drafts_wanted=opening.is_open and has_some and not opening.probe_in_two,
