@@ -223,7 +223,7 @@ class Drafter:
         if step.num_rows:
             left = self._draft_decoding(batch, tracked, step)
         else:  # the gate is not asked, and wants what it wanted
-            self._propose_after(batch, tracked, Opening(None))
+            self._index_and_propose(batch, tracked, Opening(None))
             none = Drafts.none(num_rows, self._num_speculative_tokens)
             left = _LastStep(drafts=last.drafts._replace(tokens=none.tokens, lengths=none.lengths))
         if self._has_unindexed:  # also where nobody waits for a device
@@ -258,7 +258,7 @@ class Drafter:
         if opening.is_open and self._pad_to * step.num_rows > self._max_draft_tokens:
             opening = Opening(None)
             self.counters.num_steps_off_threshold += 1
-        proposed = self._propose_after(batch, tracked, opening)
+        proposed = self._index_and_propose(batch, tracked, opening)
         self._count(step, tracked, proposed)
         choice = self._choice(opening, proposed, next_step)
         # If the next step takes none, those after it get room if it would have had some; of a model it would.
@@ -305,7 +305,7 @@ class Drafter:
         self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + len(proposed.dropped)
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
-    def _propose_after(self, batch: _Batch, tracked: _TrackedRows, opening: Opening) -> StepResult:
+    def _index_and_propose(self, batch: _Batch, tracked: _TrackedRows, opening: Opening) -> StepResult:
         """Index what these rows got and more; propose what an open gate lets through."""
         tracked.set_levels(batch.levels, opening.is_open, batch.next_step.room)
         self._groups.hand_on_next_text()
@@ -325,7 +325,7 @@ class Drafter:
         if opening.is_open and (next_step.takes_drafts or not self._has_model):
             lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
             return self._gate.choose(proposed.survivals, lengths)
-        # Of an open gate the text's drafts alone, without the model's, would say that drafting does not pay.
+        # An open gate that weighed the text's drafts alone, without the model's, might wrongly close.
         self.counters.num_steps_on += opening.is_open
         return Choice(np.zeros_like(proposed.num_draft_tokens), pads=False)
 

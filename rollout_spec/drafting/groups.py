@@ -48,7 +48,7 @@ class GroupSequence:
     has_ended: bool = False  # the sample has
 
     def num_shared(self, prompt: Int32Array) -> int:
-        """With how many of the tokens that it said this prompt goes on after the group's, -1: it does not."""
+        """How many of the tokens that it said this prompt has after the group's; -1: that is another."""
         own = prompt[len(self.prompt) :]
         num = min(len(own), len(self.said))
         if not np.array_equal(prompt[: len(self.prompt)], self.prompt):
@@ -56,7 +56,7 @@ class GroupSequence:
         return int(np.append(own[:num] == self.said[:num], False).argmin())
 
     def num_to_repeat(self, prompt: Int32Array) -> int:
-        """How many of them it says at most; after an abort its sender may lack the last ones."""
+        """How many a prompt has that repeats all; after an abort its sender may lack the last ones."""
         return min(len(self.said), len(prompt) - len(self.prompt)) if self.is_aborted else len(self.said)
 
 

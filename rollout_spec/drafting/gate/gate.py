@@ -135,7 +135,8 @@ class AutoGate:
 
     def _learn(self, step: EndedStep) -> None:
         if step.seconds is not None:
-            self._count(step, step.seconds, self._seconds.learn(step, step.seconds))
+            expected = self._seconds.learn(step, step.seconds)
+            self._count(step, step.seconds, expected)
         self._gains.learn(step.promised, step.num_new_tokens - step.num_rows if step.promised else 0)
         if step.model_shares is not None:
             verified, accepted = step.model_shares
