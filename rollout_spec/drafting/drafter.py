@@ -87,9 +87,9 @@ class _LastStep(NamedTuple):
     model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
 
     def seconds_until(self, now: float, request_ids: Sequence[str]) -> float | None:
-        """What the step with these requests took, which ends now, if one of them was in this step too. Else
+        """What the step of these requests took, which ends now, if one of them was in this step too. Else
         nobody knows: the engine may have waited for a request, slept, or taken new weights."""
-        goes_on = self.request_ids == request_ids or not set(self.request_ids).isdisjoint(request_ids)
+        goes_on = self.request_ids is request_ids or not set(self.request_ids).isdisjoint(request_ids)
         return now - self.ended if self.ended is not None and goes_on else None
 
 
