@@ -120,7 +120,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
     return RS_OK;
 }
 
-/* It stays in the group only if it runs. */
+/* Enter the group for a new sequence, and leave it again unless that one runs. */
 static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                      rs_sequence **added, rs_error *error) {
     RS_TRY(rs_check_group(index, group, error));

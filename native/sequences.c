@@ -12,7 +12,6 @@
 
 /* ---- their slots ---- */
 
-/* To have it indexed from its start. Up to counted_end it is in the automaton already. */
 void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
     sequence->at = (rs_position){.indexed = 0};
     if (sequence->prompt != NULL) {

@@ -212,7 +212,8 @@ def test_what_a_step_verified_of_a_models_drafts_is_counted_by_place():
 
 def test_what_is_wrong_changes_nothing():
     batch = make("a", "b")
-    batch.step([[10, 11, 12, 13], [10]])
+    steps = steps_told(batch.drafter._gate)
+    assert batch.step([[10, 11, 12, 13], [10]])[1]
     for _ in range(2):
         with pytest.raises(KeyError, match="stranger"):
             batch.drafter.draft(["b", "stranger"], [1, 1], batch.token_ids, batch.levels)
@@ -223,6 +224,7 @@ def test_what_is_wrong_changes_nothing():
     with pytest.raises(InvalidArgument, match="prompt_token_ids: must be a contiguous"):
         batch.drafter.add("c", PROMPT.astype(np.int64), 64)
     assert batch.step([[], [11]])[1][:1] == [12]
+    assert not steps[1].has_drafts and steps[1].seconds is None, "its drafts are lost, and what it took"
 
 
 @pytest.mark.parametrize("token", [-1, -(2**31)])

@@ -35,8 +35,7 @@ class Machine:
         self.lies = False
         self._rng, self._share = np.random.default_rng(0), share_proposed
         self._num_padded = pad_to * NUM_ROWS
-        self._num_drafted = self.num_right = 0
-        self._promised = 0.0
+        self._num_drafted, self.num_right, self._promised = 0, 0, 0.0
 
     def step(self):
         """Run one; returns the draft tokens that the next verifies, None where it is to be a plain one."""
@@ -44,10 +43,9 @@ class Machine:
         work = (NUM_ROWS + self._num_drafted, 0, self._num_drafted > 0, None)
         seconds = self.seconds(self._num_drafted)
         step = EndedStep(*work, NUM_ROWS, 100, num_new_tokens, seconds, self._promised)
-        self._num_drafted = self.num_right = 0
-        self._promised = 0.0
-        self.price, self.probe_in_two, _ = self.gate.begin(step)
-        if self.price is None:
+        self._num_drafted, self.num_right, self._promised = 0, 0, 0.0
+        self.least, self.probe_in_two, _ = self.gate.begin(step)
+        if self.least is None:
             return None
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
@@ -84,7 +82,7 @@ def test_tokens_that_cost_nothing_are_all_verified():
     machine = Machine([0.9, 0.6], lambda drafted: 0.1)
     machine.steps(200)
     assert set(budgets(machine.steps(50))) == {2 * NUM_ROWS}
-    assert machine.price is None or machine.price >= 0.02, "what hardly ever comes true is not looked for"
+    assert machine.least is None or machine.least >= 0.02, "what hardly ever comes true is not looked for"
     # 10 tokens a step in place of 4.
     counters = machine.gate.counters
     assert counters.drafted_seconds > 10.0

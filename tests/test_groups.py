@@ -120,7 +120,7 @@ def test_what_is_indexed_leaves_room_for_what_runs(has_ended):
     rows.say(sequence, [*PROMPT, *rng.integers(0, 500, 300).tolist()])
     rows.index_all()
     assert index.stats().num_tokens == full.num_tokens + 300, "nothing had to be forgotten for it"
-    sequence.has_ended = has_ended
+    rows.groups.end_samples([None] * has_ended)
     rows.groups.park(sequence, is_aborted=False)
     assert index.stats().num_groups == 0, "to be indexed again with what was left out"
     assert rows.add(PROMPT, group="group") is not sequence
@@ -152,15 +152,15 @@ def test_a_sample_goes_on_where_it_was_until_it_has_ended(is_told_early):
     assert [each.tolist() for each in drafter.history.get(group_key("g"))] == [text[50:350].tolist()]
 
 
-@pytest.mark.parametrize(("answered", "interrupted"), [(120, 80), (80, 120)])
-def test_what_was_interrupted_goes_on_where_it_was_beside_an_earlier_answer_like_it(answered, interrupted):
+@pytest.mark.parametrize(("first", "second", "is_cut"), [(120, 80, True), (80, 120, True), (120, 80, False)])
+def test_of_two_answers_alike_what_was_interrupted_goes_on_or_else_the_shorter(first, second, is_cut):
     """An agent asks the same again; the second answer is like the first as far as it has come."""
     text = speak(np.random.default_rng(0), 200)
     drafter = Drafter(SpecConfig(batch_threshold=8, history=4))
-    serve(drafter, text, 50, answered)
-    serve(drafter, text, 50, interrupted, is_aborted=True)
+    serve(drafter, text, 50, first)
+    serve(drafter, text, 50, second, is_aborted=is_cut)
     assert serve(drafter, text, 80, 120) == 1
-    assert drafter.index.stats().num_tokens == 50 + (answered - 50) + 70
+    assert drafter.index.stats().num_tokens == 50 + (first - 50) + 70
 
 
 @pytest.mark.parametrize(("sample", "is_aborted"), [("s", True), ("s", False), (None, True)])

@@ -87,6 +87,7 @@ class Chain:
     said: list[int] = dataclasses.field(default_factory=list)
     text: PackedText | None = None
     is_aborted: bool = False
+    has_ended: bool = False
 
     def num_shared(self, prompt):
         """Of what it said; -1: its prompt is another one."""
@@ -214,25 +215,25 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def answer(self, data):
         chain, prompt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        is_aborted, has_ended = data.draw(st.booleans()), data.draw(st.sampled_from([False, False, True]))
-        row, sequence = [*prompt, *data.draw(SAID)], chain.place
-        if self.rows.say(sequence, row).num_dropped:
+        is_aborted, row, sequence = data.draw(st.booleans()), [*prompt, *data.draw(SAID)], chain.place
+        if self.rows.say(sequence, row).dropped:
             assert self.has_budget
             self.rows.groups.drop(sequence)
             return
-        sequence.has_ended = has_ended
         self.rows.groups.park(sequence, is_aborted=is_aborted)
         self.said.append(row)
         chain.said, chain.is_aborted = row[len(chain.prompt) :], is_aborted
         chain.text = self.keep(chain, chain.said, chain.text)
         self.indexed[sequence.group.handle].rows.add(tuple(row))
-        self.parked += [chain] * (not has_ended)
+        self.parked += [chain] * (not chain.has_ended)
         self.note_left()
 
     @rule(sample=NAMES)
     def end_sample(self, sample):
         self.rows.groups.end_samples([sample])
         self.parked = [each for each in self.parked if each.sample != sample]
+        for chain, _ in self.running:
+            chain.has_ended |= chain.sample == sample
 
     @rule(group=NAMES, sample=NAMES, later=st.integers(-1, 1), said=SAID)
     def others_bring(self, group, sample, later, said):

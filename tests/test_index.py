@@ -86,7 +86,7 @@ def test_no_matrix_is_none(index, arguments):
 @pytest.mark.parametrize("level", [2, 7], ids=["below the prompt", "more than there are columns"])
 def test_a_row_that_is_no_text_is_dropped_and_the_other_drafts(index, arguments, level):
     result = index.index_and_draft(**arguments | {"levels": int32(level, 5)})
-    assert result.num_draft_tokens.tolist() == [-1, 4] and result.num_dropped == 1
+    assert result.num_draft_tokens.tolist() == [0, 4] and result.dropped == [0]
     assert result.draft_tokens[1].tolist() == [7, 5, 6, 7]
     check_index(index)
     assert index.stats()[1:2] + index.stats()[3:4] == (1, 3 + 2)
@@ -158,7 +158,7 @@ def test_texts_longer_than_a_state_can_say(index):
         index.add_to_corpus(text[0])
     sequence = index.open_sequence(index.open_group(int32()))
     result = index.index_and_draft(int32(sequence), text, int32(0), int32(longest + 1), int32(4))
-    assert result.num_draft_tokens.tolist() == [-1]
+    assert result.dropped == [0]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
     index.park_sequence(first)
     for level in range(100, 11_000, 100):
         step = index.index_and_draft(int32(second), rows, int32(1), int32(level), nothing)
-    assert step.num_dropped == 0 and index.stats().num_tokens == level
+    assert not step.dropped and index.stats().num_tokens == level
     check_index(index)
     assert not index.has_unindexed
     index.resume_sequence(first)

@@ -197,18 +197,17 @@ class IndexMachine(RuleBasedStateMachine):
             said.append(tokens)
             levels.append(len(tokens))
             budgets.append(data.draw(st.integers(0, self.options.num_speculative_tokens + 1)))
-        price = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="price")
+        min_survival = data.draw(st.sampled_from([0.0, 0.0, 0.1, 0.3, 0.7, 1.0]), label="min_survival")
         models = self.model_drafts(data, len(matrix))
         max_tokens = data.draw(st.sampled_from([0, 3, 50, ALL_TOKENS]))
         arrays = [np.array(values, np.int32) for values in (chosen, rows, levels, budgets)]
         num_left_out = self.index.stats().num_texts_left_out
-        asked = *arrays[1:], price, max_tokens, as_arrays(models)
+        asked = *arrays[1:], min_survival, max_tokens, as_arrays(models)
         negative = np.array([*budgets[:-1], -1], np.int32)
         with pytest.raises(InvalidArgument, match=rf"^max_draft_tokens\[{len(chosen) - 1}\]=-1: must not be"):
             self.index.index_and_draft(arrays[0], matrix, *arrays[1:3], negative)  # which learns nothing
         result = self.index.index_and_draft(arrays[0], matrix, *asked)
-        dropped = {chosen[i] for i in np.flatnonzero(result.num_draft_tokens < 0)}
-        assert result.num_dropped == len(dropped)
+        dropped = {chosen[i] for i in result.dropped}
         assert no_text <= dropped
         self.is_over = dropped != no_text or self.index.stats().num_texts_left_out > num_left_out
         if self.is_over:
@@ -232,7 +231,7 @@ class IndexMachine(RuleBasedStateMachine):
             oracle = self.sequences[sequence]
             budget, model = budgets[i] * oracle.is_whole, models[rows[i]] if models else ()
             nums_unindexed += not oracle.is_whole
-            assert_drafts(result, i, oracle, budget, price, model)
+            assert_drafts(result, i, oracle, budget, min_survival, model)
         assert result.num_unindexed == nums_unindexed
 
     def catch_up(self, max_tokens):
@@ -391,7 +390,7 @@ def test_thousands_of_row_steps_equal_the_oracle():
     index.catch_up()
     texts = [[*oracle.start, *say(100)] for oracle in oracles]
     while rows := [i for i in rng.permutation(NUM_ROWS).tolist() if len(oracles[i].text) < len(texts[i])]:
-        price = float(rng.choice([0.0, 0.0, 0.2]))
+        min_survival = float(rng.choice([0.0, 0.0, 0.2]))
         for row in rows:
             text, known = texts[row], len(oracles[row].text)
             num_right = num_alike(oracles[row].last_draft, text[known:])
@@ -407,11 +406,11 @@ def test_thousands_of_row_steps_equal_the_oracle():
             for text, place in zip(texts, places, strict=True)
         ] * int(rng.integers(0, 2))  # fmt: skip
         result = index.index_and_draft(
-            int32(*(sequences[row] for row in rows)), matrix, int32(*rows), levels, budgets, price,
+            int32(*(sequences[row] for row in rows)), matrix, int32(*rows), levels, budgets, min_survival,
             model_drafts=as_arrays(models),
         )  # fmt: skip
         for i, row in enumerate(rows):
-            assert_drafts(result, i, oracles[row], K, price, models[row] if models else ())
+            assert_drafts(result, i, oracles[row], K, min_survival, models[row] if models else ())
     check_index(index)
     # Long enough for the table of contexts to grow, and for the weights to move.
     assert len(experience.contexts.buckets) >= 512

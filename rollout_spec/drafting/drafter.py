@@ -38,7 +38,10 @@ class _TrackedRows:
     As long as the batch stays these are the same arrays, which the index then does not check again.
     """
 
-    def __init__(self, rows: Int32Array, sequences: Int32Array, max_draft_levels: Int32Array) -> None:
+    def __init__(
+        self, request_ids: list[str], rows: Int32Array, sequences: Int32Array, max_draft_levels: Int32Array
+    ) -> None:
+        self.request_ids = request_ids  # of all rows of the matrix
         self.rows, self.sequences = rows, sequences  # of the matrix, and of the index
         self._max_draft_levels = max_draft_levels  # at which drafts end at the latest
         self.levels, self.max_draft_tokens = np.zeros((2, len(rows)), np.int32)
@@ -46,7 +49,8 @@ class _TrackedRows:
     def among(self, kept: _Bools) -> _TrackedRows:
         """The rows for which `kept`, bool [rows of the matrix], is true."""
         chosen = kept[self.rows]
-        return _TrackedRows(self.rows[chosen], self.sequences[chosen], self._max_draft_levels[chosen])
+        arrays = self.rows[chosen], self.sequences[chosen], self._max_draft_levels[chosen]
+        return _TrackedRows(self.request_ids, *arrays)
 
     def set_levels(self, levels: Int32Array, may_draft: bool, room: Int32Array | None) -> None:
         """Take over the levels of this step, int32 [>= rows of the matrix]; may_draft: whether any may."""
@@ -62,11 +66,31 @@ class _Request:
     max_level: int  # no token is generated beyond this level
 
 
-class _Given(NamedTuple):
-    """The drafts of the step that runs."""
+class _Batch(NamedTuple):
+    """What `Drafter.draft` is told of its rows, and of the step that follows."""
 
-    num_tokens: int = 0
-    promised: float = 0.0  # of these tokens, by the gate
+    request_ids: list[str]
+    nums_new: Int32Array
+    decodes: _Bools  # the rows that got tokens
+    token_ids: Int32Array
+    levels: Int32Array
+    next_step: NextStep
+
+
+class _LastStep(NamedTuple):
+    """All that a call of `Drafter.draft` leaves to the next one."""
+
+    request_ids: Sequence[str] = ()  # of the step's rows
+    ended: float | None = None  # by the drafter's clock; None: the time until the next one's is no step's
+    drafts: Drafts = Drafts.none(0)  # for the next one
+    promised: float = 0.0  # of their tokens, by the gate
+    model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
+
+    def seconds_until(self, now: float, request_ids: Sequence[str]) -> float | None:
+        """What the step of these requests took, which ends now, if one of them was in this step too. Else
+        nobody knows: the engine may have waited for a request, slept, or taken new weights."""
+        goes_on = self.request_ids is request_ids or not set(self.request_ids).isdisjoint(request_ids)
+        return now - self.ended if self.ended is not None and goes_on else None
 
 
 class Drafter:
@@ -103,18 +127,13 @@ class Drafter:
             else FixedGate(self.counters, config.batch_threshold, config.min_survival, most_model_tokens)
         )
         self._clock = clock
-        self._last_end: float | None = None  # of a step; None: the time until the next one's is no step's
-        self._last_seconds = 0.0  # what the last step took; 0.0: nobody knows
-        self._given = _Given()
-        self._latest = Drafts.none(0)
+        self._last = _LastStep()
         self.index = make_index(config)
         self.history = History(config.history, config.max_index_bytes, vocab_size)
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
-        self._model_share = ModelShare(self.counters)
-        self._row_ids: list[str] = []  # the requests of the last step's rows
-        self._tracked: _TrackedRows | None = None  # those of them in the index; None: to be mapped anew
+        self._tracked: _TrackedRows | None = None  # of the last batch; None: some are others now
 
     @property
     def request_ids(self) -> Collection[str]:
@@ -160,10 +179,6 @@ class Drafter:
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """These have said all: what they have parked is closed, at once or when their request is removed."""
-        samples = set(samples)
-        for request in self._requests.values():
-            if request.sequence is not None and request.sequence.sample in samples:
-                request.sequence.has_ended = True
         self._groups.end_samples(samples)
 
     def draft(
@@ -194,89 +209,72 @@ class Drafter:
         whose rows have negative tokens.
         """
         started = time.perf_counter()
-        given, self._given = self._given, _Given()
+        last, self._last = self._last, _LastStep()  # a call that fails leaves nothing
         num_rows, nums = len(request_ids), np.asarray(nums_new_tokens)
         if len(nums) != num_rows or len(levels) < num_rows:
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        tracked, goes_on = self._mapped(request_ids)
-        seconds = self._seconds_until(self._clock() if ended is None else ended, goes_on)
-        step = self._ended_step(work, given, nums, levels, seconds, next_step)
+        tracked = self._tracked_rows(request_ids)
+        batch = _Batch(tracked.request_ids, nums, nums > 0, token_ids, levels, next_step)
+        now = self._clock() if ended is None else ended
+        step = self._ended_step(batch, last, now, work)
         if step.num_rows < num_rows:
-            tracked = tracked.among(nums > 0)
+            tracked = tracked.among(batch.decodes)
         if step.num_rows:
-            drafts = self._draft_decoding(step, tracked, nums > 0, token_ids, levels, next_step)
+            left = self._draft_decoding(batch, tracked, step)
         else:  # the gate is not asked, and wants what it wanted
-            self._propose_after(tracked, token_ids, levels, None)
+            self._index_and_propose(batch, tracked, Opening(None))
             none = Drafts.none(num_rows, self._num_speculative_tokens)
-            drafts = self._latest._replace(tokens=none.tokens, lengths=none.lengths)
-        self._latest = drafts
+            left = _LastStep(drafts=last.drafts._replace(tokens=none.tokens, lengths=none.lengths))
+        if self._has_unindexed:  # also where nobody waits for a device
+            end = self._clock() + min(STEP_SHARE * (step.seconds or 0.0), MOST_SECONDS)
+            self.catch_up(lambda: self._clock() < end)
+        self._last = left._replace(request_ids=batch.request_ids, ended=now)
         self.counters.draft_seconds += time.perf_counter() - started
-        return drafts
+        return left.drafts
 
-    def _ended_step(
-        self,
-        work: Work | None,
-        given: _Given,
-        nums: Int32Array,
-        levels: Int32Array,
-        seconds: float | None,
-        next_step: NextStep,
-    ) -> EndedStep:
-        decodes, model_drafts = nums > 0, next_step.model_drafts
-        num_decoding = int(np.count_nonzero(decodes))
-        work = work or Work(num_decoding + given.num_tokens, has_drafts=given.num_tokens > 0)
+    def _ended_step(self, batch: _Batch, last: _LastStep, now: float, work: Work | None) -> EndedStep:
+        """The step that ends now, which had the drafts that the last one left."""
+        num_rows, model_drafts, share = len(batch.nums_new), batch.next_step.model_drafts, last.model_share
+        num_decoding = int(np.count_nonzero(batch.decodes))
+        if work is None:
+            num_drafts = int(last.drafts.lengths.sum())
+            work = Work(num_decoding + num_drafts, has_drafts=num_drafts > 0)
         num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
         return EndedStep(
             **vars(work),
             num_rows=num_decoding,
-            num_context=int(levels[: len(decodes)].sum(where=decodes)),
-            num_new_tokens=int(nums.sum()),
-            seconds=seconds,
-            promised=given.promised,
+            num_context=int(batch.levels[:num_rows].sum(where=batch.decodes)),
+            num_new_tokens=int(batch.nums_new.sum()),
+            seconds=last.seconds_until(now, batch.request_ids),
+            promised=last.promised,
             num_passes=passes_for(num_drafted) if self._has_model else 0,
-            model_shares=self._model_share.count_accepted(self._row_ids, nums),
+            model_shares=share and share.count_accepted(self.counters, batch.request_ids, batch.nums_new),
         )
 
-    def _seconds_until(self, now: float, goes_on: bool) -> float | None:
-        """What the step that ends now took, if it has a row of the last one (`goes_on`). Else nobody knows:
-        the engine may have waited for a request, slept, or taken new weights."""
-        seconds = None if self._last_end is None or not goes_on else now - self._last_end
-        self._last_end, self._last_seconds = now, seconds or 0.0
-        return seconds
-
-    def _draft_decoding(
-        self,
-        step: EndedStep,
-        tracked: _TrackedRows,
-        decodes: _Bools,
-        token_ids: Int32Array,
-        levels: Int32Array,
-        next_step: NextStep,
-    ) -> Drafts:
-        """Index, and draft what the gate lets through; tracked: those that decode, as `decodes`."""
-        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
-        opening = self._gate.begin(step)
-        if opening.min_survival is not None and self._pad_to * step.num_rows > self._max_draft_tokens:
+    def _draft_decoding(self, batch: _Batch, tracked: _TrackedRows, step: EndedStep) -> _LastStep:
+        """Index the rows that decode, of which these are tracked, and draft what the gate lets through."""
+        opening, next_step = self._gate.begin(step), batch.next_step
+        if opening.is_open and self._pad_to * step.num_rows > self._max_draft_tokens:
             opening = Opening(None)
             self.counters.num_steps_off_threshold += 1
-        proposed = self._propose_after(tracked, token_ids, levels, opening.min_survival, next_step)
+        proposed = self._index_and_propose(batch, tracked, opening)
         self._count(step, tracked, proposed)
-        if opening.min_survival is None:
-            return drafts
-        if next_step.takes_drafts:
-            drafts = self._chosen_drafts(tracked, decodes, proposed)
-            self._model_share.count_drafted(self._row_ids, drafts, next_step.model_drafts)
-        elif self._has_model:
-            # Too late for that step, but the model has something for every other one. The text's drafts alone
-            # would wrongly tell the gate that drafting does not pay.
-            self.counters.num_steps_on += 1
-        elif not self._chosen(proposed).lengths.any():  # too late too: what the gate says is for other steps
-            return drafts
+        choice = self._choice(opening, proposed, next_step)
+        # If the next step takes none, those after it get room if it would have had some; of a model it would.
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
-        return drafts._replace(
-            drafts_wanted=not opening.probe_in_two, num_model_tokens=opening.num_model_tokens
+        has_some = next_step.takes_drafts or self._has_model or bool(choice.lengths.any())
+        drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)._replace(
+            drafts_wanted=opening.is_open and has_some and not opening.probe_in_two,
+            num_model_tokens=opening.num_model_tokens if opening.is_open else 0,
         )
+        if not (opening.is_open and next_step.takes_drafts):
+            return _LastStep(drafts=drafts)
+        self._take(choice, proposed, tracked, batch.decodes, drafts)
+        share = next_step.model_drafts and ModelShare.count_drafted(
+            self.counters, batch.request_ids, drafts, next_step.model_drafts
+        )
+        return _LastStep(drafts=drafts, promised=choice.promised, model_share=share)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -288,75 +286,59 @@ class Drafter:
     def _has_unindexed(self) -> bool:
         return self.index.has_unindexed or self._groups.has_waiting
 
-    def _mapped(self, request_ids: Sequence[str]) -> tuple[_TrackedRows, bool]:
-        """The rows that are in the index, and whether one of all was a row of the step before."""
+    def _tracked_rows(self, request_ids: Sequence[str]) -> _TrackedRows:
+        """Those of these requests' rows that are in the index."""
         # Batches change seldom; comparing two lists of the same string objects is cheap.
-        if self._tracked is not None and self._row_ids == request_ids:
-            return self._tracked, True
-        requests = enumerate(self._requests[request_id] for request_id in request_ids)
-        # The target adds a token of its own, so a draft that ends one short of the limit is enough.
-        found = [(row, r.sequence.handle, r.max_level - 1) for row, r in requests if r.sequence is not None]
-        self._tracked = _TrackedRows(*np.array(found, np.int32).reshape(-1, 3).T.copy())
-        last, self._row_ids = self._row_ids, list(request_ids)
-        return self._tracked, not set(last).isdisjoint(request_ids)
+        if self._tracked is None or self._tracked.request_ids != request_ids:
+            requests = enumerate(self._requests[request_id] for request_id in request_ids)
+            # The target adds a token of its own, so a draft that ends one short of the limit is enough.
+            found = [(row, r.sequence.handle, r.max_level - 1) for row, r in requests if r.sequence]
+            arrays = np.array(found, np.int32).reshape(-1, 3).T.copy()
+            self._tracked = _TrackedRows(list(request_ids), *arrays)
+        return self._tracked
 
     def _count(self, step: EndedStep, tracked: _TrackedRows, proposed: StepResult) -> None:
         """Count the step that ended: its decoding rows, and those of them that are in the index."""
         self.counters.num_steps += 1
         self.counters.num_row_steps += step.num_rows
         self.counters.num_accepted_tokens += step.num_new_tokens - step.num_rows
-        self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + proposed.num_dropped
+        self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + len(proposed.dropped)
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
-    def _propose_after(
-        self,
-        tracked: _TrackedRows,
-        token_ids: Int32Array,
-        levels: Int32Array,
-        min_survival: float | None,
-        next_step: NextStep = TAKES_ANY,
-    ) -> StepResult:
-        """Index what these rows got and more; propose tokens of this survival or more, None: none."""
-        tracked.set_levels(levels, min_survival is not None, next_step.room)
+    def _index_and_propose(self, batch: _Batch, tracked: _TrackedRows, opening: Opening) -> StepResult:
+        """Index what these rows got and more; propose what an open gate lets through."""
+        tracked.set_levels(batch.levels, opening.is_open, batch.next_step.room)
         self._groups.hand_on_next_text()
         result = self.index.index_and_draft(
-            tracked.sequences, token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
-            min_survival or 0.0, PIECE_TOKENS, next_step.model_drafts,
+            tracked.sequences, batch.token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
+            opening.min_survival or 0.0, PIECE_TOKENS, batch.next_step.model_drafts,
         )  # fmt: skip
-        if self._has_unindexed:  # also where nobody waits for a device
-            end = self._clock() + min(STEP_SHARE * self._last_seconds, MOST_SECONDS)
-            self.catch_up(lambda: self._clock() < end)
-        if result.num_dropped:
-            self._forget_dropped(tracked, result.num_draft_tokens)
-        return result
-
-    def _forget_dropped(self, tracked: _TrackedRows, nums_draft_tokens: Int32Array) -> None:
-        """Rows that a step has dropped (-1, here 0 then) are not in the index any more."""
-        for row in tracked.rows[nums_draft_tokens < 0].tolist():
-            request = self._requests[self._row_ids[row]]
+        for i in result.dropped:
+            request = self._requests[tracked.request_ids[tracked.rows[i]]]
             assert request.sequence is not None
             self._groups.drop(request.sequence)
-            request.sequence = None
-        self._tracked = None
-        np.maximum(nums_draft_tokens, 0, out=nums_draft_tokens)
+            request.sequence = self._tracked = None
+        return result
 
-    def _chosen_drafts(self, tracked: _TrackedRows, decodes: _Bools, proposed: StepResult) -> Drafts:
-        """What the open gate takes of each row's draft: its first tokens. The next step verifies them."""
-        choice = self._chosen(proposed)
+    def _choice(self, opening: Opening, proposed: StepResult, next_step: NextStep) -> Choice:
+        """How much of each row's draft the gate takes: of a closed one nothing."""
+        if opening.is_open and (next_step.takes_drafts or not self._has_model):
+            lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
+            return self._gate.choose(proposed.survivals, lengths)
+        # An open gate that weighed the text's drafts alone, without the model's, might wrongly close.
+        self.counters.num_steps_on += opening.is_open
+        return Choice(np.zeros_like(proposed.num_draft_tokens), pads=False)
+
+    def _take(
+        self, choice: Choice, proposed: StepResult, tracked: _TrackedRows, decodes: _Bools, drafts: Drafts
+    ) -> None:
+        """Put what the open gate takes of each row's draft, its first tokens, into `drafts`."""
         self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
         self.counters.num_draft_tokens += int(choice.lengths.sum())
-        drafts = Drafts.none(len(decodes), self._num_speculative_tokens)
         drafts.tokens[tracked.rows], drafts.lengths[tracked.rows] = proposed.draft_tokens, choice.lengths
         if self._pad_to and choice.pads:  # steps with drafts are of one shape only
             drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
             drafts.lengths[decodes] = self._pad_to
-        self._given = _Given(int(drafts.lengths.sum()), choice.promised)
-        return drafts
-
-    def _chosen(self, proposed: StepResult) -> Choice:
-        """How much of each row's draft the open gate takes."""
-        lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        return self._gate.choose(proposed.survivals, lengths)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""
@@ -371,7 +353,7 @@ class Drafter:
         one that begins, by default the one after the last."""
         last = self.history.training_step
         self.history.training_step = last + 1 if training_step is None else training_step
-        self._last_end = None
+        self._last = self._last._replace(ended=None)
 
 
 def _likeliest(survivals: npt.NDArray[np.float32], lengths: Int32Array, most: int) -> Int32Array:

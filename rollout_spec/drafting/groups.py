@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Hashable
 
 import numpy as np
 
@@ -30,8 +29,8 @@ class _Group:
     prompt: Int32Array  # after which new requests begin
     history_key: bytes
     training_step: int  # in which it was asked for last
-    num_running: int = 0
     texts: set[Text] = dataclasses.field(default_factory=set)  # that are in the index
+    running: set["GroupSequence"] = dataclasses.field(default_factory=set)
     parked: set["GroupSequence"] = dataclasses.field(default_factory=set)
 
 
@@ -49,7 +48,7 @@ class GroupSequence:
     has_ended: bool = False  # the sample has
 
     def num_shared(self, prompt: Int32Array) -> int:
-        """With how many of the tokens that it said this prompt goes on after the group's, -1: it does not."""
+        """How many of the tokens that it said this prompt has after the group's; -1: that is another."""
         own = prompt[len(self.prompt) :]
         num = min(len(own), len(self.said))
         if not np.array_equal(prompt[: len(self.prompt)], self.prompt):
@@ -57,20 +56,8 @@ class GroupSequence:
         return int(np.append(own[:num] == self.said[:num], False).argmin())
 
     def num_to_repeat(self, prompt: Int32Array) -> int:
-        """How many of them it says at most; after an abort its sender may lack the last ones."""
+        """How many a prompt has that repeats all; after an abort its sender may lack the last ones."""
         return min(len(self.said), len(prompt) - len(self.prompt)) if self.is_aborted else len(self.said)
-
-
-class _Candidate(NamedTuple):
-    """A parked sequence after which a request may go on."""
-
-    sequence: GroupSequence
-    num_shared: int  # of the tokens that it said, with which the prompt goes on
-
-    def rank(self) -> tuple[int, bool, int]:
-        """By what is shared; of several what was interrupted, else the shortest: it has least that the prompt
-        does not repeat."""
-        return self.num_shared, self.sequence.is_aborted, -len(self.sequence.said)
 
 
 class Groups:
@@ -117,19 +104,21 @@ class Groups:
         finally:
             self._forget_given_up()
         entered = sequence.group
-        if entered.num_running == 0:
+        if not entered.running:
             texts = self._history.texts(entered.history_key)
             self._waiting.append((entered, [text for text in texts if text not in entered.texts]))
-        entered.num_running += 1
+        entered.running.add(sequence)
         return sequence
 
     def _resume_parked(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> GroupSequence | None:
         """The parked sequence after which the request goes on. What the prompt does not repeat of it stays a
         text of its own. None: there is none."""
-        best = max(self._candidates(prompt, key, sample), key=_Candidate.rank, default=None)
-        if best is None:
+        overlaps = self._overlaps(prompt, key, sample)
+        if not overlaps:
             return None
-        sequence, num = best
+        # Of equal ones what was interrupted, else the shortest: it has least that the prompt does not repeat.
+        sequence = max(overlaps, key=lambda each: (overlaps[each], each.is_aborted, -len(each.said)))
+        num = overlaps[sequence]
         is_all = num == sequence.num_to_repeat(prompt)
         if num == 0 and not is_all:
             return None
@@ -140,19 +129,18 @@ class Groups:
             self._remember(sequence, sequence.said[max(0, num - _CONTEXT) :])
         return sequence
 
-    def _candidates(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> Iterator[_Candidate]:
-        """The sample's parked sequences that the prompt goes on after, in the same group or another that its
-        prompt identifies; without a sample's name those of which the prompt repeats all."""
-        for each in self._parked.get(sample, ()):
-            if each.group.key == key or each.group.key[0] == key[0] == "prompt":
-                num = each.num_shared(prompt)
-                if num == len(each.said) or (num >= 0 and sample is not None):
-                    yield _Candidate(each, num)
+    def _overlaps(self, prompt: Int32Array, key: _Key, sample: Hashable | None) -> dict[GroupSequence, int]:
+        """The sample's parked sequences that the prompt goes on after, with how much of what each said: in
+        the group, or in any where prompts identify groups. Without a sample's name it must repeat all."""
+        parked = self._parked.get(sample, ())
+        fit = [each for each in parked if each.group.key == key or each.group.key[0] == key[0] == "prompt"]
+        nums = {each: each.num_shared(prompt) for each in fit}
+        return {each: num for each, num in nums.items() if num >= (len(each.said) if sample is None else 0)}
 
     def _find(self, key: _Key, prompt: Int32Array, group_prompt: Int32Array) -> _Group:
         """The group, with a prompt that this one begins with: its own or, from now on, `group_prompt`."""
         found = self._groups.get(key)
-        if found is not None and found.num_running == 0 and self._is_stale(found):
+        if found is not None and not found.running and self._is_stale(found):
             self._index.close_group(found.handle)
             self._forget(found)
             found = None
@@ -202,7 +190,7 @@ class Groups:
         group, said = sequence.group, self._index.text(sequence.handle)
         sequence.text = self._remember(sequence, said, sequence.text, is_cut=is_aborted)
         sequence.said, sequence.is_aborted = said, is_aborted
-        group.num_running -= 1
+        group.running.remove(sequence)
         group.parked.add(sequence)
         parked = self._parked[sequence.sample]
         parked.append(sequence)
@@ -224,14 +212,17 @@ class Groups:
 
     def drop(self, sequence: GroupSequence) -> None:
         """The index has closed its sequence in a step."""
-        sequence.group.num_running -= 1
+        sequence.group.running.remove(sequence)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
         self._forget_given_up()
-        for name in samples:
-            for sequence in list(self._parked.get(name, ())):
-                self._close(sequence)
+        names = set(samples)
+        for group in self._groups.values():
+            for sequence in group.running:
+                sequence.has_ended |= sequence.sample in names
+        for sequence in [each for name in names for each in self._parked.get(name, ())]:
+            self._close(sequence)
 
     def _close(self, sequence: GroupSequence) -> None:
         self._unpark(sequence)

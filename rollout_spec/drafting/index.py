@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,8 @@ class StepResult(NamedTuple):
 
     draft_tokens: Int32Array  # [n, K]; row i holds num_draft_tokens[i] draft tokens, the rest is unspecified
     survivals: Float32Array  # [n, K]: estimated probability that the draft up to this token is accepted
-    num_draft_tokens: Int32Array  # [n]; -1: the row is dropped, and its sequence closed
-    num_dropped: int = 0  # rows
+    num_draft_tokens: Int32Array  # [n]
+    dropped: Sequence[int] = ()  # which of the n rows are dropped, their sequences closed; they have no draft
     num_unindexed: int = 0  # rows without drafts, as something of their text or prompt is not indexed yet
 
 
@@ -198,7 +198,9 @@ class SuffixIndex:
         batch.min_survival = min_survival
         batch.max_tokens_to_index = max_tokens_to_index
         self._call(lib.rs_step, batch)
-        return self._result._replace(num_dropped=batch.num_dropped, num_unindexed=batch.num_unindexed)
+        dropped = np.flatnonzero(self._result.num_draft_tokens < 0).tolist() if batch.num_dropped else []
+        self._result.num_draft_tokens[dropped] = 0
+        return self._result._replace(dropped=dropped, num_unindexed=batch.num_unindexed)
 
     def stats(self) -> IndexStats:
         stats = ffi.new("rs_stats *")

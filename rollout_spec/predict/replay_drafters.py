@@ -98,8 +98,8 @@ class IndexDrafter:
         result = self.index.index_and_draft(
             sequences, token_ids, rows, levels, max_draft_tokens, self.min_survival, model_drafts=model
         )
-        if result.num_dropped:  # an engine goes on without them; here they are what is measured
-            raise BudgetExceeded(f"{result.num_dropped} responses do not fit")
+        if result.dropped:  # an engine goes on without them; here they are what is measured
+            raise BudgetExceeded(f"{len(result.dropped)} responses do not fit")
         return result.draft_tokens, result.num_draft_tokens
 
     def finish(self) -> None:

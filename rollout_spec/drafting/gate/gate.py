@@ -33,6 +33,10 @@ class Opening(NamedTuple):
     probe_in_two: bool = False  # whether the step after the next one goes without drafts, to be measured
     num_model_tokens: int = 0  # that a model drafts for each row in the next step that waits for drafts
 
+    @property
+    def is_open(self) -> bool:
+        return self.min_survival is not None
+
 
 class Choice(NamedTuple):
     """What a gate takes of the drafts."""
@@ -93,6 +97,7 @@ class AutoGate:
         self._step: EndedStep  # that ended last
         self._probes = Probes()  # in the step that runs, and soon after
         self._price = 0.0  # the least survival that the last step with drafts took
+        self._least_tried = 0.0  # survival: half the price, and half of that after each refusal
         self._pass_cost = 0.0  # tokens a row that the time of a model's pass gives otherwise
         self._num_refused = self._steps_until_look = 0
         self._busiest_ratio = 1.0  # of the busiest rank's rows to ours, where ranks step together
@@ -105,9 +110,10 @@ class AutoGate:
             self._probes = self._probes._replace(is_probe=True)
         self._num_steps += 1
         num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
-        return Opening(self._min_survival(), self._probes.probe_in_two, num_model_tokens)
+        return Opening(self._opens_at(), self._probes.probe_in_two, num_model_tokens)
 
-    def _min_survival(self) -> float | None:
+    def _opens_at(self) -> float | None:
+        """The least survival that is proposed for this step; None: the gate is closed for it."""
         if self._probes.is_probe:
             self.counters.num_steps_off_probe += 1
             return None
@@ -116,7 +122,7 @@ class AutoGate:
             self.counters.num_steps_off_cost += 1
             return None
         # The next step may want less likely ones than the last. That is found step by step.
-        return max(MIN_SURVIVAL, self._price / 2)
+        return max(MIN_SURVIVAL, self._least_tried)
 
     def _of_all_ranks(self, step: EndedStep, *, was_probe: bool) -> EndedStep:
         """Where ranks step together, it is no plain step if another rank may have verified drafts."""
@@ -129,7 +135,8 @@ class AutoGate:
 
     def _learn(self, step: EndedStep) -> None:
         if step.seconds is not None:
-            self._count(step, step.seconds, self._seconds.learn(step, step.seconds))
+            expected = self._seconds.learn(step, step.seconds)
+            self._count(step, step.seconds, expected)
         self._gains.learn(step.promised, step.num_new_tokens - step.num_rows if step.promised else 0)
         if step.model_shares is not None:
             verified, accepted = step.model_shares
@@ -188,6 +195,7 @@ class AutoGate:
         self.counters.num_steps_on += 1
         self._num_refused = 0 if pays else self._num_refused
         self._price = float(sorted_survivals[best])
+        self._least_tried = self._price / 2
         is_chosen = (survivals >= np.float32(self._price)) & is_draft
         chosen = is_chosen.sum(axis=1).astype(np.int32)
         # There may be more of the last survival than the best number has.
@@ -197,6 +205,6 @@ class AutoGate:
         """No draft pays; one that pays is looked for at once, then in the second, third, ... step."""
         self._steps_until_look = min(self._num_refused, PATIENCE - 1)
         self._num_refused += 1
-        self._price /= 2
+        self._least_tried /= 2
         self.counters.num_steps_off_cost += 1
         return Choice(np.zeros_like(lengths), pads=False)

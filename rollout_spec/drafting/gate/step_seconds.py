@@ -1,5 +1,7 @@
 """What an engine step takes, learned from every step."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
@@ -13,15 +15,33 @@ ODD_STEPS = 8  # in a row: this is another engine
 STEPS_PER_FIT = 8
 DOUBT = 0.01  # the weight, in steps, of the belief that each of the columns below takes no time
 
-# The columns: a constant; of a curve its slope, by how much it becomes steeper at each bend, and by how much
-# it jumps there; then what verified tokens, prompts, context, slower code and a model's passes take besides.
 _BENDS = 2.0 ** np.arange(3, 15)  # tokens
 _KNOTS = np.array([0.0, *_BENDS, 2 * _BENDS[-1]])
-_SLOPES = slice(1, 2 + len(_BENDS))
-_JUMPS = slice(_SLOPES.stop, _SLOPES.stop + len(_BENDS))
-_VERIFIED, _PROMPTS, _CONTEXT, _SLOWER, _SLOWER_ROWS, _PASSES, _PASS_ROWS = _JUMPS.stop + np.arange(7)
-_EXTRAS, _NUM_COLUMNS = slice(_PROMPTS, _PASS_ROWS + 1), _PASS_ROWS + 1
 _TENS, _HUNDRED_THOUSANDS = 0.1, 1e-5  # so that doubt weighs all columns alike
+
+
+def _columns(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str, Any]:
+    """What takes time, and how much of it is in a step that verifies so many tokens. The curve of all tokens:
+    a constant; the slope, and by how much it becomes steeper at each bend; by how much it jumps there."""
+    rows, is_slower = step.num_rows * _TENS, step.has_drafts != pads_drafts
+    return {
+        "constant": 1.0,
+        "slopes": np.maximum(0.0, step.num_tokens - _KNOTS[:-1]) * _TENS,
+        "jumps": step.num_tokens > _BENDS,
+        "verified": num_verified * _TENS,
+        "prompts": step.num_prompt_tokens * _TENS,
+        "context": step.num_context * _HUNDRED_THOUSANDS,
+        "slower code": is_slower,
+        "slower code by rows": is_slower * rows,
+        "passes": step.num_passes,
+        "passes by rows": step.num_passes * rows,
+    }
+
+
+_PLACES, _NUM_COLUMNS = dict[str, slice](), 0
+for _name, _amount in _columns(EndedStep(0), 0, False).items():
+    _PLACES[_name] = slice(_NUM_COLUMNS, _NUM_COLUMNS + np.size(_amount))
+    _NUM_COLUMNS += np.size(_amount)
 
 
 class StepSeconds:
@@ -41,8 +61,7 @@ class StepSeconds:
 
     def _forget(self) -> None:
         self._squares, self._products = np.zeros((_NUM_COLUMNS, _NUM_COLUMNS)), np.zeros(_NUM_COLUMNS)
-        self._curve, self._jumps = np.zeros(len(_KNOTS)), np.zeros(1 + len(_BENDS))
-        self._found = np.zeros(_NUM_COLUMNS)
+        self._believe(np.zeros(_NUM_COLUMNS))
         self._num_plain = self._num_steps = self._num_odd = 0
 
     @property
@@ -55,12 +74,13 @@ class StepSeconds:
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
         curve = np.interp(all_tokens, _KNOTS, self._curve) + self._jumps[np.searchsorted(_BENDS, all_tokens)]
-        extras = float(self._found[_EXTRAS] @ self._extras(step))
-        return np.asarray(curve + nums * _TENS * self._found[_VERIFIED] + extras)
+        amounts = _columns(step, 1, self._pads_drafts)
+        seconds = {name: found * amounts[name] for name, found in self._found.items()}
+        return np.asarray(curve + nums * seconds.pop("verified") + sum(seconds.values()))
 
     def expected_pass(self, num_rows: int) -> float:
         """Seconds of one pass of a model over so many rows."""
-        return float(self._found[_PASSES] + self._found[_PASS_ROWS] * num_rows * _TENS)
+        return self._found["passes"] + self._found["passes by rows"] * num_rows * _TENS
 
     def learn(self, step: EndedStep, seconds: float) -> float:
         """The step took so long; returns what was expected, 0.0 if nothing was known."""
@@ -70,9 +90,9 @@ class StepSeconds:
         self._num_odd = odd * (1 + max(0, odd * self._num_odd))  # in a row; negative: fast ones
         if abs(self._num_odd) == ODD_STEPS:
             self._forget()
-        steeper, jumps = np.maximum(0.0, step.num_tokens - _BENDS) * _TENS, step.num_tokens > _BENDS
-        curve = [1.0, step.num_tokens * _TENS, *steeper, *jumps]
-        columns = np.array([*curve, num_verified * _TENS, *self._extras(step)]) / seconds
+        columns = np.empty(_NUM_COLUMNS)
+        for name, amount in _columns(step, num_verified, self._pads_drafts).items():
+            columns[_PLACES[name]] = amount / seconds
         # At first it forgets sooner: engines start slowly.
         keep = 1.0 - 1.0 / min(max(self._num_steps / 2, FIRST_STEPS), MEMORY)
         self._squares = keep * self._squares + columns[:, None] * columns
@@ -83,22 +103,23 @@ class StepSeconds:
             self._fit()
         return expected
 
-    def _extras(self, step: EndedStep) -> Floats:
-        prompts, context = step.num_prompt_tokens * _TENS, step.num_context * _HUNDRED_THOUSANDS
-        passes, is_slower_code = step.num_passes, step.has_drafts != self._pads_drafts
-        rows = step.num_rows * _TENS
-        return np.array([prompts, context, is_slower_code, is_slower_code * rows, passes, passes * rows])
-
     def _fit(self) -> None:
         """To all that was learned. Doubt is relative too."""
-        doubt = np.full(_NUM_COLUMNS, DOUBT * self._squares[0, 0] / min(self._num_steps, MEMORY))
-        doubt[0] /= 100  # a step takes some time
+        constant = _PLACES["constant"]
+        weight = DOUBT * self._squares[constant, constant].item() / min(self._num_steps, MEMORY)
+        doubt = np.full(_NUM_COLUMNS, weight)
+        doubt[constant] /= 100  # a step takes some time
         try:
             root = np.linalg.cholesky(self._squares + np.diag(doubt))
             found = nnls(root.T, np.linalg.solve(root, self._products))[0]
         except (np.linalg.LinAlgError, RuntimeError):  # by rounding: the last fit stays until the next one
             return
-        slopes = np.cumsum(found[_SLOPES]) * _TENS
-        self._curve = found[0] + np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
-        self._jumps = np.concatenate([[0.0], np.cumsum(found[_JUMPS])])
-        self._found = found
+        self._believe(found)
+
+    def _believe(self, seconds: Floats) -> None:
+        """Take over the seconds of all columns."""
+        found = {name: seconds[place] for name, place in _PLACES.items()}
+        slopes = np.cumsum(found.pop("slopes")) * _TENS
+        self._curve = np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
+        self._jumps = np.concatenate([[0.0], np.cumsum(found.pop("jumps"))])
+        self._found = {name: each.item() for name, each in found.items()}
