@@ -16,7 +16,7 @@ from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
-from rollout_spec.vllm.logits import most_rows
+from rollout_spec.vllm.logit_rows import most_logit_rows
 from rollout_spec.vllm.options import engine_options, has_model_drafter
 from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
@@ -176,7 +176,11 @@ def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> SimpleNamespace
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
-    rows = most_rows(vllm_config, config) if config.enabled else min(given, scheduler.max_num_seqs * (1 + k))
+    rows = (
+        most_logit_rows(vllm_config, config)
+        if config.enabled
+        else min(given, scheduler.max_num_seqs * (1 + k))
+    )
     is_wide = rows > most and vllm_config.use_v2_model_runner and is_before(29)
     return SimpleNamespace(asked=given, most=most) if is_wide else None
 

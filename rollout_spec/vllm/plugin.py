@@ -162,7 +162,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm import fixes
-    from rollout_spec.vllm.logits import most_rows
+    from rollout_spec.vllm.logit_rows import most_logit_rows
     from rollout_spec.vllm.top_k_top_p import cut_rows_alike
 
     if getattr(worker, "model_runner", None) is None:
@@ -173,7 +173,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     if not config.keyed:
         return
     if not current_platform.is_out_of_tree():
-        cut_rows_alike(most_rows(worker.vllm_config, config) if config.enabled else None)
+        cut_rows_alike(most_logit_rows(worker.vllm_config, config) if config.enabled else None)
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv2.runner import bind
     else:

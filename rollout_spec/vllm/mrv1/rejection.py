@@ -11,7 +11,7 @@ from rollout_spec.patches import Patch, misfit, wrap
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.ascend import MODULE as ASCEND
 from rollout_spec.vllm.mrv1.row_generators import RowGenerators
-from rollout_spec.vllm.reasons import WHY_COUPLED
+from rollout_spec.vllm.patch_reasons import WHY_COUPLED
 
 COUPLED = Patch(
     name="vllm-coupled-verification",

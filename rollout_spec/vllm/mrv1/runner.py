@@ -23,7 +23,7 @@ from rollout_spec.drafting.drafts import Drafts, NextStep
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.vllm import refusals, top_k_top_p
 from rollout_spec.vllm.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.logits import log_memory, most_rows
+from rollout_spec.vllm.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
 from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
@@ -97,8 +97,8 @@ class NotingRunner(GPUModelRunner):
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
         # vLLM profiles a draft token for each row. So as many rows as make the longest step.
         config = self.rollout_spec_proposer.config
-        log_memory(self.vllm_config, config)
-        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, config) // 2))
+        log_logit_memory(self.vllm_config, config)
+        num_rows = max(len(hidden_states), -(-most_logit_rows(self.vllm_config, config) // 2))
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 

@@ -24,7 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
 from rollout_spec.vllm.keys import RequestKeys, keys_of
-from rollout_spec.vllm.logits import log_memory, most_rows
+from rollout_spec.vllm.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
@@ -82,8 +82,8 @@ class DraftingRunner(GPUModelRunner):
         # vLLM profiles a row of logits for each request.
         super()._dummy_sampler_run(hidden_states)
         vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
-        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
-        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
+        self.sample(hidden_states, longest_step(self, most_logit_rows(vllm_config, config)), None)
+        log_logit_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
@@ -167,7 +167,7 @@ class ForgettingWorker(WorkerBase):
             proposer, settings = runner.host_drafts.proposer, runner.scheduler_config
             # vLLM's requests have K drafts each: more rows of logits than any step of ours, or the profile.
             few = copy.copy(settings)
-            most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
+            most = most_logit_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
             with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()

@@ -19,7 +19,7 @@ from rollout_spec.verification import coupled
 from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
+from rollout_spec.vllm.patch_reasons import WHY_SHARED_NOISE
 
 SHARED_NOISE = Patch(
     name="vllm-mrv2-shared-noise",
