@@ -13,17 +13,30 @@ What a class of ours adds to an object of vLLM's stands in its `put_before`. Wha
 named `rollout_spec_...`: a runner's proposer, a graph manager's step, prompt and state.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, SCHEDULER, speculative_config
 
 __all__ = ["OPTIONS_KEY", "PROPOSER", "SCHEDULER", "SuffixProposer", "speculative_config"]
 
 
-def __getattr__(name: str) -> Any:
-    # Lazy: vLLM imports this package in every process, before it has chosen a platform.
-    if name == "SuffixProposer":
-        from rollout_spec.vllm.proposer import SuffixProposer
+class SuffixProposer:
+    """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
-        return SuffixProposer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
+    tokens is vLLM's `num_speculative_tokens`. What a request says of itself: see `keys`.
+
+    vLLM makes one with a model runner of MRV1. Before the model is loaded the plugin puts a `BatchProposer`,
+    which knows the runner, in its place.
+    """
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def propose(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter "
+            "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
+            "unset, and run `rollout-spec doctor`."
+        )
+
+    load_model = propose

@@ -9,7 +9,7 @@ from rollout_spec.drafting.drafts import TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposer import BatchProposer
 
 
 class ArrivalQueue(deque[Arrival]):
@@ -18,7 +18,7 @@ class ArrivalQueue(deque[Arrival]):
     A failure costs the drafts, not the rollout: the batch is wrong then, and nothing is said of its rows.
     """
 
-    def __init__(self, batch: HostBatch, proposer: SuffixProposer) -> None:
+    def __init__(self, batch: HostBatch, proposer: BatchProposer) -> None:
         super().__init__()
         self._batch, self._proposer, self._has_failed = batch, proposer, False
         self.answer = Drafts.none(0)  # the drafter's last

@@ -19,7 +19,7 @@ from rollout_spec.vllm.mrv2.arrival_queue import ArrivalQueue
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.room import drafts_in, fill_room, room_in
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
@@ -56,7 +56,7 @@ class DraftsForScheduler:
 
 
 class HostDrafts:
-    """Drafts of `SuffixProposer` for the rows of a runner.
+    """Drafts of `BatchProposer` for the rows of a runner.
 
     In a step vLLM calls `begin_step`, `note_step`, `give_drafts`, `no_drafts` and `report`, in this order; a
     model's speculator calls `take_model_drafts` before `no_drafts`. After `report` the step's tokens are on
@@ -69,9 +69,8 @@ class HostDrafts:
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, batch = runner, HostBatch(runner)
-        self.proposer = SuffixProposer(runner.vllm_config)
+        self.proposer = BatchProposer(runner, config, batch, lambda: self._arrivals.take_in())
         self._arrivals = ArrivalQueue(batch, self.proposer)
-        self.proposer.bind(batch, config, self._arrivals.take_in)
         self.launching = threading.Lock()  # held while a step begins that waits for drafts
         self.step = RunningStep(Plan(), self.proposer.most_model_tokens)
         self._num_tokens = config.num_speculative_tokens
@@ -108,7 +107,7 @@ class HostDrafts:
             if self.step.nums_drafts:
                 self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
                 self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
-        self.proposer.note_work(output, has_waited=self.step.plan.room > 0)
+        self.proposer.note_scheduled(output, has_waited=self.step.plan.room > 0)
 
     def _fill(self, output: Any, rows: npt.NDArray[np.int64]) -> Drafts:
         """Fill the room of requests, which have these rows of the runner; returns their drafts."""
@@ -145,7 +144,7 @@ class HostDrafts:
         step, self._for_scheduler.drafts = self.step, None
         if isinstance(output, AsyncOutput) and self.proposer.drafts_here:
             to_host = self._runner.output_copy_stream
-            arrival = Arrival(output, self.proposer.work, to_host, step.model_drafts)
+            arrival = Arrival(output, self.proposer.busiest_work, to_host, step.model_drafts)
             self._arrivals.append(arrival)
             put_before(TimedOutput, output, SPECULATOR, arrival=arrival, launching=self.launching)
             if not step.plan.is_ahead:

@@ -68,7 +68,7 @@ def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> N
 
 
 class SuffixSpeculator(BaseSpeculator):
-    """A speculator whose drafts are those of `SuffixProposer`."""
+    """A speculator whose drafts are those of `BatchProposer`."""
 
     host: HostDrafts  # given to it when the runner is there
     supports_mm_inputs = False
@@ -115,7 +115,7 @@ class SharedNoiseModel(DraftModelSpeculator):
 
 # Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
 class ModelBesideDrafter(SharedNoiseModel):
-    """A model that drafts beside `SuffixProposer`, which has the last word.
+    """A model that drafts beside `BatchProposer`, which has the last word.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
     the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the
