@@ -16,8 +16,8 @@ def in_this_process() -> Iterator[Check]:
     misfits = vllm_plugin.import_patched()
     if misfits.failure:
         yield Check("vllm patches", FAIL, misfits.failure, f"take vllm {', '.join(versions.TESTED)}")
-    for name, reason in misfits.not_fixed.items():
-        yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
+    for name, reason in misfits.left_out.items():
+        yield Check(f"patch {name}", WARN, f"left out: {reason}", "vLLM stays as it is there")
     if package_version("verl"):
         yield from _verl()
         yield from _uni_agent()

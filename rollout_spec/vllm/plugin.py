@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,8 +51,7 @@ class Misfits:
     """What of ours does not fit the installed vLLM, as far as its modules are imported."""
 
     failure: str | None = None  # why this vLLM is not supported, where an engine asks for us
-    # Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
-    not_fixed: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by the names of patches
 
 
 misfits = Misfits()
@@ -73,7 +72,7 @@ def connect() -> None:
 
     Raises ConfigError: it is too old; PatchError: these patches were not written for it.
     """
-    from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend
     from rollout_spec.vllm.mrv2 import enable
     from rollout_spec.vllm.versions import refuse_old_version
 
@@ -83,26 +82,30 @@ def connect() -> None:
     enable.offer_mrv2()
     enable.decide_scheduling()
     _patch_get_child_info()
-    for module, apply in (
-        (_CORE, _give_aborted_counts),
-        (refused_requests.MODULE, refused_requests.refuse_requests),
-        (ascend.RUNNER, ascend.give_runner_drafter),
-    ):
-        when_imported(module, functools.partial(_apply, apply))
+    for module, apply in _patched_at_import():
+        when_imported(module, apply)
+
+
+def _patched_at_import() -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """The modules that are patched once they are imported, each with what patches it."""
+    from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
+
+    yield _CORE, functools.partial(_apply, _give_aborted_counts)
+    yield refused_requests.MODULE, functools.partial(_apply, refused_requests.refuse_requests)
+    yield ascend.RUNNER, functools.partial(_apply, ascend.give_runner_drafter)
     for fix, module in fixes.needed_by(upstream.WITH_DRAFTS):
-        when_imported(module, functools.partial(_apply, functools.partial(fixes.apply, fix)))
+        yield module, functools.partial(_apply, functools.partial(fixes.apply, fix))
     for fix, module in fixes.needed_by(upstream.ALL):
-        when_imported(module, functools.partial(_apply_if_it_fits, fix))
-    when_imported(compile_hash.MODULE, functools.partial(_apply_if_it_fits, compile_hash))
+        yield module, functools.partial(_apply_if_it_fits, fix)
+    yield compile_hash.MODULE, functools.partial(_apply_if_it_fits, compile_hash)
 
 
 def import_patched() -> Misfits:
     """Import what an engine's processes would: then the register of patches has all of them, too."""
-    from rollout_spec.vllm import ascend, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend
 
     ascend.import_worker()
-    wrong = [name for _, name in fixes.needed_by(upstream.WITH_DRAFTS, upstream.ALL)]
-    for module in (_CORE, refused_requests.MODULE, *wrong):
+    for module, _ in _patched_at_import():
         with contextlib.suppress(ImportError):  # of another version, or for another platform
             importlib.import_module(module)
     return misfits
@@ -116,20 +119,20 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
         misfits.failure = misfits.failure or _reason(error)
 
 
-def _apply_if_it_fits(fix: Any, module: Any) -> None:
-    """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
+def _apply_if_it_fits(change: Any, module: Any) -> None:
+    """Apply a fix, or `compile_hash`; where that does not fit, vLLM stays as it is without us."""
     from vllm.logger import init_logger
 
     from rollout_spec.vllm import fixes
 
-    name = fix.__name__.rpartition(".")[2]
+    name = change.PATCH.name
     try:
-        fixes.apply(fix, module)
+        fixes.apply(change, module)
     except Exception as error:
-        if name not in misfits.not_fixed:
-            said = "rollout_spec: the fix of vLLM's fault %r was not applied: %s"
+        if name not in misfits.left_out:
+            said = "rollout_spec: the patch %r is left out, so vLLM stays as it is there: %s"
             init_logger(f"vllm.{__name__}").warning(said, name, _reason(error))
-        misfits.not_fixed[name] = _reason(error)
+        misfits.left_out[name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:
