@@ -32,7 +32,7 @@ from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv2.sampler import coupled_verify
+from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
 
@@ -189,7 +189,7 @@ def vllm(monkeypatch):
 
 
 def mrv2_step(counts=DRAFTS):
-    """`coupled_verify` of MRV2, where the last draft token only is wrong.
+    """`verify_by_sampling` of MRV2, where the last draft token only is wrong.
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
     """
@@ -210,7 +210,7 @@ def mrv2_step(counts=DRAFTS):
     }  # fmt: skip
     with accelerator:
         accelerator.start()
-        *_, num_sampled = coupled_verify(verifier, given)
+        *_, num_sampled = verify_by_sampling(verifier, given)
     assert num_sampled.value.tolist() == [*nums[:-1], counts[-1]]
     return accelerator
 

@@ -9,8 +9,8 @@ runner; `proposer` hands its batch to the drafter and the drafts back; `keys` na
 steps a rollout server asks by `control` for texts and counts. `upstream` fixes vLLM's faults, `checks`
 refuses what cannot work, by the table of `refusals`.
 
-What a class of ours adds to an object of vLLM's stands in its `put_before`. What no such class declares is
-named `rollout_spec_...`: a runner's proposer, a graph manager's step, prompt and state.
+What a class of ours adds to an object of vLLM's stands in its `put_before`; a runner's proposer is
+`rollout_spec_proposer`.
 """
 
 from typing import Any, NoReturn

@@ -114,7 +114,7 @@ def runner_with(
     runner: Any = kind(
         vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
         model_state=SomeState(other), cudagraph_manager=None,
-        host_drafts=SimpleNamespace(note_step=lambda _: None),
+        host_drafts=None,
         block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip

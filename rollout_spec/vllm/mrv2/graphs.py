@@ -9,6 +9,7 @@ tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 
 import contextlib
 import inspect
+import weakref
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -64,7 +65,7 @@ def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
         if not HAS_QUERY_LENS:
             longest = runner.decode_query_len
             put_before(graphs_24.PlanningState, runner.model_state, GRAPHS, longest_query_len=longest)
-            manager.rollout_spec_state = runner.model_state
+            graphs_24.planning[manager] = runner.model_state
         num = add_graphs(manager, runner.decode_query_len)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return
@@ -124,6 +125,15 @@ def few_sizes(sizes: list[int]) -> list[int]:
     return chosen[1:]
 
 
+# Managers of runners whose step has a prompt's chunk: vLLM asks for a graph by the manager alone.
+_with_prompt: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_prompt(manager: Any, has_prompt: bool) -> None:
+    """Whether the step that a runner with this manager begins has a prompt's chunk."""
+    (_with_prompt.add if has_prompt else _with_prompt.discard)(manager)
+
+
 def patch_dispatch() -> None:
     """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
     if not HAS_QUERY_LENS:
@@ -132,6 +142,6 @@ def patch_dispatch() -> None:
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cudagraph_manager, "rollout_spec_has_prompt", False):  # set by `GraphsRunner`
+        if cudagraph_manager in _with_prompt:
             kwargs["max_query_len"] = None
         return dispatch(cudagraph_manager, *args, **kwargs)

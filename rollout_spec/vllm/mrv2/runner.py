@@ -71,7 +71,7 @@ class KeyedRunner(GPUModelRunner):
 
 
 # Before GPUModelRunner, 2: _dummy_sampler_run, initialize_kv_cache, _dummy_run, execute_model, add_requests,
-# update_requests, sample_tokens
+# sample_tokens
 class DraftingRunner(GPUModelRunner):
     """Its drafts come from the host."""
 
@@ -107,10 +107,6 @@ class DraftingRunner(GPUModelRunner):
         self.host_drafts.begin_step(scheduler_output)
         super().add_requests(scheduler_output)
 
-    def update_requests(self, scheduler_output: Any) -> None:
-        super().update_requests(scheduler_output)
-        self.host_drafts.note_step(scheduler_output)
-
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))
 
@@ -138,7 +134,7 @@ class GraphsRunner(GPUModelRunner):
             gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             state = gathered[0]  # None of no batch
-            self.cudagraph_manager.rollout_spec_has_prompt = state is not None and state.has_prefill
+            graphs.note_prompt(self.cudagraph_manager, state is not None and state.has_prefill)
         return gathered
 
     def prepare_inputs(
