@@ -10,7 +10,7 @@ from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_proposer
 
-MODULE = "vllm_ascend.sample.rejection_sampler"
+REJECTION_SAMPLER = "vllm_ascend.sample.rejection_sampler"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
 # The releases of vllm-ascend whose model runner is given our drafter, each with the vLLM that it is for.
 PAIRS = {"0.23.0": "0.23.0", "0.23.0.post1": "0.23.0", "0.24.0rc1": "0.24.0"}

@@ -88,4 +88,4 @@ def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, r
     config = configured(tiny_model, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     monkeypatch.setattr(versions, "version", lambda: release)
-    assert checks._loses_ahead(config) == refusal
+    assert checks._bar_to_ahead(config) == refusal

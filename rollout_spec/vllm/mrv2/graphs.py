@@ -95,13 +95,13 @@ def _why_no_graphs(runner: Any) -> str | None:
 
 def add_graphs(manager: Any, query_len: int) -> int:
     """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many."""
-    most_rows, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    most_reqs, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     kind = {"max_query_len": query_len} if HAS_QUERY_LENS else {"uniform_token_count": graphs_24.VARYING}
     num, last, sizes = 0, 0, manager.compilation_config.cudagraph_capture_sizes
-    for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_rows * query_len)):
-        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_rows), **kind)
+    for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_reqs * query_len)):
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_reqs), **kind)
         captured.append(desc)
-        for key in ((num, 0) for num in range(last + 1, size + 1)):
+        for key in ((num_tokens, 0) for num_tokens in range(last + 1, size + 1)):
             # Full ones first: that is how vLLM tries them.
             both = [*manager._candidates.get(key, []), desc]
             manager._candidates[key] = sorted(both, key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
