@@ -23,11 +23,8 @@ __all__ = ["OPTIONS_KEY", "PROPOSER", "SCHEDULER", "SuffixProposer", "speculativ
 class SuffixProposer:
     """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
-    Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
-    tokens is vLLM's `num_speculative_tokens`. What a request says of itself: see `keys`.
-
-    vLLM makes one with a model runner of MRV1. Before the model is loaded the plugin puts a `BatchProposer`,
-    which knows the runner, in its place.
+    vLLM makes one with a model runner of MRV1, and hands it no more than its configuration. Before the model
+    is loaded the plugin puts a `BatchProposer`, which knows the runner, in its place.
     """
 
     def __init__(self, vllm_config: Any) -> None: ...

@@ -36,8 +36,7 @@ def import_worker() -> None:
 
 
 def refuse_unknown_pair() -> None:
-    """Raise a ConfigError if the installed vllm-ascend has no place for our drafter, or needs another
-    vLLM."""
+    """Raise a ConfigError if vllm-ascend has no place for our drafter, or needs another vLLM."""
     installed, vllm = package_version("vllm-ascend"), versions.version()
     if installed is None:
         return

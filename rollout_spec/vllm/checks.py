@@ -176,11 +176,9 @@ def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> SimpleNamespace
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
-    rows = (
-        most_logit_rows(vllm_config, config)
-        if config.enabled
-        else min(given, scheduler.max_num_seqs * (1 + k))
-    )
+    rows = min(given, scheduler.max_num_seqs * (1 + k))
+    if config.enabled:
+        rows = most_logit_rows(vllm_config, config)
     is_wide = rows > most and vllm_config.use_v2_model_runner and is_before(29)
     return SimpleNamespace(asked=given, most=most) if is_wide else None
 

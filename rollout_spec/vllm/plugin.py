@@ -1,6 +1,7 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
@@ -11,7 +12,8 @@ from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
-from rollout_spec.vllm.options import PROPOSER, asked_options, check_spelling, engine_options, has_our_drafter
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
+from rollout_spec.vllm.options import asked_options, check_spelling, engine_options, has_our_drafter
 
 _CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
@@ -43,6 +45,13 @@ _ABORTED = Patch(
     "engine core and not its scheduler: what a weight sync interrupts would not be counted",
     upstream="vllm/v1/engine/core.py, EngineCore",
     until="the output of an aborted request has kv_transfer_params",
+)
+_HASH = Patch(
+    name="vllm-compile-hash",
+    reason="vLLM finds what it has compiled by a hash of additional_config too: when an option of ours "
+    "changes, it would compile the policy again, for 30 to 120 seconds",
+    upstream="vllm/config/vllm.py, VllmConfig.compute_hash",
+    until="a plugin says which of its options change the graph",
 )
 
 
@@ -88,7 +97,7 @@ def connect() -> None:
 
 def _patched_at_import() -> Iterator[tuple[str, Callable[[Any], None]]]:
     """The modules that are patched once they are imported, each with what patches it."""
-    from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend, fixes, refused_requests, upstream
 
     yield _CORE, functools.partial(_apply, _give_aborted_counts)
     yield refused_requests.MODULE, functools.partial(_apply, refused_requests.refuse_requests)
@@ -96,8 +105,8 @@ def _patched_at_import() -> Iterator[tuple[str, Callable[[Any], None]]]:
     for fix, module in fixes.needed_by(upstream.WITH_DRAFTS):
         yield module, functools.partial(_apply, functools.partial(fixes.apply, fix))
     for fix, module in fixes.needed_by(upstream.ALL):
-        yield module, functools.partial(_apply_if_it_fits, fix)
-    yield compile_hash.MODULE, functools.partial(_apply_if_it_fits, compile_hash)
+        yield module, functools.partial(_apply_if_it_fits, fix.PATCH, functools.partial(fixes.apply, fix))
+    yield "vllm.config.vllm", functools.partial(_apply_if_it_fits, _HASH, _hash_without_our_options)
 
 
 def import_patched() -> Misfits:
@@ -119,20 +128,17 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
         misfits.failure = misfits.failure or _reason(error)
 
 
-def _apply_if_it_fits(change: Any, module: Any) -> None:
-    """Apply a fix, or `compile_hash`; where that does not fit, vLLM stays as it is without us."""
+def _apply_if_it_fits(patch: Patch, apply: Callable[[Any], None], module: Any) -> None:
+    """Patch a module for engines without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
-    from rollout_spec.vllm import fixes
-
-    name = change.PATCH.name
     try:
-        fixes.apply(change, module)
+        apply(module)
     except Exception as error:
-        if name not in misfits.left_out:
+        if patch.name not in misfits.left_out:
             said = "rollout_spec: the patch %r is left out, so vLLM stays as it is there: %s"
-            init_logger(f"vllm.{__name__}").warning(said, name, _reason(error))
-        misfits.left_out[name] = _reason(error)
+            init_logger(f"vllm.{__name__}").warning(said, patch.name, _reason(error))
+        misfits.left_out[patch.name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -214,6 +220,19 @@ def _give_aborted_counts(core: Any) -> None:
 
     setattr(core.EngineCore, TAKE_ABORTED, take_aborted)
     record(_ABORTED)
+
+
+def _hash_without_our_options(config: Any) -> None:
+    """Let what vLLM has compiled be found again when only options of ours have changed."""
+
+    @wrap(config.VllmConfig, "compute_hash", _HASH)
+    def hash_others(compute_hash: Any, self: Any, *args: Any, **kwargs: Any) -> str:
+        if asked_options(self.additional_config) is not None:
+            others = {key: value for key, value in self.additional_config.items() if key != OPTIONS_KEY}
+            self = copy.copy(self)
+            self.additional_config = others
+        found: str = compute_hash(self, *args, **kwargs)
+        return found
 
 
 def _patch_get_child_info() -> None:

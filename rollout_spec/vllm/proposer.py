@@ -26,8 +26,6 @@ logger = init_logger(f"vllm.{__name__}")
 class BatchProposer:
     """What drafts for the rows of a model runner; on MRV1 vLLM asks it as its own proposers.
 
-    Of an engine core's workers only the one whose drafts the scheduler takes has a drafter: `drafts_here`.
-
     Args:
         runner: vLLM's, before it loads its model.
         batch: what has the requests and their rows, with MRV2 its `HostBatch`; None: the runner itself.
@@ -76,10 +74,9 @@ class BatchProposer:
         )  # fmt: skip
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is no model to load."""
+        """There is no model to load, nor to run without requests, as vllm-ascend asks by `dummy_run`."""
 
-    def dummy_run(self, *_: Any, **__: Any) -> None:
-        """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
+    dummy_run = load_model
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Int32Array, token_ids_cpu: Int32Array,

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.drafts import ModelDrafts, passes_for
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.verification.transfers import to_device
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.patch_reasons import WHY_SHARED_NOISE
-from rollout_spec.vllm.proposer import BatchProposer
 
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
@@ -37,12 +36,10 @@ class ModelPasses:
         as many as vLLM asks for.
     """
 
-    def __init__(
-        self, row_sampling: RowSampling, sampled_token_ids: torch.Tensor, num_tokens: int = 0
-    ) -> None:
+    def __init__(self, sampling: RowSampling, sampled_token_ids: torch.Tensor, num_tokens: int = 0) -> None:
         self.num_tokens = num_tokens
         nums_sampled = (sampled_token_ids >= 0).sum(1)
-        rows = row_sampling.keys_and_positions(len(sampled_token_ids))
+        rows = sampling.keys_and_positions(len(sampled_token_ids))
         self._keys, first = to_device(np.array(rows, np.int64), nums_sampled.device)
         self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -90,11 +87,6 @@ class ModelBesideDrafter(SharedNoiseModel):
     while the gate is closed, and where they do not pay: the scheduler tells all ranks.
     """
 
-    batch_proposer: BatchProposer
-
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.passes is not None
-        num = self.passes.num_tokens  # not vLLM's
-        drafts = super().propose(num, *args, **kwargs)
-        self.batch_proposer.note_passes(passes_for(num))
-        return drafts
+        return super().propose(self.passes.num_tokens, *args, **kwargs)

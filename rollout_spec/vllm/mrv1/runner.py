@@ -19,7 +19,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import Drafts, NextStep
+from rollout_spec.drafting.drafts import Drafts, NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm import refusals, top_k_top_p
@@ -156,13 +156,13 @@ class TwoDraftersRunner(GPUModelRunner):
     rollout_spec_proposer: BatchProposer
     drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
-    def propose_draft_token_ids(
-        self, scheduler_output: Any, sampled_token_ids: Any, *others: Any
-    ) -> list[list[int]]:
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        num = plan_of(scheduler_output).num_drafted(self.rollout_spec_proposer.most_model_tokens)
+        proposer = self.rollout_spec_proposer
+        num = plan_of(scheduler_output).num_drafted(proposer.most_model_tokens)
         self.drafter.passes = ModelPasses(self.row_sampling, sampled_token_ids, num)
         drafts = super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
+        proposer.note_passes(passes_for(num))
         return [[] for _ in range(len(drafts))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -183,10 +183,8 @@ def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[
     of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
     # A step for which a model has drafted nothing gets no drafts of the text either.
     next_step = NextStep(of_model, takes_drafts=of_model is not None)
-    nums = np.array(list(map(len, sampled_token_ids)), np.int32)
-    return proposer.draft(
-        nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.busiest_work, next_step
-    )
+    nums, work = np.array(list(map(len, sampled_token_ids)), np.int32), proposer.busiest_work
+    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
 
 
 def check_runner() -> None:
@@ -251,7 +249,7 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: BatchPropos
         put_before(SharedNoiseModel, runner.drafter, SHARED_NOISE)
     else:
         put_before(TwoDraftersRunner, runner, SHARED_NOISE, row_sampling=sampling)
-        put_before(ModelBesideDrafter, runner.drafter, SHARED_NOISE, batch_proposer=proposer)
+        put_before(ModelBesideDrafter, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:
