@@ -82,8 +82,7 @@ def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, chang
 
 def test_a_fix_that_does_not_fit_is_left_out_with_one_warning_and_what_is_nearly_asked_for_refused(found):
     assert not [error for error in found["fixes"] if "does not fit" in error]
-    names = ["allowed-token-ids", "embedded-prompts", "thinking-budget"]
-    assert found["left_out"] == [f"vllm-{name}" for name in names]
+    assert found["left_out"] == ["vllm-allowed-token-ids", "vllm-embedded-prompts", "vllm-thinking-budget"]
     assert ["is left out" in message for message in found["said"]] == [True] * 3
     assert [error.partition(": ")[0] for error in found["fixes"][3:]] == [
         "additional_config['rollout_spec']='sam'", "additional_config has the key 'rolloutspec'"

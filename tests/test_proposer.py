@@ -11,13 +11,14 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, control, kept_counters, speculative_config
-from rollout_spec.vllm.control import Ended, ProposerControl
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.live_requests import max_level_of
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing import control, kept_counters
+from rollout_spec.vllm.proposing.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.live_requests import max_level_of
+from rollout_spec.vllm.proposing.other_ranks import OtherRanks, most_tokens
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4

@@ -67,8 +67,8 @@ def _uni_agent() -> Iterator[Check]:
 def in_engines() -> Iterator[Check]:
     """The patches that an engine applies to itself; after `in_this_process`, which imports vllm-ascend."""
     from rollout_spec.vllm import fixes, upstream
-    from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
+    from rollout_spec.vllm.refusals.checks import mrv2_misfit
     from rollout_spec.vllm.versions import mrv2_architectures
 
     check_runner()

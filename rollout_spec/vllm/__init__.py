@@ -5,9 +5,8 @@ May import: `config`, `environment`, `metrics`, `patches`, `recurrent`, `draftin
 pydantic, vllm. It never imports verl, and changes vLLM through `patches` only.
 
 DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model
-runner; `proposer` hands its batch to the drafter and the drafts back; `keys` names each row's noise. Between
-steps a rollout server asks by `control` for texts and counts. `upstream` fixes vLLM's faults, `checks`
-refuses what cannot work, by the table of `refusals`.
+runner, which asks `proposing` for drafts; `both_runners` has what they share. `keys` names each row's noise.
+`refusals` stops what cannot work, `upstream` fixes vLLM's faults.
 
 What a class of ours adds to an object of vLLM's stands in its `put_before`; a runner's proposer is
 `rollout_spec_proposer`.

@@ -97,7 +97,8 @@ def connect() -> None:
 
 def _patched_at_import() -> Iterator[tuple[str, Callable[[Any], None]]]:
     """The modules that are patched once they are imported, each with what patches it."""
-    from rollout_spec.vllm import ascend, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend, fixes, upstream
+    from rollout_spec.vllm.refusals import refused_requests
 
     yield _CORE, functools.partial(_apply, _give_aborted_counts)
     yield refused_requests.MODULE, functools.partial(_apply, refused_requests.refuse_requests)
@@ -152,7 +153,7 @@ def _patch_init_device() -> None:
 
     @wrap(WorkerWrapperBase, "init_device", _BIND)
     def init_device_and_bind(init_device: Any, self: Any) -> None:
-        from rollout_spec.vllm.checks import refuse_unsupported
+        from rollout_spec.vllm.refusals.checks import refuse_unsupported
 
         vllm_config = self.worker.vllm_config
         config = engine_options(vllm_config)
@@ -171,8 +172,8 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm import fixes
-    from rollout_spec.vllm.logit_rows import most_logit_rows
-    from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+    from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
+    from rollout_spec.vllm.both_runners.top_k_top_p import cut_rows_alike
 
     if getattr(worker, "model_runner", None) is None:
         return
@@ -196,7 +197,7 @@ def _patch_create_engine_config() -> None:
 
     @wrap(EngineArgs, "create_engine_config", _CHECK)
     def create_checked_engine_config(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.checks import check_options
+        from rollout_spec.vllm.refusals.checks import check_options
 
         check_spelling(self.additional_config)
         options, speculative = asked_options(self.additional_config), self.speculative_config or {}

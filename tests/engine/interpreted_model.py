@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import arrivals
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing import proposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.versions import mrv2_has_draft_models
 from tests.engine import interpreted_runner
 from tests.engine.interpreted_runner import FEW_BLOCKS, REQUESTS, late, run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_spec.patches import put_before
-from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.versions import version
 from tests.engine.test_graphs import GRAPHS, STEPS, K
 

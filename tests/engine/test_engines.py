@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
-from rollout_spec.vllm import fixes, top_k_top_p, upstream
-from rollout_spec.vllm.logit_rows import most_logit_rows
+from rollout_spec.vllm import fixes, upstream
+from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.native.checks import check_index

@@ -1,7 +1,7 @@
 """An engine's drafter as it was before it has seen anything, as benchmarks and tests ask between two runs."""
 
-from rollout_spec.vllm.live_requests import LiveRequests
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing.live_requests import LiveRequests
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 
 def forget_all(proposer: BatchProposer) -> None:

@@ -15,8 +15,8 @@ from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.verification.transfers import to_device
+from rollout_spec.vllm.both_runners.patch_reasons import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.patch_reasons import WHY_SHARED_NOISE
 
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",

@@ -22,16 +22,17 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import Drafts, NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
-from rollout_spec.vllm import refusals, top_k_top_p
-from rollout_spec.vllm.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.logit_rows import log_logit_memory, most_logit_rows
+from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
 from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import has_model_drafter, names_our_proposer
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
+from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -253,11 +254,11 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: BatchPropos
 
 
 def _capture_plain_steps(runner: Any) -> None:
-    """Capture full graphs for plain steps: see `cuda_graphs`."""
+    """Capture full graphs for plain steps: see `both_runners.cuda_graphs`."""
     if runner.model_config.is_hybrid:
         put_before(PromptsRunner, runner, PROMPTS)
     if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning("rollout_spec: %s", refusals.WITHOUT_GRAPHS)
+            logger.warning("rollout_spec: %s", WITHOUT_GRAPHS)
         record(GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1

@@ -9,7 +9,7 @@ from rollout_spec.drafting.drafts import TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 
 class ArrivalQueue:

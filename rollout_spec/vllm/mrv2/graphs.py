@@ -1,8 +1,8 @@
 """Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
-`cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens in each row.
-vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24 learns it
-(`graphs_24`). Graphs of plain steps are tried first: in a graph for K + 1 tokens a row, attention takes
+`both_runners.cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens
+in each row. vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24
+learns it (`graphs_24`). Graphs of plain steps are tried first: in one for K + 1 tokens a row, attention takes
 kernels that are slower for one token (Triton's without a split of the KV cache, which 0.33's have up to 8
 tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 """
@@ -20,10 +20,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, misfit, put_before, temporarily, wrap
-from rollout_spec.vllm import refusals
-from rollout_spec.vllm.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -71,7 +71,7 @@ def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
         return
     logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_no_graphs}")
     if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
+        logger.warning_once(f"rollout_spec: {WITHOUT_GRAPHS}")
 
 
 def _why_no_graphs(runner: Any) -> str | None:

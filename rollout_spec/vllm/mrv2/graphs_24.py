@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from rollout_spec.patches import Patch, temporarily, wrap
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 
 VARYING = -1
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.drafting.drafts import ModelDrafts
-from rollout_spec.vllm.live_requests import max_level_of
+from rollout_spec.vllm.proposing.live_requests import max_level_of
 
 
 class AppendPlaces(NamedTuple):

@@ -19,7 +19,7 @@ from rollout_spec.vllm.mrv2.arrival_queue import ArrivalQueue
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.room import drafts_in, fill_room, room_in
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(

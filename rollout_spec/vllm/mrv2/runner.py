@@ -23,14 +23,14 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
+from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.keys import RequestKeys, keys_of
-from rollout_spec.vllm.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(

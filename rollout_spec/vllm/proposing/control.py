@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history_pieces import HistoryError
-from rollout_spec.vllm.proposer import BatchProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -16,9 +16,9 @@ from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
-from rollout_spec.vllm.logit_rows import most_logit_rows
+from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
 from rollout_spec.vllm.options import engine_options, has_model_drafter
-from rollout_spec.vllm.refusals import OWN_RUNNER, facts_both_see, refuse
+from rollout_spec.vllm.refusals.table import OWN_RUNNER, facts_both_see, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
 
 _TRAINED = "original_max_position_embeddings"

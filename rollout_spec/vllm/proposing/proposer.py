@@ -14,11 +14,11 @@ from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
-from rollout_spec.vllm.cuda_graphs import pads_drafts
-from rollout_spec.vllm.kept_counters import KeptCounters
-from rollout_spec.vllm.live_requests import LiveRequests
+from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
 from rollout_spec.vllm.options import drafts_with_model
-from rollout_spec.vllm.other_ranks import OtherRanks
+from rollout_spec.vllm.proposing.kept_counters import KeptCounters
+from rollout_spec.vllm.proposing.live_requests import LiveRequests
+from rollout_spec.vllm.proposing.other_ranks import OtherRanks
 
 logger = init_logger(f"vllm.{__name__}")
 
