@@ -151,7 +151,7 @@ class SharedNoiseRunner(GPUModelRunner):
 
 # Before GPUModelRunner, 4: propose_draft_token_ids, sample_tokens, take_draft_token_ids
 class TwoDraftersRunner(GPUModelRunner):
-    """Its model drafts so, beside a `BatchProposer`, which has the last word."""
+    """Its model drafts with that noise beside a `BatchProposer`, which has the last word."""
 
     row_sampling: RowSampling
     rollout_spec_proposer: BatchProposer

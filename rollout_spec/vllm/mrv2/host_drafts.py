@@ -58,9 +58,9 @@ class DraftsForScheduler:
 class HostDrafts:
     """Drafts of `BatchProposer` for the rows of a runner.
 
-    In a step the runner calls `begin_step`, its block tables `give_drafts`, its speculator `no_drafts`, a
-    model's `take_model_drafts` before that, and the runner `report`. Then the step's tokens are on their way:
-    an `Arrival`. The host waits for it, and drafts after it,
+    In a step the runner calls `begin_step`, its block tables `give_drafts`, its speculator `no_drafts` (and a
+    model's `take_model_drafts` before), and the runner `report`. Then the step's tokens are on their way: an
+    `Arrival`. The host waits for it, and drafts after it,
 
     - in `report` itself, if the scheduler waits;
     - in the next step's `give_drafts`, if that step has room for drafts;

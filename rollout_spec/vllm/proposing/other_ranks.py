@@ -31,7 +31,7 @@ class OtherRanks:
 
     @property
     def _told_by(self) -> Any:
-        """What vLLM hands in where it tells this worker: it belongs to the worker's runner alone."""
+        """What vLLM names this worker by where it tells the numbers: an object of its runner's."""
         return self._runner.cudagraph_manager if self._is_mrv2 else self._runner.parallel_config
 
     def watch(self) -> None:
@@ -77,7 +77,7 @@ _watching: weakref.WeakSet[OtherRanks] = weakref.WeakSet()
 
 
 def _tell(told_by: Any, num_own: int, result: Any) -> Any:
-    """Hand on what vLLM has told by this object of a runner's."""
+    """Hand on what vLLM has told to the worker that it names by this object."""
     for each in list(_watching):
         if each._told_by is told_by:
             each.note(num_own, result[1])

@@ -24,7 +24,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class BatchProposer:
-    """What drafts for the rows of a model runner; on MRV1 vLLM asks it as its own proposers.
+    """What drafts for the rows of a model runner; on MRV1 vLLM asks it as it asks its own.
 
     Args:
         runner: vLLM's, before it loads its model.
