@@ -21,7 +21,7 @@ from rollout_spec.vllm.options import engine_options, has_model_drafter
 from rollout_spec.vllm.refusals.table import OWN_RUNNER, facts_both_see, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
 
-_TRAINED = "original_max_position_embeddings"
+_TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -201,8 +201,8 @@ def _growing_rope(model: Any) -> SimpleNamespace | None:
     grow = [one for one in ropes if re.search("dynamic|longrope", str(one.get("rope_type", one.get("type"))))]
     if not grow or not model.using_transformers_backend():
         return None
-    trained = getattr(text, _TRAINED, None) or text.max_position_embeddings
-    most = min(one.get(_TRAINED) or trained for one in grow)
+    trained = getattr(text, _TRAINED_LENGTH, None) or text.max_position_embeddings
+    most = min(one.get(_TRAINED_LENGTH) or trained for one in grow)
     asked = model.max_model_len
     return SimpleNamespace(asked=asked, most=most) if asked > most else None
 
