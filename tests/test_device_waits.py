@@ -32,8 +32,7 @@ from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
 from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.mrv2.sampler import coupled_verify
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
 from tests.accelerator import DEVICE, Accelerator
 
@@ -95,7 +94,8 @@ class Engine:
             model_config=SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
-        self.row_sampling = RowSampling(self.runner)
+        self.catch_up = CatchUp(self._note_time)
+        self.row_sampling = RowSampling(self.runner, self.catch_up.before_wait)
         with self.accelerator:
             self.row_sampling.install()
 
@@ -137,10 +137,6 @@ class Engine:
             def synchronize(self):
                 accelerator.wait()
 
-        def catch_up(has_time):
-            assert has_time()
-            accelerator.log.append("catch up")
-
         monkeypatch.setattr(torch.cuda, "Event", Event)
         batch = SimpleNamespace(
             **vars(batch), sampling_metadata=self.sampling, update_async_output_token_ids=lambda: None,
@@ -149,10 +145,9 @@ class Engine:
         )  # fmt: skip
         for request in self.runner.requests.values():
             request.output_token_ids = []
-        proposer = bare(SuffixProposer, drafter=SimpleNamespace(catch_up=catch_up))
         nothing: Any = [None] * 7
         runner = bare(
-            GPUModelRunner, drafter=proposer, input_batch=batch, requests=self.runner.requests,
+            GPUModelRunner, input_batch=batch, requests=self.runner.requests,
             sampler=self.sampler, rejection_sampler=self.verifier, transfer_event=Event(), max_model_len=16,
             discard_request_mask=SimpleNamespace(np=np.zeros(num, np.bool_)), use_async_scheduling=False,
             sampled_token_ids_pinned_cpu=torch.zeros(num, 1, dtype=torch.int32), speculative_config=None,
@@ -163,12 +158,14 @@ class Engine:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
-        catch_up = CatchUp(proposer.catch_up)
-        self.row_sampling.before_wait = catch_up.before_wait
-        patches.put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
+        patches.put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=self.catch_up)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
         return self.counted(lambda: step(runner, None))
+
+    def _note_time(self, has_time):
+        assert has_time()
+        self.accelerator.log.append("catch up")
 
     def counted(self, step):
         """Run a step; `output` has what it gives."""
@@ -192,7 +189,7 @@ def vllm(monkeypatch):
 
 
 def mrv2_step(counts=DRAFTS):
-    """`coupled_verify` of MRV2, where the last draft token only is wrong.
+    """`verify_by_sampling` of MRV2, where the last draft token only is wrong.
 
     vLLM's own sampler, which is Triton's, has drawn the tokens already.
     """
@@ -213,7 +210,7 @@ def mrv2_step(counts=DRAFTS):
     }  # fmt: skip
     with accelerator:
         accelerator.start()
-        *_, num_sampled = coupled_verify(verifier, given)
+        *_, num_sampled = verify_by_sampling(verifier, given)
     assert num_sampled.value.tolist() == [*nums[:-1], counts[-1]]
     return accelerator
 

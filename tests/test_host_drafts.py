@@ -280,7 +280,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     assert (accelerator.waits, accelerator.num_sent) == (races, 1)
     given: list[Any] = []
     beside = SimpleNamespace(
-        drafts_here=True, most_model_tokens=2, work=None, note_passes=lambda *_: None,
+        drafts_here=True, most_model_tokens=2, busiest_work=None, note_passes=lambda *_: None,
         draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
     )  # fmt: skip
     accelerator = with_model(Engine(temperature), beside)

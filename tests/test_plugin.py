@@ -49,7 +49,7 @@ plugin.register()
 result["fixes"] = errors()
 plugin.import_patched()
 result["applied"] = [patch.name for patch in patches.applied()]
-print(json.dumps({**result, "not_fixed": sorted(plugin.misfits.not_fixed), "said": said}))
+print(json.dumps({**result, "left_out": sorted(plugin.misfits.left_out), "said": said}))
 """
 
 
@@ -82,8 +82,8 @@ def test_a_vllm_that_was_imported_first_and_does_not_fit_is_refused(found, chang
 
 def test_a_fix_that_does_not_fit_is_left_out_with_one_warning_and_what_is_nearly_asked_for_refused(found):
     assert not [error for error in found["fixes"] if "does not fit" in error]
-    assert found["not_fixed"] == ["allowed_tokens", "embedded_prompts", "thinking_budget"]
-    assert ["was not applied" in message for message in found["said"]] == [True] * 3
+    assert found["left_out"] == ["vllm-allowed-token-ids", "vllm-embedded-prompts", "vllm-thinking-budget"]
+    assert ["is left out" in message for message in found["said"]] == [True] * 3
     assert [error.partition(": ")[0] for error in found["fixes"][3:]] == [
         "additional_config['rollout_spec']='sam'", "additional_config has the key 'rolloutspec'"
     ]  # fmt: skip

@@ -11,13 +11,14 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, control, kept_counters, speculative_config
-from rollout_spec.vllm.control import Ended, ProposerControl
+from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
-from rollout_spec.vllm.live_requests import max_level_of
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.other_ranks import OtherRanks, most_tokens
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposing import control, kept_counters
+from rollout_spec.vllm.proposing.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.live_requests import max_level_of
+from rollout_spec.vllm.proposing.other_ranks import OtherRanks, most_tokens
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from tests.native.checks import check_index
 
 NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
@@ -48,15 +49,12 @@ class Engine:
 
     def __init__(self, parallel=types.MappingProxyType({}), **options):
         config = vllm_config(options, **parallel)
-        self.proposer = SuffixProposer(config)
         self.requests: dict[str, Any] = {}  # vLLM's own, in the order in which they came
         self.batch = Value(req_ids=[])
         self.runner = Value(
-            requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS,
-            parallel_config=config.parallel_config,
-        )  # fmt: skip
-        self.proposer.bind(self.runner, engine_options(config))
-        self.proposer.load_model(None)
+            vllm_config=config, requests=self.requests, input_batch=self.batch, max_model_len=NUM_COLUMNS
+        )
+        self.proposer = BatchProposer(self.runner, engine_options(config))
         self.control = ProposerControl(self.proposer)
         self.texts: dict[str, list[int]] = {}  # what each request has, prompt included
         self.drafts: dict[str, list[int]] = {}  # to be verified in its next step
@@ -392,8 +390,9 @@ def test_each_engine_of_a_process_hears_of_its_own_ranks(monkeypatch):
     watching = []
     for _ in range(2):
         config = vllm_config({})
-        watching.append((OtherRanks(config), config.parallel_config))
-        watching[-1][0].watch(config)
+        runner = Value(vllm_config=config, parallel_config=config.parallel_config)
+        watching.append((OtherRanks(runner), runner.parallel_config))
+        watching[-1][0].watch()
     for num_own, (_, parallel_config) in zip((25, 40), watching, strict=True):
         gpu_model_runner.coordinate_batch_across_dp(num_own, parallel_config=parallel_config)
     own = Work(25, 3, True)

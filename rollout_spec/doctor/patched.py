@@ -16,8 +16,8 @@ def in_this_process() -> Iterator[Check]:
     misfits = vllm_plugin.import_patched()
     if misfits.failure:
         yield Check("vllm patches", FAIL, misfits.failure, f"take vllm {', '.join(versions.TESTED)}")
-    for name, reason in misfits.not_fixed.items():
-        yield Check(f"fix {name}", WARN, f"not applied: {reason}", "vLLM's own fault stays as it is")
+    for name, reason in misfits.left_out.items():
+        yield Check(f"patch {name}", WARN, f"left out: {reason}", "vLLM stays as it is there")
     if package_version("verl"):
         yield from _verl()
         yield from _uni_agent()
@@ -67,8 +67,8 @@ def _uni_agent() -> Iterator[Check]:
 def in_engines() -> Iterator[Check]:
     """The patches that an engine applies to itself; after `in_this_process`, which imports vllm-ascend."""
     from rollout_spec.vllm import fixes, upstream
-    from rollout_spec.vllm.checks import mrv2_misfit
     from rollout_spec.vllm.mrv1.runner import ENGINE_PATCHES, check_runner
+    from rollout_spec.vllm.refusals.checks import mrv2_misfit
     from rollout_spec.vllm.versions import mrv2_architectures
 
     check_runner()

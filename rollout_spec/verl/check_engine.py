@@ -1,6 +1,6 @@
 """What engines would refuse once Ray has started them, as far as the configuration and a config.json show it.
 
-Each engine says it again of itself, and with it what cannot be seen here (`vllm/checks.py`).
+Each engine says it again of itself, and with it what cannot be seen here (`vllm/refusals/checks.py`).
 """
 
 import os
@@ -26,7 +26,7 @@ from rollout_spec.verl.settings import (
     say,
     value,
 )
-from rollout_spec.vllm.refusals import WITHOUT_GRAPHS, of_our_drafter, refuse
+from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS, facts_both_see, refuse
 from rollout_spec.vllm.versions import drafts_by_modules, mrv2_architectures, mrv2_has_draft_models, version
 
 # By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.
@@ -85,7 +85,7 @@ def _facts(
     if spec.enabled:
         named = (policy.get("architectures") or ("This policy",))[0] if has_recurrent_state(config) else None
         longest_piece = value(config, f"{ENGINE}.long_prefill_token_threshold")
-        facts |= of_our_drafter(spec, named, is_for_npus(config), longest_piece)
+        facts |= facts_both_see(spec, named, is_for_npus(config), longest_piece)
     if model is not None and spec.keyed:
         facts |= _of_model(config, spec, model, policy)
     return facts

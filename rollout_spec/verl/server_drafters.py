@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rollout_spec.metrics import EngineCounters, RequestCounters
-from rollout_spec.vllm.control import Ended, ProposerControl
 from rollout_spec.vllm.engine_cores import EngineCores
 from rollout_spec.vllm.plugin import TAKE_ABORTED
+from rollout_spec.vllm.proposing.control import Ended, ProposerControl
 
 Answer = TypeVar("Answer")
 MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, product
 
 from rollout_spec.verl.server_drafters import Drafters
-from rollout_spec.vllm.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.control import Ended, ProposerControl
 
 
 class ServerHistory:

@@ -4,8 +4,8 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from rollout_spec.vllm.control import ProposerControl
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.control import ProposerControl
+from rollout_spec.vllm.proposing.proposer import proposer_of
 
 
 class SpecWorkerExtension(vLLMColocateWorkerExtension):

@@ -5,25 +5,34 @@ May import: `config`, `environment`, `metrics`, `patches`, `recurrent`, `draftin
 pydantic, vllm. It never imports verl, and changes vLLM through `patches` only.
 
 DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model
-runner; `proposer` hands its batch to the drafter and the drafts back; `keys` names each row's noise. Between
-steps a rollout server asks by `control` for texts and counts. `upstream` fixes vLLM's faults, `checks`
-refuses what cannot work, by the table of `refusals`.
+runner, which asks `proposing` for drafts; `both_runners` has what they share. `keys` names each row's noise.
+`refusals` stops what cannot work, `upstream` fixes vLLM's faults.
 
-What a class of ours adds to an object of vLLM's stands in its `put_before`. What no such class declares is
-named `rollout_spec_...`: a runner's proposer, a graph manager's step, prompt and state.
+What a class of ours adds to an object of vLLM's stands in its `put_before`; a runner's proposer is
+`rollout_spec_proposer`.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from rollout_spec.vllm.options import OPTIONS_KEY, PROPOSER, SCHEDULER, speculative_config
 
 __all__ = ["OPTIONS_KEY", "PROPOSER", "SCHEDULER", "SuffixProposer", "speculative_config"]
 
 
-def __getattr__(name: str) -> Any:
-    # Lazy: vLLM imports this package in every process, before it has chosen a platform.
-    if name == "SuffixProposer":
-        from rollout_spec.vllm.proposer import SuffixProposer
+class SuffixProposer:
+    """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
 
-        return SuffixProposer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    vLLM makes one with a model runner of MRV1, and hands it no more than its configuration. Before the model
+    is loaded the plugin puts a `BatchProposer`, which knows the runner, in its place.
+    """
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def propose(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter "
+            "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
+            "unset, and run `rollout-spec doctor`."
+        )
+
+    load_model = propose

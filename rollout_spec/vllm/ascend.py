@@ -10,7 +10,7 @@ from rollout_spec.patches import Patch, guard_parameters, wrap
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.options import names_our_proposer
 
-MODULE = "vllm_ascend.sample.rejection_sampler"
+REJECTION_SAMPLER = "vllm_ascend.sample.rejection_sampler"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
 # The releases of vllm-ascend whose model runner is given our drafter, each with the vLLM that it is for.
 PAIRS = {"0.23.0": "0.23.0", "0.23.0.post1": "0.23.0", "0.24.0rc1": "0.24.0"}
@@ -36,8 +36,7 @@ def import_worker() -> None:
 
 
 def refuse_unknown_pair() -> None:
-    """Raise a ConfigError if the installed vllm-ascend has no place for our drafter, or needs another
-    vLLM."""
+    """Raise a ConfigError if vllm-ascend has no place for our drafter, or needs another vLLM."""
     installed, vllm = package_version("vllm-ascend"), versions.version()
     if installed is None:
         return

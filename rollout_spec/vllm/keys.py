@@ -95,10 +95,8 @@ class RequestKeys:
     """The noise keys of an engine's requests: of their names, their seeds, or the order of arrival.
 
     MRV1 asks for the keys of all `rows` in every step, and shows which requests there are. MRV2 asks for the
-    key `of` a request that joins, and says which requests have ended.
-
-    Args:
-        engine: what tells engines apart that count arrivals.
+    key `of` a request that joins, and says which requests have ended. `engine` tells engines apart that count
+    arrivals.
     """
 
     def __init__(self, *engine: int) -> None:

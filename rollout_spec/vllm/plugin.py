@@ -1,17 +1,19 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process of an engine."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.patches import Patch, PatchError, record, when_imported, wrap
-from rollout_spec.vllm.options import PROPOSER, asked_options, check_spelling, engine_options, has_our_drafter
+from rollout_spec.vllm import OPTIONS_KEY, PROPOSER
+from rollout_spec.vllm.options import asked_options, check_spelling, engine_options, has_our_drafter
 
 _CORE = "vllm.v1.engine.core"
 TAKE_ABORTED = "rollout_spec_take_aborted"  # a method of vLLM's EngineCore, for its client's utility calls
@@ -44,6 +46,13 @@ _ABORTED = Patch(
     upstream="vllm/v1/engine/core.py, EngineCore",
     until="the output of an aborted request has kv_transfer_params",
 )
+_HASH = Patch(
+    name="vllm-compile-hash",
+    reason="vLLM finds what it has compiled by a hash of additional_config too: when an option of ours "
+    "changes, it would compile the policy again, for 30 to 120 seconds",
+    upstream="vllm/config/vllm.py, VllmConfig.compute_hash",
+    until="a plugin says which of its options change the graph",
+)
 
 
 @dataclasses.dataclass
@@ -51,8 +60,7 @@ class Misfits:
     """What of ours does not fit the installed vLLM, as far as its modules are imported."""
 
     failure: str | None = None  # why this vLLM is not supported, where an engine asks for us
-    # Faults of vLLM's own that stay as they are here, and why: modules of `upstream`, by name.
-    not_fixed: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by the names of patches
 
 
 misfits = Misfits()
@@ -73,7 +81,7 @@ def connect() -> None:
 
     Raises ConfigError: it is too old; PatchError: these patches were not written for it.
     """
-    from rollout_spec.vllm import ascend, compile_hash, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend
     from rollout_spec.vllm.mrv2 import enable
     from rollout_spec.vllm.versions import refuse_old_version
 
@@ -83,26 +91,31 @@ def connect() -> None:
     enable.offer_mrv2()
     enable.decide_scheduling()
     _patch_get_child_info()
-    for module, apply in (
-        (_CORE, _give_aborted_counts),
-        (refused_requests.MODULE, refused_requests.refuse_requests),
-        (ascend.RUNNER, ascend.give_runner_drafter),
-    ):
-        when_imported(module, functools.partial(_apply, apply))
+    for module, apply in _patched_at_import():
+        when_imported(module, apply)
+
+
+def _patched_at_import() -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """The modules that are patched once they are imported, each with what patches it."""
+    from rollout_spec.vllm import ascend, fixes, upstream
+    from rollout_spec.vllm.refusals import refused_requests
+
+    yield _CORE, functools.partial(_apply, _give_aborted_counts)
+    yield refused_requests.MODULE, functools.partial(_apply, refused_requests.refuse_requests)
+    yield ascend.RUNNER, functools.partial(_apply, ascend.give_runner_drafter)
     for fix, module in fixes.needed_by(upstream.WITH_DRAFTS):
-        when_imported(module, functools.partial(_apply, functools.partial(fixes.apply, fix)))
+        yield module, functools.partial(_apply, functools.partial(fixes.apply, fix))
     for fix, module in fixes.needed_by(upstream.ALL):
-        when_imported(module, functools.partial(_apply_if_it_fits, fix))
-    when_imported(compile_hash.MODULE, functools.partial(_apply_if_it_fits, compile_hash))
+        yield module, functools.partial(_apply_if_it_fits, fix.PATCH, functools.partial(fixes.apply, fix))
+    yield "vllm.config.vllm", functools.partial(_apply_if_it_fits, _HASH, _hash_without_our_options)
 
 
 def import_patched() -> Misfits:
     """Import what an engine's processes would: then the register of patches has all of them, too."""
-    from rollout_spec.vllm import ascend, fixes, refused_requests, upstream
+    from rollout_spec.vllm import ascend
 
     ascend.import_worker()
-    wrong = [name for _, name in fixes.needed_by(upstream.WITH_DRAFTS, upstream.ALL)]
-    for module in (_CORE, refused_requests.MODULE, *wrong):
+    for module, _ in _patched_at_import():
         with contextlib.suppress(ImportError):  # of another version, or for another platform
             importlib.import_module(module)
     return misfits
@@ -116,20 +129,17 @@ def _apply(apply: Callable[[Any], None], module: Any) -> None:
         misfits.failure = misfits.failure or _reason(error)
 
 
-def _apply_if_it_fits(fix: Any, module: Any) -> None:
-    """Fix a fault that vLLM has without drafts too; where that does not fit, vLLM stays as it is."""
+def _apply_if_it_fits(patch: Patch, apply: Callable[[Any], None], module: Any) -> None:
+    """Patch a module for engines without drafts too; where that does not fit, vLLM stays as it is."""
     from vllm.logger import init_logger
 
-    from rollout_spec.vllm import fixes
-
-    name = fix.__name__.rpartition(".")[2]
     try:
-        fixes.apply(fix, module)
+        apply(module)
     except Exception as error:
-        if name not in misfits.not_fixed:
-            said = "rollout_spec: the fix of vLLM's fault %r was not applied: %s"
-            init_logger(f"vllm.{__name__}").warning(said, name, _reason(error))
-        misfits.not_fixed[name] = _reason(error)
+        if patch.name not in misfits.left_out:
+            said = "rollout_spec: the patch %r is left out, so vLLM stays as it is there: %s"
+            init_logger(f"vllm.{__name__}").warning(said, patch.name, _reason(error))
+        misfits.left_out[patch.name] = _reason(error)
 
 
 def _reason(error: Exception) -> str:
@@ -143,7 +153,7 @@ def _patch_init_device() -> None:
 
     @wrap(WorkerWrapperBase, "init_device", _BIND)
     def init_device_and_bind(init_device: Any, self: Any) -> None:
-        from rollout_spec.vllm.checks import refuse_unsupported
+        from rollout_spec.vllm.refusals.checks import refuse_unsupported
 
         vllm_config = self.worker.vllm_config
         config = engine_options(vllm_config)
@@ -162,8 +172,8 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     from vllm.platforms import current_platform
 
     from rollout_spec.vllm import fixes
-    from rollout_spec.vllm.logits import most_rows
-    from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+    from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
+    from rollout_spec.vllm.both_runners.top_k_top_p import cut_rows_alike
 
     if getattr(worker, "model_runner", None) is None:
         return
@@ -173,7 +183,7 @@ def _bind(worker: Any, config: SpecConfig) -> None:
     if not config.keyed:
         return
     if not current_platform.is_out_of_tree():
-        cut_rows_alike(most_rows(worker.vllm_config, config) if config.enabled else None)
+        cut_rows_alike(most_logit_rows(worker.vllm_config, config) if config.enabled else None)
     if worker.vllm_config.use_v2_model_runner:
         from rollout_spec.vllm.mrv2.runner import bind
     else:
@@ -187,7 +197,7 @@ def _patch_create_engine_config() -> None:
 
     @wrap(EngineArgs, "create_engine_config", _CHECK)
     def create_checked_engine_config(create: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        from rollout_spec.vllm.checks import check_options
+        from rollout_spec.vllm.refusals.checks import check_options
 
         check_spelling(self.additional_config)
         options, speculative = asked_options(self.additional_config), self.speculative_config or {}
@@ -211,6 +221,19 @@ def _give_aborted_counts(core: Any) -> None:
 
     setattr(core.EngineCore, TAKE_ABORTED, take_aborted)
     record(_ABORTED)
+
+
+def _hash_without_our_options(config: Any) -> None:
+    """Let what vLLM has compiled be found again when only options of ours have changed."""
+
+    @wrap(config.VllmConfig, "compute_hash", _HASH)
+    def hash_others(compute_hash: Any, self: Any, *args: Any, **kwargs: Any) -> str:
+        if asked_options(self.additional_config) is not None:
+            others = {key: value for key, value in self.additional_config.items() if key != OPTIONS_KEY}
+            self = copy.copy(self)
+            self.additional_config = others
+        found: str = compute_hash(self, *args, **kwargs)
+        return found
 
 
 def _patch_get_child_info() -> None:

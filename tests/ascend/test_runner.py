@@ -23,9 +23,9 @@ from rollout_spec.config import MAX_ON_NPUS, ConfigError  # noqa: E402
 from rollout_spec.doctor import diagnosis  # noqa: E402
 from rollout_spec.patches import PatchError, applied  # noqa: E402
 from rollout_spec.vllm import ascend, plugin, versions  # noqa: E402
-from rollout_spec.vllm.cuda_graphs import pads_drafts  # noqa: E402
+from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts  # noqa: E402
 from rollout_spec.vllm.mrv1 import sampler  # noqa: E402
-from rollout_spec.vllm.proposer import SuffixProposer  # noqa: E402
+from rollout_spec.vllm.proposing.proposer import BatchProposer  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, runner_alone, siblings  # noqa: E402
 from tests.engine.conftest import configured, runner_of  # noqa: E402
 from tests.engine.serving import assert_same, num_accepted, serve  # noqa: E402
@@ -76,7 +76,7 @@ def test_doctor_finds_the_stack_whole():
 
 def test_the_runner_makes_our_drafter_and_leaves_others_theirs(drafting, coarse_model):
     runner = runner_of(drafting)
-    assert type(runner.drafter) is SuffixProposer
+    assert type(runner.drafter) is BatchProposer
     assert isinstance(runner.sampler, AscendSampler)
     assert isinstance(runner.rejection_sampler, theirs.AscendRejectionSampler)
     assert not runner.use_async_scheduling
@@ -215,7 +215,7 @@ def test_which_steps_have_a_graph_by_their_dispatcher(mode, coarse_model):
 
 def test_drafts_are_padded_where_others_have_no_graph(plain, coarse_model, monkeypatch):
     """The stub has no graphs: what is seen above is said here."""
-    monkeypatch.setattr("rollout_spec.vllm.proposer.pads_drafts", lambda _: True)
+    monkeypatch.setattr("rollout_spec.vllm.proposing.proposer.pads_drafts", lambda _: True)
     with engine(coarse_model, {"history": 0}) as llm:
         lengths = noted_lengths(llm)
         assert_drafts_change_nothing(plain, llm, {}, {"top_k": 20})

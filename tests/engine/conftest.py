@@ -220,7 +220,7 @@ def runner_of(llm):
 
 
 def proposer_of(llm):
-    from rollout_spec.vllm import proposer
+    from rollout_spec.vllm.proposing import proposer
 
     return proposer.proposer_of(runner_of(llm))
 

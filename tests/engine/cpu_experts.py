@@ -7,7 +7,7 @@ from rollout_spec.verl.worker_extension import SpecWorkerExtension
 
 class Extension(SpecWorkerExtension):
     def last_step_of_the_ranks(self):
-        work = self.model_runner.drafter.work
+        work = self.model_runner.drafter.busiest_work
         return work.number, work.num_tokens
 
     def pass_the_drafter_by(self):

@@ -3,7 +3,7 @@
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+from rollout_spec.vllm.both_runners.top_k_top_p import cut_rows_alike
 
 CUTS = {"top-k": (20, None), "top-p": (None, 0.95)}
 VOCAB_SIZE = 1000

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import pathlib
 
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.proposer import proposer_of
 from tests.engine.conftest import close, core_of, engine_settings, runner_of
 from tests.engine.interpreted_model import NUM_MODEL_TOKENS
 from tests.engine.interpreted_runner import run, serve_named

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.vllm import proposer
 from rollout_spec.vllm.mrv2 import arrivals
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposing import proposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.versions import mrv2_has_draft_models
 from tests.engine import interpreted_runner
 from tests.engine.interpreted_runner import FEW_BLOCKS, REQUESTS, late, run
@@ -39,7 +39,7 @@ def virtual_time():
     It gives the passes of each step, and of those with which vLLM warms up.
     """
     nums: list[int] = []
-    now, note_passes = 0.0, SuffixProposer.note_passes
+    now, note_passes = 0.0, BatchProposer.note_passes
 
     def note_and_go_on(self, num):
         nonlocal now
@@ -48,7 +48,7 @@ def virtual_time():
         note_passes(self, num)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SuffixProposer, "note_passes", note_and_go_on)
+        patch.setattr(BatchProposer, "note_passes", note_and_go_on)
         patch.setattr(arrivals, "time", SimpleNamespace(perf_counter=lambda: now))  # of MRV2
         patch.setattr(proposer, "Drafter", functools.partial(Drafter, clock=lambda: now))  # of MRV1
         yield nums

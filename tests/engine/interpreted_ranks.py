@@ -32,7 +32,7 @@ class Extension:
         return "".join(self.passes)
 
     def last_step_of_the_ranks(self):
-        work = self.model_runner.drafter.work
+        work = self.model_runner.drafter.busiest_work
         return work.number, work.num_tokens
 
     def counters(self):

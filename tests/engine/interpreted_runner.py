@@ -11,8 +11,8 @@ from vllm import LLM
 from vllm.v1.request import RequestStatus
 
 from rollout_spec.drafting.history import prompt_key
-from rollout_spec.vllm.control import Ended, ProposerControl
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.proposer import proposer_of
 from rollout_spec.vllm.versions import is_before, mrv2_architectures
 from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
 from tests.engine.serving import FREE, Request, example, sampling, serve

@@ -164,5 +164,5 @@ cut_by_the_kernel = {"name": "cut_rows_alike", "edits": {'logits.device.type == 
 when_imported("vllm.v1.worker.cpu_worker", warm_up_as_on_gpus)
 when_imported("vllm.v1.sample.ops.topk_topp_triton", interpret_kernels)
 when_imported("vllm.v1.sample.ops.topk_topp_sampler", functools.partial(make_anew, **choose_by_rows))
-when_imported("rollout_spec.vllm.top_k_top_p", functools.partial(make_anew, **cut_by_the_kernel))
+when_imported("rollout_spec.vllm.both_runners.top_k_top_p", functools.partial(make_anew, **cut_by_the_kernel))
 when_imported("vllm.v1.worker.gpu.sample.gumbel", hash_by_numpy)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_spec.patches import put_before
-from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.versions import version
 from tests.engine.test_graphs import GRAPHS, STEPS, K
 
@@ -114,7 +114,7 @@ def runner_with(
     runner: Any = kind(
         vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
         model_state=SomeState(other), cudagraph_manager=None,
-        host_drafts=SimpleNamespace(note_step=lambda _: None),
+        host_drafts=None,
         block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip

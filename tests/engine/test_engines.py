@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from rollout_spec import patches
-from rollout_spec.vllm import fixes, top_k_top_p, upstream
-from rollout_spec.vllm.logits import most_rows
+from rollout_spec.vllm import fixes, upstream
+from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
 from tests.engine.conftest import KEYED, close, core_of, new_engine, proposer_of, runner_of
 from tests.engine.serving import Request, assert_same, num_accepted, sampling, serve
 from tests.native.checks import check_index
@@ -173,7 +174,7 @@ def test_images(tmp_path):
 def test_beside_adapters_no_step_has_more_rows_of_logits_than_vllm_profiles(make_engine):
     """One draft token for each of 16 requests: its profile has adapters for no more."""
     runner = runner_of(make_engine({"max_draft_tokens": 100}, fresh=True, enable_lora=True))
-    assert most_rows(runner.vllm_config, runner.drafter.config) == 32
+    assert most_logit_rows(runner.vllm_config, runner.drafter.config) == 32
 
 
 def test_the_profile_of_mrv1_has_as_many_rows_of_logits_as_the_longest_step(make_engine):

@@ -12,8 +12,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from rollout_spec.config import ConfigError
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import checks, plugin
-from rollout_spec.vllm.checks import check_options
+from rollout_spec.vllm import plugin
+from rollout_spec.vllm.refusals import checks
+from rollout_spec.vllm.refusals.checks import check_options
 from rollout_spec.vllm.versions import is_before, mrv2_has_draft_models, version
 from tests.engine.conftest import UNTESTED, configured
 from tests.engine.interpreted_heads import served_heads

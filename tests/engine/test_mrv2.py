@@ -18,8 +18,8 @@ from rollout_spec import patches
 from rollout_spec.patches import put_before
 from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
-from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import RequestKeys
+from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
 from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS

@@ -22,10 +22,11 @@ from rollout_spec.cli import main
 from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.doctor import diagnosis, patched
 from rollout_spec.patches import PatchError
-from rollout_spec.vllm import checks, plugin, speculative_config, versions
-from rollout_spec.vllm.checks import check_options
+from rollout_spec.vllm import plugin, speculative_config, versions
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.refusals import refuse
+from rollout_spec.vllm.refusals import checks
+from rollout_spec.vllm.refusals.checks import check_options
+from rollout_spec.vllm.refusals.table import refuse
 from rollout_spec.vllm.versions import version
 from rollout_spec_lab.processes import started
 from tests.engine.conftest import KEYED, UNTESTED, configured, proposer_of
@@ -242,7 +243,7 @@ def test_coupled_verification_refuses_a_model_runner_v2_that_it_does_not_fit(tin
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # As where vLLM's own conditions hold: here it refuses for want of Triton.
     monkeypatch.setattr(VllmConfig, "_validate_v2_model_runner", lambda _: None)
-    monkeypatch.setattr("rollout_spec.vllm.checks.mrv2_misfit", lambda: "it has changed")
+    monkeypatch.setattr("rollout_spec.vllm.refusals.checks.mrv2_misfit", lambda: "it has changed")
     message = r"method=keyed: .* rollout_spec: it has changed\. Set VLLM_USE_V2_MODEL_RUNNER=0$"
     with pytest.raises(ValueError, match=message):
         configured(tiny_model, **KEYED)

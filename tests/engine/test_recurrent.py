@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import recurrent
 from rollout_spec.vllm import plugin
-from rollout_spec.vllm.checks import check_options
 from rollout_spec.vllm.fixes import apply
 from rollout_spec.vllm.mrv2.graphs import for_plain_steps
+from rollout_spec.vllm.refusals.checks import check_options
 from rollout_spec.vllm.upstream import recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine import recurrent_scenarios as scenarios

@@ -9,9 +9,10 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rollout_spec.config import ConfigError
-from rollout_spec.vllm import checks, versions
+from rollout_spec.vllm import versions
 from rollout_spec.vllm.mrv2.ahead import schedules_ahead
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, scheduler_of
+from rollout_spec.vllm.refusals import checks
 from tests.engine.conftest import configured
 
 WITHOUT_IT = type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
@@ -88,4 +89,4 @@ def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, r
     config = configured(tiny_model, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     monkeypatch.setattr(versions, "version", lambda: release)
-    assert checks._loses_ahead(config) == refusal
+    assert checks._bar_to_ahead(config) == refusal

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.sample.ops import topk_topp_sampler, topk_topp_triton
 
 from rollout_spec import patches
-from rollout_spec.vllm.top_k_top_p import cut_rows_alike
+from rollout_spec.vllm.both_runners.top_k_top_p import cut_rows_alike
 from rollout_spec.vllm.versions import version
 from tests.accelerator import DEVICE, HOST, Accelerator
 from tests.engine.test_mrv2 import interpreted

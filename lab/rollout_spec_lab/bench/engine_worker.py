@@ -19,9 +19,9 @@ from rollout_spec.certify.certify import drafting_arguments
 from rollout_spec.config import SpecConfig
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.vllm import OPTIONS_KEY
-from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.proposer import proposer_of
+from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.forget import forget_all

@@ -25,8 +25,8 @@ from rollout_spec.config import UserError
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
-from rollout_spec.vllm import proposer
-from rollout_spec.vllm.checks import mrv2_misfit
+from rollout_spec.vllm.proposing import proposer
+from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from rollout_spec.vllm.control import ProposerControl
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.control import ProposerControl
+from rollout_spec.vllm.proposing.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, rollout, runner_of, settings_of, warm_up
 from rollout_spec_lab.bench.jobs import reply
 from rollout_spec_lab.demo.turns import METHODS, in_turn

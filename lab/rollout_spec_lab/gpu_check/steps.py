@@ -113,7 +113,7 @@ class Timing:
 
 
 class ForcedDrafts:
-    """A stand-in for `SuffixProposer.draft`: as many draft tokens a row as are to be timed, in turn."""
+    """A stand-in for `BatchProposer.draft`: as many draft tokens a row as are to be timed, in turn."""
 
     def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
         self._nums = [num for num in nums_drafts for _ in range(num_steps)]

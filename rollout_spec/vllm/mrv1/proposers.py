@@ -7,17 +7,16 @@ and are handed to the proposer of the suffix drafts, if the engine has one.
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from rollout_spec.drafting.drafts import ModelDrafts, passes_for
+from rollout_spec.drafting.drafts import ModelDrafts
 from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.verification.transfers import to_device
-from rollout_spec.vllm.proposer import SuffixProposer
-from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
+from rollout_spec.vllm.both_runners.patch_reasons import WHY_SHARED_NOISE
+from rollout_spec.vllm.mrv1.sampler import RowSampling
 
 SHARED_NOISE = Patch(
     name="vllm-shared-noise",
@@ -30,15 +29,18 @@ SHARED_NOISE = Patch(
 class ModelPasses:
     """A model's passes in one step. Each draws a token for every row's draft, with the noise of the target.
 
-    keys, positions: `RowSampling.keys_and_positions`.
+    A runner makes them before it asks its model, which draws, and beside our drafter takes what was drawn.
+
     sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
+    num_tokens: that the model drafts beside our drafter; 0: the first pass drafts nothing. Alone it drafts
+        as many as vLLM asks for.
     """
 
-    def __init__(
-        self, keys: list[int], positions: npt.NDArray[np.int32], sampled_token_ids: torch.Tensor
-    ) -> None:
+    def __init__(self, sampling: RowSampling, sampled_token_ids: torch.Tensor, num_tokens: int = 0) -> None:
+        self.num_tokens = num_tokens
         nums_sampled = (sampled_token_ids >= 0).sum(1)
-        self._keys, first = to_device(np.array([keys, positions], np.int64), nums_sampled.device)
+        rows = sampling.keys_and_positions(len(sampled_token_ids))
+        self._keys, first = to_device(np.array(rows, np.int64), nums_sampled.device)
         self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -79,16 +81,12 @@ class SharedNoiseModel(SpecDecodeBaseProposer):
 
 # Before SpecDecodeBaseProposer, 1: propose
 class ModelBesideDrafter(SharedNoiseModel):
-    """A model that drafts beside a `SuffixProposer`.
+    """A model that drafts beside a `BatchProposer`.
 
     The first pass is that of every step, which keeps the model's KV cache complete. The others are left out
     while the gate is closed, and where they do not pay: the scheduler tells all ranks.
     """
 
-    suffix_proposer: SuffixProposer
-    num_model_tokens = 0  # that it drafts in the step that runs; 0: the first pass drafts nothing
-
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        drafts = super().propose(self.num_model_tokens, *args, **kwargs)
-        self.suffix_proposer.note_passes(passes_for(self.num_model_tokens))
-        return drafts
+        assert self.passes is not None
+        return super().propose(self.passes.num_tokens, *args, **kwargs)

@@ -9,9 +9,9 @@ from vllm.v1.sample import rejection_sampler
 
 from rollout_spec.patches import Patch, misfit, wrap
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.ascend import MODULE as ASCEND
+from rollout_spec.vllm.ascend import REJECTION_SAMPLER
+from rollout_spec.vllm.both_runners.patch_reasons import WHY_COUPLED
 from rollout_spec.vllm.mrv1.row_generators import RowGenerators
-from rollout_spec.vllm.reasons import WHY_COUPLED
 
 COUPLED = Patch(
     name="vllm-coupled-verification",
@@ -19,6 +19,12 @@ COUPLED = Patch(
     upstream="vllm/v1/sample/rejection_sampler.py, rejection_sample",
     until="vLLM's noise is a function of the request and the position",
 )
+# Of `rejection_sample`. The target's logits have one name with vLLM, and another with vllm-ascend.
+_ARGUMENTS = (
+    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
+    "target_logits", "bonus_token_ids", "sampling_metadata",
+)  # fmt: skip
+_TARGETS = ("target_logits", "target_logits_or_tuple")
 
 
 def couple_rejection_sample(module: Any) -> None:
@@ -43,13 +49,6 @@ def couple_rejection_sample(module: Any) -> None:
         )  # fmt: skip
 
 
-_ARGUMENTS = (
-    "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens", "draft_probs",
-    "target_logits", "bonus_token_ids", "sampling_metadata",
-)  # fmt: skip
-_TARGETS = ("target_logits", "target_logits_or_tuple")  # vLLM's, and vllm-ascend's
-
-
 def checked_target(module: Any) -> str:
     """The name of the argument in which a module's `rejection_sample` takes the target's logits."""
     names = tuple(inspect.signature(module.rejection_sample).parameters)[: len(_ARGUMENTS)]
@@ -61,7 +60,8 @@ def checked_target(module: Any) -> str:
 
 def rejection_samplers() -> list[Any]:
     """The modules whose `rejection_sample` is called: vLLM's, and vllm-ascend's sampler calls its own."""
-    return [rejection_sampler, *([sys.modules[ASCEND]] if ASCEND in sys.modules else [])]
+    theirs = sys.modules.get(REJECTION_SAMPLER)
+    return [rejection_sampler] if theirs is None else [rejection_sampler, theirs]
 
 
 def platforms_rejection_sampler() -> Any:

@@ -19,18 +19,20 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import Drafts, NextStep
+from rollout_spec.drafting.drafts import Drafts, NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
-from rollout_spec.vllm import refusals, top_k_top_p
-from rollout_spec.vllm.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.logits import log_memory, most_rows
+from rollout_spec.verification.transfers import just_wait
+from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
 from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.options import drafts_with_model, has_model_drafter
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.options import has_model_drafter, names_our_proposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
+from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -88,17 +90,17 @@ ENGINE_PATCHES = (
 class NotingRunner(GPUModelRunner):
     """It tells the proposer what a step processes, and profiles the logits of the longest step."""
 
-    rollout_spec_proposer: SuffixProposer
+    rollout_spec_proposer: BatchProposer
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rollout_spec_proposer.note_work(scheduler_output)
+        self.rollout_spec_proposer.note_scheduled(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> Any:
         # vLLM profiles a draft token for each row. So as many rows as make the longest step.
         config = self.rollout_spec_proposer.config
-        log_memory(self.vllm_config, config)
-        num_rows = max(len(hidden_states), -(-most_rows(self.vllm_config, config) // 2))
+        log_logit_memory(self.vllm_config, config)
+        num_rows = max(len(hidden_states), -(-most_logit_rows(self.vllm_config, config) // 2))
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
@@ -143,23 +145,26 @@ class SharedNoiseRunner(GPUModelRunner):
     row_sampling: RowSampling
 
     def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
-        rows = self.row_sampling.keys_and_positions(len(sampled_token_ids))
-        self.drafter.passes = ModelPasses(*rows, sampled_token_ids)
+        self.drafter.passes = ModelPasses(self.row_sampling, sampled_token_ids)
         return super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
 
 
 # Before GPUModelRunner, 4: propose_draft_token_ids, sample_tokens, take_draft_token_ids
-class TwoDraftersRunner(SharedNoiseRunner):
-    """Its model drafts beside a `SuffixProposer`, which has the last word."""
+class TwoDraftersRunner(GPUModelRunner):
+    """Its model drafts with that noise beside a `BatchProposer`, which has the last word."""
 
-    rollout_spec_proposer: SuffixProposer
+    row_sampling: RowSampling
+    rollout_spec_proposer: BatchProposer
     drafts: DraftTokenIds | None = None  # for the next step; None: the step had no requests
 
-    def propose_draft_token_ids(self, scheduler_output: Any, *others: Any) -> list[list[int]]:
+    def propose_draft_token_ids(self, scheduler_output: Any, sampled_token_ids: Any, *others: Any) -> Any:
         """Nothing, for the scheduler: it gets what `take_draft_token_ids` gives."""
-        most = self.rollout_spec_proposer.most_model_tokens
-        self.drafter.num_model_tokens = plan_of(scheduler_output).num_drafted(most)
-        return [[] for _ in range(len(super().propose_draft_token_ids(scheduler_output, *others)))]
+        proposer = self.rollout_spec_proposer
+        num = plan_of(scheduler_output).num_drafted(proposer.most_model_tokens)
+        self.drafter.passes = ModelPasses(self.row_sampling, sampled_token_ids, num)
+        drafts = super().propose_draft_token_ids(scheduler_output, sampled_token_ids, *others)
+        proposer.note_passes(passes_for(num))
+        return [[] for _ in range(len(drafts))]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.drafter.passes = self.drafts = None
@@ -179,8 +184,8 @@ def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[
     of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
     # A step for which a model has drafted nothing gets no drafts of the text either.
     next_step = NextStep(of_model, takes_drafts=of_model is not None)
-    nums = np.array(list(map(len, sampled_token_ids)), np.int32)
-    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, proposer.work, next_step)
+    nums, work = np.array(list(map(len, sampled_token_ids)), np.int32), proposer.busiest_work
+    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
 
 
 def check_runner() -> None:
@@ -199,42 +204,45 @@ def check_model_drafter() -> None:
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
-    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
+    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded.
+
+    Of two classes with one method, that which is put later runs first.
+    """
     runner = worker.model_runner
-    sampling = RowSampling(runner)
+    proposer: BatchProposer | None = None
+    catch_up: CatchUp | None = None
+    if config.enabled:
+        proposer = _proposer_for(runner, config)
+        if proposer.drafts_here and current_platform.is_cuda_alike():
+            catch_up = CatchUp(proposer.catch_up)
+    sampling = RowSampling(runner, catch_up.before_wait if catch_up else just_wait)
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
-    proposer = _bind_proposer(runner, config, sampling)
+    if proposer is not None:
+        put_before(NotingRunner, runner, WORK, rollout_spec_proposer=proposer)
+    if catch_up is not None:
+        put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
     if has_model_drafter(runner.vllm_config):
         bind_model_drafter(runner, sampling, proposer)
     if proposer is not None and not current_platform.is_out_of_tree():
         _capture_plain_steps(runner)
 
 
-def _bind_proposer(runner: Any, config: SpecConfig, sampling: RowSampling) -> SuffixProposer | None:
-    """Give our drafter its runner; None: the engine has none."""
-    proposer = getattr(runner, "drafter", None)
-    if drafts_with_model(runner.vllm_config):
-        proposer = SuffixProposer(runner.vllm_config)
-    if not isinstance(proposer, SuffixProposer):
-        return None
+def _proposer_for(runner: Any, config: SpecConfig) -> BatchProposer:
+    """Our proposer, in the place of the one that vLLM has made, unless that is a model's."""
     if runner.lora_config:  # a dummy step has adapters for max_num_seqs rows, each with one draft token
         most = min(config.max_draft_tokens, runner.vllm_config.scheduler_config.max_num_seqs)
         config = dataclasses.replace(config, max_draft_tokens=most)
-    runner.rollout_spec_proposer = proposer
-    proposer.bind(runner, config)
+    proposer = BatchProposer(runner, config)
+    if names_our_proposer(runner.vllm_config):
+        runner.drafter = proposer
     record(LAST_TOKENS)
     runner.effective_drafter_max_model_len = 1 << 31
-    put_before(NotingRunner, runner, WORK)
-    if current_platform.is_cuda_alike() and proposer.drafts_here:
-        catch_up = CatchUp(proposer.catch_up)
-        sampling.before_wait = catch_up.before_wait
-        put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
     return proposer
 
 
-def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixProposer | None) -> None:
+def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: BatchProposer | None) -> None:
     """Let a runner's model draft with the target's noise, and beside our drafter, if the engine has it."""
     check_model_drafter()
     if proposer is None:
@@ -242,15 +250,15 @@ def bind_model_drafter(runner: Any, sampling: RowSampling, proposer: SuffixPropo
         put_before(SharedNoiseModel, runner.drafter, SHARED_NOISE)
     else:
         put_before(TwoDraftersRunner, runner, SHARED_NOISE, row_sampling=sampling)
-        put_before(ModelBesideDrafter, runner.drafter, SHARED_NOISE, suffix_proposer=proposer)
+        put_before(ModelBesideDrafter, runner.drafter, SHARED_NOISE)
 
 
 def _capture_plain_steps(runner: Any) -> None:
-    """Capture full graphs for plain steps: see `cuda_graphs`."""
+    """Capture full graphs for plain steps: see `both_runners.cuda_graphs`."""
     if runner.model_config.is_hybrid:
         put_before(PromptsRunner, runner, PROMPTS)
     if has_plain_graphs(runner):
         if runner.vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning("rollout_spec: %s", refusals.WITHOUT_GRAPHS)
+            logger.warning("rollout_spec: %s", WITHOUT_GRAPHS)
         record(GRAPHS)
         runner.uniform_decode_query_len = runner.cudagraph_dispatcher.uniform_decode_query_len = 1

@@ -9,6 +9,7 @@ vLLM's.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,14 @@ ENGINE_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
-    """Gives a model runner's samplers a `RowGenerators`, step by step."""
+    """Gives a model runner's samplers a `RowGenerators`, step by step.
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    before_wait: called before the host waits for the device.
+    """
+
+    def __init__(self, runner: Any, before_wait: Callable[[], None] = just_wait) -> None:
+        self._runner, self._before_wait = runner, before_wait
         self._keys = keys_of(runner)
-        self.before_wait = just_wait  # called before the host waits for the device
 
     def install(self) -> None:
         """Stand before the runner's samplers; once in a runner's life. Raises PatchError; RuntimeError: the
@@ -68,7 +71,7 @@ class RowSampling:
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
         # comes in chunks: it sets the generator back, and a CPU generator has no offset.
         self._runner.input_batch.generators.clear()
-        return RowGenerators(coupled.StepNoise(*rows, num_draft_tokens, self.before_wait))
+        return RowGenerators(coupled.StepNoise(*rows, num_draft_tokens, self._before_wait))
 
     def keys_and_positions(self, num_rows: int) -> tuple[list[int], npt.NDArray[np.int32]]:
         """Of each row of the step that runs: its key, and the position of the first token that it samples."""

@@ -9,43 +9,47 @@ from rollout_spec.drafting.drafts import TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.mrv2.arrivals import Arrival
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 
-class ArrivalQueue(deque[Arrival]):
-    """The steps whose tokens the host's batch does not have yet, the oldest first.
+class ArrivalQueue:
+    """The steps whose tokens the host's batch does not have yet.
 
     A failure costs the drafts, not the rollout: the batch is wrong then, and nothing is said of its rows.
     """
 
-    def __init__(self, batch: HostBatch, proposer: SuffixProposer) -> None:
-        super().__init__()
+    def __init__(self, batch: HostBatch, proposer: BatchProposer) -> None:
+        self._arrivals = deque[Arrival]()  # the oldest first
         self._batch, self._proposer, self._has_failed = batch, proposer, False
         self.answer = Drafts.none(0)  # the drafter's last
+
+    def add(self, arrival: Arrival) -> None:
+        """A step's tokens are on their way."""
+        self._arrivals.append(arrival)
 
     def change_requests(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner takes them in."""
         try:
             self._batch.change(scheduler_output)
             # One that was preempted and is back at once: its scheduler drops what is on its way to it.
-            for arrival in self:
+            for arrival in self._arrivals:
                 arrival.forget({request.req_id for request in scheduler_output.scheduled_new_reqs})
         except Exception as error:
             self._fail(error)
 
     def take_in(self, all_but: int = 0) -> None:
         """Index the tokens of all steps but the last `all_but`, and draft nothing after them."""
-        while len(self) > all_but:
-            self._draft_after(self.popleft(), TAKES_NONE)
+        while len(self._arrivals) > all_but:
+            self._draft_after(self._arrivals.popleft(), TAKES_NONE)
 
     def draft_for_rows(self, next_step: NextStep) -> tuple[list[str], Drafts]:
         """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
         A model's drafts are not in `next_step`: they come with the tokens."""
         self.take_in(all_but=1)
         names = [*self._batch.input_batch.req_ids]
-        if not self:
+        if not self._arrivals:
             return names, Drafts.none(len(names))
-        return names, self._draft_after(self.popleft(), next_step)
+        return names, self._draft_after(self._arrivals.popleft(), next_step)
 
     def draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
         """The same for requests that have so much room; and how many tokens each has, None: nobody knows."""

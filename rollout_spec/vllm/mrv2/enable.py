@@ -31,7 +31,7 @@ def offer_mrv2() -> None:
 
     @wrap(VllmConfig, name, _OFFER)
     def with_our_drafter(unsupported_features: Any, self: Any) -> list[str]:
-        from rollout_spec.vllm.checks import unsupported_on_mrv2
+        from rollout_spec.vllm.refusals.checks import unsupported_on_mrv2
 
         unsupported: list[str] = unsupported_features(self)
         if not names_our_proposer(self):

@@ -1,14 +1,15 @@
 """Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
-`cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens in each row.
-vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24 learns it
-(`graphs_24`). Graphs of plain steps are tried first: in a graph for K + 1 tokens a row, attention takes
+`both_runners.cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens
+in each row. vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24
+learns it (`graphs_24`). Graphs of plain steps are tried first: in one for K + 1 tokens a row, attention takes
 kernels that are slower for one token (Triton's without a split of the KV cache, which 0.33's have up to 8
 tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 """
 
 import contextlib
 import inspect
+import weakref
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -19,10 +20,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, misfit, put_before, temporarily, wrap
-from rollout_spec.vllm import refusals
-from rollout_spec.vllm.cuda_graphs import has_plain_graphs
+from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.mrv2 import graphs_24
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -64,13 +65,13 @@ def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
         if not HAS_QUERY_LENS:
             longest = runner.decode_query_len
             put_before(graphs_24.PlanningState, runner.model_state, GRAPHS, longest_query_len=longest)
-            manager.rollout_spec_state = runner.model_state
+            graphs_24.planning[manager] = runner.model_state
         num = add_graphs(manager, runner.decode_query_len)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return
     logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_no_graphs}")
     if manager.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        logger.warning_once(f"rollout_spec: {refusals.WITHOUT_GRAPHS}")
+        logger.warning_once(f"rollout_spec: {WITHOUT_GRAPHS}")
 
 
 def _why_no_graphs(runner: Any) -> str | None:
@@ -94,13 +95,13 @@ def _why_no_graphs(runner: Any) -> str | None:
 
 def add_graphs(manager: Any, query_len: int) -> int:
     """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many."""
-    most_rows, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
+    most_reqs, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
     kind = {"max_query_len": query_len} if HAS_QUERY_LENS else {"uniform_token_count": graphs_24.VARYING}
     num, last, sizes = 0, 0, manager.compilation_config.cudagraph_capture_sizes
-    for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_rows * query_len)):
-        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_rows), **kind)
+    for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_reqs * query_len)):
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_reqs), **kind)
         captured.append(desc)
-        for key in ((num, 0) for num in range(last + 1, size + 1)):
+        for key in ((num_tokens, 0) for num_tokens in range(last + 1, size + 1)):
             # Full ones first: that is how vLLM tries them.
             both = [*manager._candidates.get(key, []), desc]
             manager._candidates[key] = sorted(both, key=lambda desc: desc.cg_mode != CUDAGraphMode.FULL)
@@ -124,6 +125,15 @@ def few_sizes(sizes: list[int]) -> list[int]:
     return chosen[1:]
 
 
+# Managers of runners whose step has a prompt's chunk: vLLM asks for a graph by the manager alone.
+_with_prompt: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_prompt(manager: Any, has_prompt: bool) -> None:
+    """Whether the step that a runner with this manager begins has a prompt's chunk."""
+    (_with_prompt.add if has_prompt else _with_prompt.discard)(manager)
+
+
 def patch_dispatch() -> None:
     """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
     if not HAS_QUERY_LENS:
@@ -132,6 +142,6 @@ def patch_dispatch() -> None:
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(cudagraph_manager, "rollout_spec_has_prompt", False):  # set by `GraphsRunner`
+        if cudagraph_manager in _with_prompt:
             kwargs["max_query_len"] = None
         return dispatch(cudagraph_manager, *args, **kwargs)

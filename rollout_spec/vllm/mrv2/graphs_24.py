@@ -7,6 +7,7 @@ piece.
 """
 
 import dataclasses
+import weakref
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from rollout_spec.patches import Patch, temporarily, wrap
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 
 VARYING = -1
 
@@ -27,10 +28,7 @@ class VaryingRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: Any) -> None:
         super().update_requests(scheduler_output)
-        self.cudagraph_manager.rollout_spec_step = (
-            self.req_states,
-            scheduler_output,
-        )  # which may get its drafts later
+        _steps[self.cudagraph_manager] = self.req_states, scheduler_output  # which may get its drafts later
 
     def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
         batch = super().prepare_inputs(scheduler_output, batch_desc)
@@ -61,6 +59,12 @@ class PlanningState(ModelState):
         return super().prepare_attn(input_batch, *others, **more)
 
 
+# By a runner's manager, which is all that vLLM hands to what is patched below: what plans its attention; and
+# the step that it has taken in, with the states of its requests.
+planning: weakref.WeakKeyDictionary[Any, PlanningState] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+
+
 def patch_dispatch(patch: Patch) -> None:
     """Let the manager of a runner capture and find graphs of ours."""
 
@@ -69,10 +73,8 @@ def patch_dispatch(patch: Patch) -> None:
         dispatch: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if getattr(cudagraph_manager, "rollout_spec_step", None) is not None:
-            if _varies(*cudagraph_manager.rollout_spec_step):
-                uniform_token_count = VARYING
-            cudagraph_manager.rollout_spec_step = None  # a dummy run comes without `update_requests`
+        if cudagraph_manager in _steps and _varies(*_steps.pop(cudagraph_manager)):  # not in a dummy run
+            uniform_token_count = VARYING
         return dispatch(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
     @wrap(CudaGraphManager, "capture", patch)
@@ -80,7 +82,7 @@ def patch_dispatch(patch: Patch) -> None:
         def create_planned(desc: Any, warmup: bool) -> Any:
             if desc.uniform_token_count != VARYING:
                 return create_forward_fn(desc, warmup)
-            with temporarily(self.rollout_spec_state, "is_captured", True):
+            with temporarily(planning[self], "is_captured", True):
                 return create_forward_fn(desc, warmup)
 
         return capture(self, create_planned, *args, **kwargs)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.drafting.drafts import ModelDrafts
-from rollout_spec.vllm.live_requests import max_level_of
+from rollout_spec.vllm.proposing.live_requests import max_level_of
 
 
 class AppendPlaces(NamedTuple):
@@ -30,7 +30,6 @@ class HostBatch:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.parallel_config = runner.parallel_config
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         # Untouched pages take no memory.
@@ -41,11 +40,6 @@ class HostBatch:
     @property
     def max_model_len(self) -> int:
         return int(self._runner.max_model_len)
-
-    @property
-    def cudagraph_manager(self) -> Any:
-        """The runner's, by which `OtherRanks` knows whose step vLLM tells of."""
-        return self._runner.cudagraph_manager
 
     def change(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step."""

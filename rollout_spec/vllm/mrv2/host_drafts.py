@@ -19,7 +19,7 @@ from rollout_spec.vllm.mrv2.arrival_queue import ArrivalQueue
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
 from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.room import drafts_in, fill_room, room_in
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
@@ -37,8 +37,8 @@ class RunningStep:
     """The step that runs, from `begin_step` to `report`."""
 
     plan: Plan
+    output: Any  # the runner's own SchedulerOutput; None once its drafts are in it
     num_model_tokens: int  # that a model drafts in it for every row; 0: its first pass drafts nothing
-    output: Any = None  # the runner's own SchedulerOutput, until its drafts are in it
     nums_drafts: dict[str, int] = dataclasses.field(default_factory=dict)  # of requests that have some
     model_drafts: tuple[torch.Tensor, ...] = ()  # the tokens after it and their log-odds; empty: none
 
@@ -56,11 +56,11 @@ class DraftsForScheduler:
 
 
 class HostDrafts:
-    """Drafts of `SuffixProposer` for the rows of a runner.
+    """Drafts of `BatchProposer` for the rows of a runner.
 
-    In a step vLLM calls `begin_step`, `note_step`, `give_drafts`, `no_drafts` and `report`, in this order; a
-    model's speculator calls `take_model_drafts` before `no_drafts`. After `report` the step's tokens are on
-    their way: an `Arrival`. The host waits for it, and drafts after it,
+    In a step the runner calls `begin_step`, its block tables `give_drafts`, its speculator `no_drafts` (and a
+    model's `take_model_drafts` before), and the runner `report`. Then the step's tokens are on their way: an
+    `Arrival`. The host waits for it, and drafts after it,
 
     - in `report` itself, if the scheduler waits;
     - in the next step's `give_drafts`, if that step has room for drafts;
@@ -69,11 +69,10 @@ class HostDrafts:
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
         self._runner, batch = runner, HostBatch(runner)
-        self.proposer = SuffixProposer(runner.vllm_config)
+        self.proposer = BatchProposer(runner, config, batch, lambda: self._arrivals.take_in())
         self._arrivals = ArrivalQueue(batch, self.proposer)
-        self.proposer.bind(batch, config, self._arrivals.take_in)
         self.launching = threading.Lock()  # held while a step begins that waits for drafts
-        self.step = RunningStep(Plan(), self.proposer.most_model_tokens)
+        self.step = RunningStep(Plan(), None, self.proposer.most_model_tokens)
         self._num_tokens = config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
         self._sent = torch.zeros(
@@ -83,15 +82,13 @@ class HostDrafts:
         runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """The requests that go and come with a step; before the runner takes them in."""
+        """The requests that go and come with a step; before the runner takes them in. The output is the
+        runner's own: `give_drafts` puts drafts into it."""
         plan = plan_of(scheduler_output)
-        self.step = RunningStep(plan, plan.num_drafted(self.proposer.most_model_tokens))
+        num_model_tokens = plan.num_drafted(self.proposer.most_model_tokens)
+        self.step = RunningStep(plan, scheduler_output, num_model_tokens)
         self._arrivals.take_in(plan.num_in_flight or 0)
         self._arrivals.change_requests(scheduler_output)
-
-    def note_step(self, scheduler_output: Any) -> None:
-        """The runner has taken in this step. The output is its own: `give_drafts` puts drafts into it."""
-        self.step.output = scheduler_output
 
     def give_drafts(self) -> None:
         """Put a step's drafts where the runner reads them, before it reads how long the rows are; once."""
@@ -108,7 +105,7 @@ class HostDrafts:
             if self.step.nums_drafts:
                 self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
                 self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
-        self.proposer.note_work(output, has_waited=self.step.plan.room > 0)
+        self.proposer.note_scheduled(output, has_waited=self.step.plan.room > 0)
 
     def _fill(self, output: Any, rows: npt.NDArray[np.int64]) -> Drafts:
         """Fill the room of requests, which have these rows of the runner; returns their drafts."""
@@ -145,8 +142,8 @@ class HostDrafts:
         step, self._for_scheduler.drafts = self.step, None
         if isinstance(output, AsyncOutput) and self.proposer.drafts_here:
             to_host = self._runner.output_copy_stream
-            arrival = Arrival(output, self.proposer.work, to_host, step.model_drafts)
-            self._arrivals.append(arrival)
+            arrival = Arrival(output, self.proposer.busiest_work, to_host, step.model_drafts)
+            self._arrivals.add(arrival)
             put_before(TimedOutput, output, SPECULATOR, arrival=arrival, launching=self.launching)
             if not step.plan.is_ahead:
                 names, drafts = self._arrivals.draft_for_rows(TAKES_ANY)

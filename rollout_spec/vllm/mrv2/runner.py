@@ -23,14 +23,14 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
+from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.keys import RequestKeys, keys_of
-from rollout_spec.vllm.logits import log_memory, most_rows
 from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
 from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
-from rollout_spec.vllm.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(
@@ -71,7 +71,7 @@ class KeyedRunner(GPUModelRunner):
 
 
 # Before GPUModelRunner, 2: _dummy_sampler_run, initialize_kv_cache, _dummy_run, execute_model, add_requests,
-# update_requests, sample_tokens
+# sample_tokens
 class DraftingRunner(GPUModelRunner):
     """Its drafts come from the host."""
 
@@ -82,8 +82,8 @@ class DraftingRunner(GPUModelRunner):
         # vLLM profiles a row of logits for each request.
         super()._dummy_sampler_run(hidden_states)
         vllm_config, config = self.vllm_config, self.host_drafts.proposer.config
-        self.sample(hidden_states, longest_step(self, most_rows(vllm_config, config)), None)
-        log_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
+        self.sample(hidden_states, longest_step(self, most_logit_rows(vllm_config, config)), None)
+        log_logit_memory(vllm_config, config, self.structured_outputs_worker.grammar_bitmask)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         with graphs.for_plain_steps(self):
@@ -106,10 +106,6 @@ class DraftingRunner(GPUModelRunner):
     def add_requests(self, scheduler_output: Any) -> None:
         self.host_drafts.begin_step(scheduler_output)
         super().add_requests(scheduler_output)
-
-    def update_requests(self, scheduler_output: Any) -> None:
-        super().update_requests(scheduler_output)
-        self.host_drafts.note_step(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         return self.host_drafts.report(super().sample_tokens(grammar_output))
@@ -138,7 +134,7 @@ class GraphsRunner(GPUModelRunner):
             gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
         if self.cudagraph_manager is not None:
             state = gathered[0]  # None of no batch
-            self.cudagraph_manager.rollout_spec_has_prompt = state is not None and state.has_prefill
+            graphs.note_prompt(self.cudagraph_manager, state is not None and state.has_prefill)
         return gathered
 
     def prepare_inputs(
@@ -167,7 +163,7 @@ class ForgettingWorker(WorkerBase):
             proposer, settings = runner.host_drafts.proposer, runner.scheduler_config
             # vLLM's requests have K drafts each: more rows of logits than any step of ours, or the profile.
             few = copy.copy(settings)
-            most = most_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
+            most = most_logit_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
             with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()

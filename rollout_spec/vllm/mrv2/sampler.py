@@ -15,9 +15,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
+from rollout_spec.vllm.both_runners.patch_reasons import WHY_COUPLED
 from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.mrv2 import sampler_24, signatures
-from rollout_spec.vllm.reasons import WHY_COUPLED
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -67,7 +67,7 @@ class CoupledVerifier(RejectionSampler):
         given = dict(zip(signatures.VERIFY_NAMES, values, strict=True))
         # Before 0.32 nothing tells the placeholders of a padded request from drafts. They are tokens that the
         # row had before, and the model has read them: one that is right may stay.
-        return coupled_verify(self, {"verify_draft_sampled": given["draft_sampled"], **given})
+        return verify_by_sampling(self, {"verify_draft_sampled": given["draft_sampled"], **given})
 
 
 # Before RejectionSampler, 1: __call__
@@ -75,13 +75,13 @@ class CoupledVerifier24(RejectionSampler):
     """The same on vLLM 0.24."""
 
     def __call__(self, logits: Any, input_batch: Any, draft_logits: Any = None) -> SamplerOutput:
-        return sampler_24.verify_in_pieces(self, coupled_verify, logits, input_batch)
+        return sampler_24.verify_in_pieces(self, verify_by_sampling, logits, input_batch)
 
 
 _VERIFIER = CoupledVerifier if signatures.HAS_VERIFY else CoupledVerifier24
 
 
-def coupled_verify(
+def verify_by_sampling(
     verifier: RejectionSampler, given: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """In place of vLLM's verification: what plain steps would draw, as far as the draft is the same.

@@ -27,7 +27,7 @@ _OF_OUTPUT = ("sampled_token_ids", "num_nans", "num_sampled", "num_rejected")
 def verify_in_pieces(
     verifier: RejectionSampler, verify: Callable[..., Any], logits: torch.Tensor, input_batch: Any
 ) -> SamplerOutput:
-    """What `RejectionSampler.__call__` gives; verify: `sampler.coupled_verify`."""
+    """What `RejectionSampler.__call__` gives; verify: `sampler.verify_by_sampling`."""
     outputs = []
     for part, batch in _pieces(logits, input_batch):
         found = verify(verifier, {"logits": part, **_inputs_of(batch)})

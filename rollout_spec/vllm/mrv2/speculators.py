@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from rollout_spec.drafting.drafts import passes_for
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before, record, temporarily
 from rollout_spec.verification import coupled
+from rollout_spec.vllm.both_runners.patch_reasons import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
-from rollout_spec.vllm.reasons import WHY_SHARED_NOISE
 
 SHARED_NOISE = Patch(
     name="vllm-mrv2-shared-noise",
@@ -68,7 +68,7 @@ def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> N
 
 
 class SuffixSpeculator(BaseSpeculator):
-    """A speculator whose drafts are those of `SuffixProposer`."""
+    """A speculator whose drafts are those of `BatchProposer`."""
 
     host: HostDrafts  # given to it when the runner is there
     supports_mm_inputs = False
@@ -115,7 +115,7 @@ class SharedNoiseModel(DraftModelSpeculator):
 
 # Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
 class ModelBesideDrafter(SharedNoiseModel):
-    """A model that drafts beside `SuffixProposer`, which has the last word.
+    """A model that drafts beside `BatchProposer`, which has the last word.
 
     Its first pass is that of every step, which keeps its KV cache complete. The others are left out where
     the next step is to have no drafts, or they do not pay: the scheduler tells all ranks, which must run the

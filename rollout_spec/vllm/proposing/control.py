@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.drafting.drafter import Drafter
 from rollout_spec.drafting.history_pieces import HistoryError
-from rollout_spec.vllm.proposer import SuffixProposer
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,7 +36,7 @@ class ProposerControl:
     Arguments and results are what vLLM can send between processes. An `Ended` comes as a list.
     """
 
-    def __init__(self, proposer: SuffixProposer) -> None:
+    def __init__(self, proposer: BatchProposer) -> None:
         self._proposer = proposer
         self._pieces: Iterator[bytes] = iter(())  # of what was asked for last, still to be handed on
 

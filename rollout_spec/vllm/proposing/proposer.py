@@ -1,11 +1,10 @@
-"""vLLM's custom proposer: hands the engine's batch to the drafter, step by step. An adapter, no algorithm."""
+"""Hands the engine's batch to the drafter, step by step, and the drafts back. An adapter, no algorithm."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
@@ -15,66 +14,47 @@ from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
-from rollout_spec.vllm.cuda_graphs import pads_drafts
-from rollout_spec.vllm.kept_counters import KeptCounters
-from rollout_spec.vllm.live_requests import LiveRequests
+from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
 from rollout_spec.vllm.options import drafts_with_model
-from rollout_spec.vllm.other_ranks import OtherRanks
+from rollout_spec.vllm.proposing.kept_counters import KeptCounters
+from rollout_spec.vllm.proposing.live_requests import LiveRequests
+from rollout_spec.vllm.proposing.other_ranks import OtherRanks
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-class SuffixProposer:
-    """The class that `speculative_config={"method": "custom_class", "model": PROPOSER, ...}` names.
+class BatchProposer:
+    """What drafts for the rows of a model runner; on MRV1 vLLM asks it as it asks its own.
 
-    Its options are `additional_config["rollout_spec"]`, the fields of `SpecConfig`; the number of draft
-    tokens is vLLM's `num_speculative_tokens`. What a request says of itself: see `keys`.
-
-    Of an engine core's workers only the one whose drafts the scheduler takes has a drafter: `drafts_here`.
+    Args:
+        runner: vLLM's, before it loads its model.
+        batch: what has the requests and their rows, with MRV2 its `HostBatch`; None: the runner itself.
+        index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._vllm_config = vllm_config
+    def __init__(
+        self, runner: Any, config: SpecConfig, batch: Any = None,
+        index_arrivals: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._runner, self._batch = runner, runner if batch is None else batch
+        self.config, self.index_arrivals = config, index_arrivals
         # vLLM's scheduler takes the drafts of the first tensor-parallel rank of an engine core; the others
         # get them back from it. Data-parallel ranks are engine cores of their own. With an external launcher
         # every worker has a scheduler, which must decide as the others' do.
-        parallel = vllm_config.parallel_config
+        parallel = runner.vllm_config.parallel_config
         has_one_scheduler = parallel.distributed_executor_backend in ("mp", "ray", "uni")
         self.drafts_here = not has_one_scheduler or parallel.rank % parallel.tensor_parallel_size == 0
-        self.drafter: Drafter | None = None  # None before `bind`, if not `drafts_here`, or if it has failed
-        self._other_ranks = OtherRanks(vllm_config)
-        self._work: Work | None = None
-        self._runner: Any = None  # MRV1, or `HostBatch` in the place of MRV2; once there is one
-        self.config = SpecConfig()
-        self.index_arrivals: Callable[[], object] = lambda: None
         # The most that a model drafts for a row beside the text; 0: there is no model.
-        self.most_model_tokens = 0
+        self.most_model_tokens = config.most_model_tokens if drafts_with_model(runner.vllm_config) else 0
+        self.drafter = self.new_drafter()  # None: not `drafts_here`, or it has failed
         self.requests = LiveRequests()
         self._counters = KeptCounters()
-
-    def bind(
-        self, runner: Any, config: SpecConfig, index_arrivals: Callable[[], object] = lambda: None
-    ) -> None:
-        """Give the proposer what vLLM does not (`plugin`); once, before the engine loads its model.
-
-        index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
-        """
-        self._runner, self.config, self.index_arrivals = runner, config, index_arrivals
-        self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
-        self.drafter = self._new_drafter()
+        self._other_ranks = OtherRanks(runner)
+        self._own_work: Work | None = None  # of the step that runs
         if self.drafts_here:
             logger.info("rollout_spec: drafting is active in this engine: %s", config.to_dict())
-            if runner.parallel_config.data_parallel_size > 1:
-                self._other_ranks.watch(runner)
-
-    def load_model(self, *_: Any, **__: Any) -> None:
-        """There is no model to load; the last moment before serving to see that the plugin has run."""
-        if self._runner is None:
-            raise RuntimeError(
-                "rollout_spec: vLLM did not load the plugin 'rollout_spec' in this process, so the drafter "
-                "does not know the requests of its rows. Let VLLM_PLUGINS name it or leave that variable "
-                "unset, and run `rollout-spec doctor`."
-            )
+            if parallel.data_parallel_size > 1:
+                self._other_ranks.watch()
 
     @contextlib.contextmanager
     def without_drafter(self) -> Iterator[None]:
@@ -83,16 +63,20 @@ class SuffixProposer:
             yield
             self.take_counters()
 
-    def _new_drafter(self) -> Drafter | None:
+    def new_drafter(self) -> Drafter | None:
+        """A drafter that has seen nothing, where this worker is to have one."""
         if not self.drafts_here:
             return None
+        vllm_config = self._runner.vllm_config
         return Drafter(
-            self.config, pads_drafts=pads_drafts(self._vllm_config), most_model_tokens=self.most_model_tokens,
-            vocab_size=self._vllm_config.model_config.get_vocab_size(),
+            self.config, pads_drafts=pads_drafts(vllm_config), most_model_tokens=self.most_model_tokens,
+            vocab_size=vllm_config.model_config.get_vocab_size(),
         )  # fmt: skip
 
-    def dummy_run(self, *_: Any, **__: Any) -> None:
-        """vllm-ascend runs a drafter's model where it runs the target's without requests; there is none."""
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is no model to load, nor to run without requests, as vllm-ascend asks by `dummy_run`."""
+
+    dummy_run = load_model
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Int32Array, token_ids_cpu: Int32Array,
@@ -105,18 +89,19 @@ class SuffixProposer:
         token_ids_cpu: int32 [max_num_reqs, max_model_len], the tokens of each row.
         """
         nums = np.array(list(map(len, sampled_token_ids)), np.int32)
-        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, self.work).lists()
+        return self.draft(nums, token_ids_cpu, num_tokens_no_spec, self.busiest_work).lists()
 
-    def note_work(self, scheduler_output: Any, has_waited: bool = False) -> None:
+    def note_scheduled(self, scheduler_output: Any, has_waited: bool = False) -> None:
         """A step begins with this output of the scheduler; has_waited: for its drafts, if there are some."""
         nums, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         num_tokens, num_drafts = scheduler_output.total_num_scheduled_tokens, sum(map(len, drafts.values()))
-        self._work = Work(num_tokens, num_tokens - num_drafts - len(nums), has_waited or num_drafts > 0)
+        num_prompt_tokens = num_tokens - num_drafts - len(nums)
+        self._own_work = Work(num_tokens, num_prompt_tokens, has_waited or num_drafts > 0)
 
     @property
-    def work(self) -> Work | None:
+    def busiest_work(self) -> Work | None:
         """What the step that runs processes, on the busiest rank; None: nobody has noted it."""
-        return self._other_ranks.of_busiest(self._work)
+        return self._other_ranks.of_busiest(self._own_work)
 
     def draft(
         self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, work: Work | None,
@@ -128,8 +113,8 @@ class SuffixProposer:
         """
         try:
             if self.drafter is not None:
-                self.requests.update(self.drafter, self._runner)
-                request_ids: list[str] = self._runner.input_batch.req_ids
+                self.requests.update(self.drafter, self._batch)
+                request_ids: list[str] = self._batch.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
@@ -171,6 +156,6 @@ class SuffixProposer:
         return self._counters.take(self.drafter)
 
 
-def proposer_of(runner: Any) -> SuffixProposer | None:
-    """The proposer of a model runner, once it is bound; None: the engine has none."""
+def proposer_of(runner: Any) -> BatchProposer | None:
+    """The proposer of a model runner, once the plugin has bound it; None: the engine has none."""
     return getattr(runner, "rollout_spec_proposer", None)

@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.config import VllmConfig
-
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.patches import Patch, wrap
 
@@ -26,16 +24,18 @@ MRV2_DISPATCH = "dispatch_cg_and_sync_dp"
 class OtherRanks:
     """The steps of the ranks, as a worker sees them."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._is_mrv2 = runner, runner.vllm_config.use_v2_model_runner
         self._num_steps = 0
         self._most_tokens: int | None = None  # None: not known, as with a platform's own model runner
-        self._is_mrv2, self._compilation = vllm_config.use_v2_model_runner, vllm_config.compilation_config
-        self._runner: Any = None
 
-    def watch(self, runner: Any) -> None:
-        """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way.
-        By the runner's `cudagraph_manager` (MRV2) or `parallel_config` we know whom it tells."""
-        self._runner = runner
+    @property
+    def _told_by(self) -> Any:
+        """What vLLM names this worker by where it tells the numbers: an object of its runner's."""
+        return self._runner.cudagraph_manager if self._is_mrv2 else self._runner.parallel_config
+
+    def watch(self) -> None:
+        """Look at what vLLM tells a worker of this process; a PatchError if it tells it in another way."""
         _watching.add(self)
         if self._is_mrv2:
             from vllm.v1.worker.gpu import model_runner
@@ -46,7 +46,7 @@ class OtherRanks:
                 *args: Any, **kwargs: Any,
             ) -> Any:  # fmt: skip
                 result = coordinate(cudagraph_manager, num_reqs, num_tokens, *args, **kwargs)
-                return _tell("cudagraph_manager", cudagraph_manager, num_tokens, result)
+                return _tell(cudagraph_manager, num_tokens, result)
         else:
             from vllm.v1.worker import gpu_model_runner
 
@@ -55,14 +55,14 @@ class OtherRanks:
                 coordinate: Any, num_tokens_unpadded: int, *args: Any, parallel_config: Any, **kwargs: Any
             ) -> Any:
                 result = coordinate(num_tokens_unpadded, *args, parallel_config=parallel_config, **kwargs)
-                return _tell("parallel_config", parallel_config, num_tokens_unpadded, result)
+                return _tell(parallel_config, num_tokens_unpadded, result)
 
     def note(self, num_own: int, agreed: Any) -> None:
         """`num_own`: this rank's tokens in the next step; `agreed`: what vLLM tells of all."""
         if agreed is not None:  # else no rank has a token
             nums_tokens = getattr(agreed, "num_tokens_across_dp", agreed)  # MRV2's, from vLLM 0.29 on
             self._num_steps += 1
-            graphs = self._compilation.cudagraph_capture_sizes or ()
+            graphs = self._runner.vllm_config.compilation_config.cudagraph_capture_sizes or ()
             self._most_tokens = most_tokens(num_own, int(nums_tokens.max()), graphs)
 
     def of_busiest(self, work: Work | None) -> Work | None:
@@ -76,10 +76,10 @@ class OtherRanks:
 _watching: weakref.WeakSet[OtherRanks] = weakref.WeakSet()
 
 
-def _tell(name: str, owned: Any, num_own: int, result: Any) -> Any:
-    """Tell those of a model runner that has `owned` under this name."""
+def _tell(told_by: Any, num_own: int, result: Any) -> Any:
+    """Hand on what vLLM has told to the worker that it names by this object."""
     for each in list(_watching):
-        if getattr(each._runner, name, None) is owned:
+        if each._told_by is told_by:
             each.note(num_own, result[1])
     return result
 

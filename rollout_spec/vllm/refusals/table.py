@@ -152,10 +152,10 @@ def refuse(facts: Mapping[str, Any], model: str, engine: str = "") -> None:
             raise ConfigError(f"{where}: {refusal.why.format(found=found)}")
 
 
-def of_our_drafter(
+def facts_both_see(
     config: SpecConfig, policy: str | None, has_own_runner: bool, longest_piece: int | None
 ) -> dict[str, Any]:
-    """The facts of an engine with our drafter.
+    """The facts of an engine with our drafter that the driver sees as an engine does.
 
     policy: its architecture, if it has recurrent layers.
     has_own_runner: whether the platform has, as NPUs have.

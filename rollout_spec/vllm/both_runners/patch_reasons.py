@@ -1,4 +1,4 @@
-"""Why both model runners are patched."""
+"""The reasons of the patches that both model runners need."""
 
 WHY_COUPLED = (
     "rejection sampling needs noise that a plain step does not, so the same seed gives other tokens with "

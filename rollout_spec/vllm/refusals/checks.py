@@ -16,12 +16,12 @@ from rollout_spec.drafting.corpus import read_corpus
 from rollout_spec.drafting.index import make_index
 from rollout_spec.patches import PatchError
 from rollout_spec.vllm.ascend import PARTIAL_LOGITS
-from rollout_spec.vllm.logits import most_rows
+from rollout_spec.vllm.both_runners.logit_rows import most_logit_rows
 from rollout_spec.vllm.options import engine_options, has_model_drafter
-from rollout_spec.vllm.refusals import OWN_RUNNER, of_our_drafter, refuse
+from rollout_spec.vllm.refusals.table import OWN_RUNNER, facts_both_see, refuse
 from rollout_spec.vllm.versions import frees_keys_early, is_before
 
-_TRAINED = "original_max_position_embeddings"
+_TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def check_options(vllm_config: VllmConfig) -> None:
@@ -83,7 +83,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: SpecConfig) -> None:
     if config.enabled:  # first: what follows asks vLLM's own code, which a newer one may not have
         model, longest = vllm_config.model_config, vllm_config.scheduler_config.long_prefill_token_threshold
         policy = model.architecture if model.is_hybrid or model.is_attention_free else None
-        refuse(of_our_drafter(config, policy, current_platform.is_out_of_tree(), longest), option)
+        refuse(facts_both_see(config, policy, current_platform.is_out_of_tree(), longest), option)
     misfit = mrv2_misfit() if is_mrv2 else None
     facts = {
         "misfit": misfit and not has_model and SimpleNamespace(method=config.method, why=misfit),
@@ -112,7 +112,7 @@ def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[s
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model, graphs = vllm_config.model_config, vllm_config.compilation_config.cudagraph_mode
     policy, is_mrv2 = model.is_hybrid and model.architecture, vllm_config.use_v2_model_runner
-    has_lossy_kernels = policy and current_platform.is_cpu() and _loses_drafts(model)
+    has_lossy_kernels = policy and current_platform.is_cpu() and _kernels_lack_counts(model)
     num_stages = parallel.pipeline_parallel_size
     num_parts = getattr(parallel, "prefill_context_parallel_size", 1)
     is_launched = parallel.distributed_executor_backend == "external_launcher"
@@ -146,7 +146,7 @@ def _facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, An
         "adapters": vllm_config.lora_config is not None and "enable_lora",
         "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
         "few_positions": num_positions < most and SimpleNamespace(most=num_positions, asked=most),
-        "ahead": vllm_config.scheduler_config.async_scheduling and _loses_ahead(vllm_config),
+        "ahead": vllm_config.scheduler_config.async_scheduling and _bar_to_ahead(vllm_config),
         "parallel_drafting": speculative.parallel_drafting,
         "adaptive": getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
         "local_argmax": speculative.use_local_argmax_reduction,
@@ -176,13 +176,15 @@ def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> SimpleNamespace
     """max_num_batched_tokens, and the most that 0.24's MRV2 can count the logits of, if that is less."""
     scheduler, k = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
     given, most = scheduler.max_num_batched_tokens, (2**31 - 1) // vllm_config.model_config.get_vocab_size()
-    rows = most_rows(vllm_config, config) if config.enabled else min(given, scheduler.max_num_seqs * (1 + k))
+    rows = min(given, scheduler.max_num_seqs * (1 + k))
+    if config.enabled:
+        rows = most_logit_rows(vllm_config, config)
     is_wide = rows > most and vllm_config.use_v2_model_runner and is_before(29)
     return SimpleNamespace(asked=given, most=most) if is_wide else None
 
 
-def _loses_ahead(vllm_config: VllmConfig) -> str | None:
-    """What a model cannot draft beside, if steps are scheduled ahead; None: anything."""
+def _bar_to_ahead(vllm_config: VllmConfig) -> str | None:
+    """What keeps a model from drafting where steps are scheduled ahead; None: nothing."""
     if not vllm_config.use_v2_model_runner:
         return "vLLM's MRV1"
     return "a sliding window before vLLM 0.29" if frees_keys_early(vllm_config.model_config) else None
@@ -199,13 +201,13 @@ def _growing_rope(model: Any) -> SimpleNamespace | None:
     grow = [one for one in ropes if re.search("dynamic|longrope", str(one.get("rope_type", one.get("type"))))]
     if not grow or not model.using_transformers_backend():
         return None
-    trained = getattr(text, _TRAINED, None) or text.max_position_embeddings
-    most = min(one.get(_TRAINED) or trained for one in grow)
+    trained = getattr(text, _TRAINED_LENGTH, None) or text.max_position_embeddings
+    most = min(one.get(_TRAINED_LENGTH) or trained for one in grow)
     asked = model.max_model_len
     return SimpleNamespace(asked=asked, most=most) if asked > most else None
 
 
-def _loses_drafts(model: Any) -> bool:
+def _kernels_lack_counts(model: Any) -> bool:
     """Whether vLLM's recurrent kernels for CPUs are not told how many draft tokens were accepted."""
     if model.architecture.startswith("Qwen3"):  # which has none in float32: our tests replace the layers
         return str(model.dtype) in ("torch.float16", *(["torch.bfloat16"] if is_before(33) else []))
