@@ -182,7 +182,7 @@ def interrupted(llm, name, runner):
     late: so the gate has closed.
     """
     engine, tokens = llm.llm_engine, []
-    arrivals = runner.host_drafts._arrivals if hasattr(runner, "host_drafts") else ()  # MRV2
+    arrivals = runner.host_drafts._arrivals._arrivals if hasattr(runner, "host_drafts") else ()  # MRV2
     aborted = [f"aborted {i}" for i in range(4)]
     for each in aborted:
         engine.add_request(each, TEXT, request(name).params)
