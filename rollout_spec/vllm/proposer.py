@@ -61,7 +61,7 @@ class SuffixProposer:
         """
         self._runner, self.config, self.index_arrivals = runner, config, index_arrivals
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(self._vllm_config) else 0
-        self.drafter = self._new_drafter()
+        self.drafter = self.new_drafter()
         if self.drafts_here:
             logger.info("rollout_spec: drafting is active in this engine: %s", config.to_dict())
             if runner.parallel_config.data_parallel_size > 1:
@@ -83,7 +83,7 @@ class SuffixProposer:
             yield
             self.take_counters()
 
-    def _new_drafter(self) -> Drafter | None:
+    def new_drafter(self) -> Drafter | None:
         if not self.drafts_here:
             return None
         return Drafter(

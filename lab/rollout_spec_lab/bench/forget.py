@@ -7,4 +7,4 @@ from rollout_spec.vllm.proposer import SuffixProposer
 def forget_all(proposer: SuffixProposer) -> None:
     proposer.take_counters()
     proposer.drafter = None  # its memory first
-    proposer.drafter, proposer.requests = proposer._new_drafter(), LiveRequests()
+    proposer.drafter, proposer.requests = proposer.new_drafter(), LiveRequests()
