@@ -38,7 +38,7 @@ NAMES = [part for part in PARTS if "rollouts: " not in part]
 def checked(folder: Path, seconds: float, parts: list[str] = NAMES) -> list[dict[str, Any]]:
     """What there was after each part."""
     load = Load([[1, 2, 3]], 2)
-    rollouts = engine.Plan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
+    rollouts = engine.EnginePlan(load, METHODS, "/nowhere", "float32", {"max_num_seqs": 2}, {})
     check = Check(CheckPlan(seconds, {part: {} for part in parts}, rollouts), folder)
     return [json.loads(json.dumps(record)) for record in check.run()]
 

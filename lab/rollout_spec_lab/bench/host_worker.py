@@ -23,17 +23,18 @@ from vllm.platforms import current_platform
 
 from rollout_spec.config import UserError
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm import proposer
 from rollout_spec.vllm.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
-from rollout_spec_lab.bench.host import Cell, Request, requests_of
+from rollout_spec_lab.bench.forget import forget_all
+from rollout_spec_lab.bench.host import Cell, Request, cell_requests
 from rollout_spec_lab.bench.host_device import Clock, Device, DeviceMRV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
-from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec_lab.bench.load import first_rollout
 from rollout_spec_lab.bench.recorded import number_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 
@@ -57,15 +58,8 @@ class Ours(Stopwatch):
 
     def time_drafter(self, runner: Any) -> None:
         """Time what MRV1 calls."""
-        self._proposer = getattr(runner, "drafter", None)
-        if self._proposer is not None:
-            self.time(self._proposer, "propose")
-
-    def forget_costs(self) -> None:
-        """Give our drafter a new gate: the old one knows what steps of another device take."""
-        drafter: Any = getattr(self._proposer, "drafter", None)
-        if isinstance(getattr(drafter, "_gate", None), AutoGate):
-            drafter._gate = AutoGate(drafter.counters)
+        if (drafter := getattr(runner, "drafter", None)) is not None:
+            self.time(drafter, "propose")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -84,13 +78,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     device = (DeviceMRV2 if job["on_mrv2"] else Device)(runner, clock)
     device.install()
     ours.time_drafter(runner)
-    lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
+    lines = first_rollout(list(read_trace(job["trace"])), job["limit_groups"])
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     cells = []
     for number, cell in enumerate(Cell(**each) for each in job["cells"]):
-        requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
+        requests = cell_requests(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
         device.times = cell.times()
-        ours.forget_costs()
+        if proposer := proposer_of(runner):
+            forget_all(proposer)  # what steps of the device before took, and the texts
         serving = Serving(engine, cell.rows, requests, number)
         device.recorded.start([response for _, response in requests], serving.prefix)
         cells.append(_measure(serving, clock, ours, job["warm_up_steps"], job["steps"]))
