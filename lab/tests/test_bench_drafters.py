@@ -14,8 +14,8 @@ import pytest
 
 from lab.tests.conftest import DATA
 from rollout_spec.config import SpecConfig
-from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
+from rollout_spec.predict.simulated_model import simulate_model
 from rollout_spec.trace import Rollout, read_trace, to_line
 from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, over_baselines, replay_all
 from rollout_spec_lab.bench.tables import drafters_tables
