@@ -24,9 +24,7 @@ spec.loader.exec_module(pack)
 PTX = 1
 
 
-def test_its_page_has_commands_that_exist_and_a_demo_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_page_has_commands_that_exist_and_a_demo_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl  # noqa: F401 - loads the plugin
 
     page = (OFFLINE / "README.md").read_text().replace("\\\n", " ")
