@@ -23,6 +23,7 @@ from rollout_spec_lab.bench.timeline import Timeline, step_times, summarise
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
 
+Rooflines = Mapping[str, Times]  # by model runner ("MRV1", "MRV2")
 Served = dict[str, list[dict[str, Any]]]  # by method what `engine_worker.run` gave of each repeat
 
 
@@ -175,13 +176,11 @@ def _comparable(plan: EnginePlan) -> list[str]:
     return [method for method in plan.methods if Method(method).name in ("off", "keyed", "sam")]
 
 
-def predict(
-    record: Mapping[str, Any], plan: EnginePlan, served: Served, rooflines: Mapping[str, Times]
-) -> None:
+def predict(record: Mapping[str, Any], plan: EnginePlan, served: Served, rooflines: Rooflines) -> None:
     """Add to a record's results of plain vLLM and ours the tokens per second that `simulate` says.
 
     predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and
-    with the device's roofline, if there is one of its model runner ("MRV1", "MRV2").
+    with the device's roofline, if there is one of its model runner.
     """
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):

@@ -31,11 +31,8 @@ HEAD = POLICY | {
 DRAFTS = {"num_speculative_tokens": 7, "batch_threshold": 64, "min_survival": 0.0}  # whatever may come
 LARGE = "drafts at vLLM's defaults"
 KINDS = {
-    LARGE: ({}, False),
-    "plain": (None, False),
-    "drafts": (DRAFTS, False),
-    "drafts and a head": (DRAFTS, True),
-}
+    LARGE: ({}, False), "plain": (None, False), "drafts": (DRAFTS, False), "drafts and a head": (DRAFTS, True)
+}  # fmt: skip
 SMALL = {"max_model_len": 512, "max_num_seqs": 64}
 NUM_SAMPLES, NUM_TOKENS = 16, 64
 
