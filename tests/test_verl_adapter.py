@@ -60,7 +60,7 @@ def answers(server_of, monkeypatch):
 def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
     monkeypatch.delattr(verl_server.vLLMHttpServer, "_park_until_admitted")
     with pytest.raises(PatchError, match="_park_until_admitted takes nothing: it is gone"):
-        verl_server.guard_overrides()
+        verl_server.SpecHttpServer()
 
 
 @pytest.mark.parametrize("method", ["sam", "off"])
