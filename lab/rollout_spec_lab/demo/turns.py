@@ -88,7 +88,7 @@ def serve_in_turns(plan: EnginePlan, size: int, seconds: float, folder: Path) ->
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
     job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
     environment = engine_environment() if engine_is_cpu_build() else {}  # as the trainings' engines have it
-    return figures(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
+    return turns_of(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
 
 
 def pairs_of(load: Load, size: int) -> Iterator[list[dict[str, Any]]]:
@@ -106,7 +106,7 @@ def in_turn(number: int) -> Sequence[str]:
     return METHODS if number % 2 == 0 else METHODS[::-1]
 
 
-def figures(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> Turns:
+def turns_of(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> Turns:
     """Each side of a pair is what `engine_worker.rollout` gives."""
     off, on = ([Timeline(**pair[method]["timeline"]).figures(0) for pair in pairs] for method in METHODS)
 
