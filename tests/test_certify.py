@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rollout_spec.certify import counts
-from rollout_spec.certify.certify import Plan
+from rollout_spec.certify.certify import CertifyPlan
 from rollout_spec.certify.counts import Configuration, Pair, Response, Sample, untested, verdict
 from rollout_spec.certify.numerics import explain, rounding
 from rollout_spec.config import UserError
@@ -169,4 +169,4 @@ def test_the_verdict_says_what_was_not_tested_and_what_differs():
 @pytest.mark.parametrize(("mode", "given", "most"), [("1", None, 0.0), ("1", 0.1, 0.1), ("0", None, 1e-4)])
 def test_the_batch_invariant_mode_explains_no_difference(monkeypatch, mode, given, most):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", mode)
-    assert Plan("a model", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {}).fixed_tolerance == most
+    assert CertifyPlan("", [], [], [], [], [], 1, 0, 1.0, 0, "float32", given, {}).fixed_tolerance == most

@@ -202,10 +202,8 @@ def test_the_second_runs_summary_gets_table_and_picture(
     assert {name: added[name] for name in added.keys() - {"comparison", "report"}} == pytest.approx(figures)
     table = json.loads((file.parent / "files" / items["rollout_spec/comparison"]["path"]).read_text())
     assert table["columns"] == ["", "off", "on", "Change"]
-    assert [row[0] for row in table["data"]][:2] == [
-        "Rollout time per training step (s)",
-        "Training step time (s)",
-    ]
+    first = ["Rollout time per training step (s)", "Training step time (s)"]
+    assert [row[0] for row in table["data"]][:2] == first
     picture = file.parent / "files" / items["rollout_spec/report"]["path"]
     assert picture.read_bytes() == (out / "report.png").read_bytes()
     assert not (file.parent / "files" / "requirements.txt").exists()

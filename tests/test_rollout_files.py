@@ -67,7 +67,7 @@ def test_a_limit_reads_a_recording_no_further_and_holds_no_other_rows(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     [known] = read_rollouts([file], limit=1)
     assert [response.tolist() for response in known.responses] == [[7, 0], [7, 3], [7, 6]]
-    assert len(rollout_files._read(file, {}, 1, ())) == 3
+    assert len(list(rollout_files._first(1, rollout_files._read(file, {}), ()))) == 3
 
 
 GROUPED = [("p q", ["a b", "a c"]), ("q", ["c"])]

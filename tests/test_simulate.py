@@ -156,7 +156,7 @@ def test_the_newest_request_goes_back_wherever_its_row_is():
     alone.enqueue(requests)
     while alone.total.num_preemptions == 0:
         step_together([alone])
-    assert alone._queue[0] == (requests[2], 4)
+    assert alone.queue[0] == (requests[2], 4)
     assert alone.total.num_tokens == 1 + 4 + 4 + 1
 
 

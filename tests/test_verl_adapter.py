@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import time
@@ -61,7 +60,7 @@ def answers(server_of, monkeypatch):
 def test_a_verl_without_a_method_that_we_override_is_refused(monkeypatch):
     monkeypatch.delattr(verl_server.vLLMHttpServer, "_park_until_admitted")
     with pytest.raises(PatchError, match="_park_until_admitted takes nothing: it is gone"):
-        importlib.reload(verl_server)
+        verl_server.SpecHttpServer()
 
 
 @pytest.mark.parametrize("method", ["sam", "off"])
@@ -294,7 +293,7 @@ def test_a_request_says_if_it_validates_or_the_trainer_does(kind, expected, serv
     server = server_of(None, {"method": "off"}, scheduler=None)
     name = ["prompt", 7, "ab", 0] if kind is None else [7, 3, kind, "4", "ab", 0, 1]
     counted, server._recorder = [], Mock()
-    for server._windows.is_validating in (False, True):
+    for server._is_validating in (False, True):
         asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_key": name}}, "one"))
         counted.append(server._windows.has_training)
         server._windows.has_training = False

@@ -7,7 +7,7 @@ import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl import settings
+from rollout_spec.verl import hydra_plugin
 from rollout_spec.verl.hydra_plugin import check_whole
 from rollout_spec.verl.settings import group_router_file
 from tests.test_verl_check_config import composed
@@ -34,7 +34,7 @@ def test_verl_finds_and_makes_it():
 
 def test_its_bound_is_that_of_the_options_that_the_trainer_has_checked(monkeypatch):
     assert SHIPPED["max_imbalance"] == SpecConfig().max_imbalance == 8, "as the pages say"
-    monkeypatch.setattr(settings, "checked_spec", settings.checked_spec)
+    monkeypatch.setattr(hydra_plugin, "checked_spec", hydra_plugin.checked_spec)
     check_whole(_root_=composed("+rollout.spec=sam", "rollout.spec.max_imbalance=0"))
     router = GroupRouter({"a": 1, "b": 2}, verls._load_router_yaml(group_router_file()))
     assert {router.acquire_server(str(number), of(1))[0] for number in range(2)} == {"a", "b"}

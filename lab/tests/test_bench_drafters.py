@@ -14,10 +14,10 @@ import pytest
 
 from lab.tests.conftest import DATA
 from rollout_spec.config import SpecConfig
-from rollout_spec.predict.model_drafts import simulate_model
 from rollout_spec.predict.replay import replay
+from rollout_spec.predict.simulated_model import simulate_model
 from rollout_spec.trace import Rollout, read_trace, to_line
-from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, measure, over_baselines
+from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, over_baselines, replay_all
 from rollout_spec_lab.bench.tables import drafters_tables
 from rollout_spec_lab.cli import main
 from rollout_spec_lab.cli.bench_drafters import METHODS
@@ -43,7 +43,7 @@ def lines():
 @pytest.fixture(scope="module")
 def results(lines):
     runs = all_runs(("ngram", "sam"), SpecConfig(), [4], [0, 8], [0.6, 0.05])
-    return measure(lines, runs)
+    return replay_all(lines, runs)
 
 
 def group_of(num_responses):
@@ -143,11 +143,11 @@ def test_a_simulated_model_is_right_as_often_as_asked():
 def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
     lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8, 0.8, 0.8)))
     runs = all_runs(("sam", "model", "sam+model"), SpecConfig(), [8], [0], [0.1])
-    suffix, model, both = (result["tokens_per_step"] for result in measure(lines, runs))
+    suffix, model, both = (result["tokens_per_step"] for result in replay_all(lines, runs))
     assert both > 1.05 * max(suffix, model)
     config = SpecConfig(num_speculative_tokens=8, history=0, min_survival=0.1)
     assert replay(lines, config).total.tokens_per_step == both
-    for short in measure(lines, all_runs(("model", "sam+model"), SpecConfig(), [1], [0], [0.1])):
+    for short in replay_all(lines, all_runs(("model", "sam+model"), SpecConfig(), [1], [0], [0.1])):
         assert 0 < short["draft_tokens_per_step"] <= 1.0  # K is less than the model's
 
 
@@ -190,7 +190,7 @@ def test_what_sam_gains_on_a_recording():
     runs = all_runs(["suffix_server", "suffix_server_tuned"], CONFIG, [8], [8], [0.0])
     runs += all_runs(["sam"], CONFIG, [8], [8], [0.115, 0.02])
     runs += all_runs(["sam"], CONFIG, [8], [0], [0.115])
-    *baselines, sam, cheap, without = measure(lines, runs)
+    *baselines, sam, cheap, without = replay_all(lines, runs)
     tokens, drafted = over_baselines(sam, baselines)["suffix_server"]
     assert tokens > 1.06 and drafted <= 1
     tokens, drafted = over_baselines(cheap, baselines)["suffix_server_tuned"]

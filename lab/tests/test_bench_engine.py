@@ -17,12 +17,12 @@ from rollout_spec.config import ConfigError, SpecConfig, UserError
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
-from rollout_spec_lab.bench.engine import Method, Plan, make_record, predict
+from rollout_spec_lab.bench.engine import EnginePlan, Method, make_record, predict
 from rollout_spec_lab.bench.engine_worker import _method_arguments
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load, first_responses, recorded_load
 from rollout_spec_lab.bench.rollouts import tables
-from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec_lab.bench.timeline import Timeline, step_times, summarise
 from rollout_spec_lab.cli.bench_engine import METHODS
 from rollout_spec_lab.cli.inputs import default_dtype
 from rollout_spec_lab.cli.methods import checked_methods
@@ -61,14 +61,14 @@ LINE = timeline(
 
 def test_the_tail_begins_behind_the_last_step_with_more_requests():
     """One arrival late in the rollout is still the front phase."""
-    found = measure(LINE, threshold=2)
+    found = LINE.figures(threshold=2)
     assert (found["front_s"], found["tail_s"], found["makespan_s"]) == (1.5, 2.25, 3.75)
     assert (found["front_tokens"], found["tail_tokens"], found["num_tokens"]) == (10, 10, 20)
     assert (found["num_row_steps"], found["num_decoded_tokens"]) == (14, 18)
     assert (found["num_draft_tokens"], found["num_accepted_tokens"]) == (15, 4)
     assert found["num_steps"] == 8
-    assert measure(LINE, threshold=3)["front_s"] == 0
-    assert measure(LINE, threshold=0)["tail_s"] == 0
+    assert LINE.figures(threshold=3)["front_s"] == 0
+    assert LINE.figures(threshold=0)["tail_s"] == 0
 
 
 def run(front: tuple[float, int], tail: tuple[float, int], drafted: int = 0, accepted: int = 0) -> dict:
@@ -213,7 +213,7 @@ def test_predictions_are_beside_what_was_measured(tmp_path: Path):
     """Plain steps took 1 s in the first repeat and 2 s in the second; the roofline says 4 s."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
     load = recorded_load(LINES[:1], 4, str(tmp_path))
-    plan = Plan(load, ["off", "suffix"], "", "float32", {"max_num_seqs": 2}, {}, repeats=2)
+    plan = EnginePlan(load, ["off", "suffix"], "", "float32", {"max_num_seqs": 2}, {}, repeats=2)
 
     def served(seconds: float) -> dict:
         steps = [(seconds, 2, 0, 2, 0, 0), (seconds, 2, 2, 2, 0, 0)] + [(seconds, 1, 1, 1, 0, 0)] * 2

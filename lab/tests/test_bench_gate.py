@@ -10,7 +10,7 @@ from rollout_spec.config import UserError
 from rollout_spec.drafting.gate import probes, step_seconds
 from rollout_spec.drafting.gate.step_seconds import StepSeconds
 from rollout_spec_lab import cli
-from rollout_spec_lab.bench.gate import SCENARIOS, Engine, Gated, Oracle, Plain, Scenario, read_scenarios
+from rollout_spec_lab.bench.gate import SCENARIOS, DrawnEngine, Gated, Oracle, Plain, Scenario, read_scenarios
 
 DEAR = {"knee": 64, "slope": 9e-5, "repeats": (0.1, 0.8, 0.2), "requests": 96, "rollouts": 1}
 BURSTS = Scenario(**DEAR, prompt=8000, budget=2048, length=(4.5, 0.5))
@@ -24,7 +24,7 @@ LOADS = {
 
 
 def speed(scenario, chooser):
-    return Engine(scenario, chooser, 0).serve().tokens_per_s
+    return DrawnEngine(scenario, chooser, 0).serve().tokens_per_s
 
 
 @pytest.mark.parametrize("name", ["bursts", "free", "cold", "dear later", "ahead"])
@@ -53,9 +53,9 @@ def taking_prompts_for_decoding(self, step, seconds):
 )
 def test_a_broken_gate_is_seen(scenario, broken):
     """It drafts in full batches, where that does not pay."""
-    right = Engine(scenario, Gated(), 0).serve().share_full_drafted
+    right = DrawnEngine(scenario, Gated(), 0).serve().share_full_drafted
     with broken:
-        assert Engine(scenario, Gated(), 0).serve().share_full_drafted > right + 0.1
+        assert DrawnEngine(scenario, Gated(), 0).serve().share_full_drafted > right + 0.1
 
 
 def test_scenarios_are_data(tmp_path, capsys):

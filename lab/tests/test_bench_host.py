@@ -13,9 +13,9 @@ import torch
 from lab.tests.conftest import DATA
 from rollout_spec.config import UserError
 from rollout_spec.trace import Rollout, to_line
-from rollout_spec_lab.bench.host import Cell, HostPlan, make_record, requests_of, split
+from rollout_spec_lab.bench.host import Cell, HostPlan, cell_requests, make_record, split
 from rollout_spec_lab.bench.host_device import Clock, Event
-from rollout_spec_lab.bench.load import one_rollout, rollout_of
+from rollout_spec_lab.bench.load import first_rollout, one_rollout
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.tables import host_tables
 from rollout_spec_lab.cli import main
@@ -134,24 +134,24 @@ def line(step: int | None, *responses: list[int]) -> Rollout:
 
 def test_the_first_rollout_of_a_trace_is_served() -> None:
     lines = [line(4, [1, 2], []), line(4, [3]), line(5, [4])]
-    assert [len(each.responses) for each in rollout_of(lines, None)] == [1, 1]
-    assert len(rollout_of(lines, 1)) == 1
+    assert [len(each.responses) for each in first_rollout(lines, None)] == [1, 1]
+    assert len(first_rollout(lines, 1)) == 1
     for empty in ([], [line(None, [])]):
         with pytest.raises(UserError, match="no token in any response"):
-            rollout_of(empty, None)
+            first_rollout(empty, None)
 
 
 def test_requests_last_and_say_nothing_of_those_before() -> None:
     """More tokens than four a row and step; siblings share a prompt, copies and cells share no token."""
     lines = [line(None, [1, 2, 3, 4], [1, 2])]
     size = {"rows": 2, "num_steps": 3, "max_tokens": 3, "vocab_size": 151_936}
-    cells = [requests_of(lines, number, **size) for number in (0, 1)]
+    cells = [cell_requests(lines, number, **size) for number in (0, 1)]
     for requests in cells:
         assert max(len(response) for _, response in requests) == 3
         assert sum(len(response) for _, response in requests) >= 2 * 3 * 4
         (first, _), (second, _), (copy, _) = requests[:3]
         assert first.tolist() == second.tolist() and not {*first} & {*copy}
-    rollout = requests_of(lines, 0, rows=40, num_steps=None, max_tokens=None, vocab_size=151_936)
+    rollout = cell_requests(lines, 0, rows=40, num_steps=None, max_tokens=None, vocab_size=151_936)
     assert [len(response) for _, response in rollout] == [4, 2] * 20
     assert len({prompt.tobytes() for prompt, _ in rollout}) == 20, "copies have tokens of their own"
     prompts = [{token for prompt, _ in requests for token in prompt.tolist()} for requests in cells]

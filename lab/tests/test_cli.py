@@ -151,24 +151,18 @@ def test_bench_native_measures_as_json_and_keeps_a_record(tmp_path):
     assert record["whole_steps"]["p99_ms"] >= record["whole_steps"]["median_ms"] > 0
 
 
-def test_the_plans_own_overrides_come_last(tmp_path):
-    plan = DemoPlan(output=tmp_path, steps=3, seed=5, overrides=("data.seed=6",))
-    given = overrides(plan, "sam", Path("/model"), Path("/train"))
-    assert {"+rollout.spec=sam", f"hydra.run.dir={tmp_path / 'sam' / 'hydra'}"} < set(given)
-    assert "trainer.total_training_steps=3" in given
-    assert given.index("data.seed=5") < given.index("data.seed=6")
-
-
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_demo_trains_in_every_mode_of_verls_trainer(tmp_path, trainer):
-    """Its overrides compose, with ours and verl's checks, and verl's trainer takes them."""
+    """Its overrides compose, with ours and verl's checks, and verl's trainer takes them; a plan's own win."""
     import verl  # noqa: F401 - loads the plugin
 
     assert TRAINERS == MODES
-    given = overrides(DemoPlan(tmp_path, trainer=trainer), "sam", Path("/model"), Path("/train"))
+    plan = DemoPlan(tmp_path, trainer=trainer, steps=3, seed=5, overrides=("data.seed=6",))
+    given = overrides(plan, "sam", Path("/model"), Path("/train"))
+    assert "data.seed=5" in given and f"hydra.run.dir={tmp_path / 'sam' / 'hydra'}" in given
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", given)
-    assert check_config(config).enabled
+    assert check_config(config).enabled and (config.data.seed, config.trainer.total_training_steps) == (6, 3)
     assert get_trainer_cls(trainer)(config).trainer_mode == trainer
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     assert backend == ("gloo" if trainer == "separate_async" else "naive")

@@ -22,7 +22,7 @@ from rollout_spec_lab.cli.inputs import prompt_rows
 from rollout_spec_lab.demo import data, model, report, runner
 from rollout_spec_lab.demo import turns as demo_turns
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
-from rollout_spec_lab.demo.turns import METHODS, Turns, figures, in_turn, pairs_of, plan_of, prompts_of
+from rollout_spec_lab.demo.turns import METHODS, Turns, in_turn, pairs_of, plan_of, prompts_of, turns_of
 from tests.test_report import write_run
 from tests.trainings import make_policy
 
@@ -42,7 +42,7 @@ def turns(*seconds: tuple[float, float], differs: bool = False) -> Turns:
     text = [list(range(6)), list(range(9))]
     other = [[*range(4), 99, 98], text[1]] if differs else text
     sides = [(side(off, *text), side(on, *other)) for off, on in seconds]
-    return figures([dict(zip(METHODS, pair, strict=True)) for pair in sides])
+    return turns_of([dict(zip(METHODS, pair, strict=True)) for pair in sides])
 
 
 def test_a_machine_that_gets_slower_from_pair_to_pair_changes_nothing() -> None:

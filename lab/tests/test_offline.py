@@ -1,10 +1,10 @@
 """What a GPU is asked: commands that exist; packing: what stays of a library, and what is checked there."""
 
-import importlib.util
 import re
 import shlex
 import struct
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -17,16 +17,16 @@ from rollout_spec_lab.cli.demo import make_plan
 from rollout_spec_lab.demo.runner import overrides
 
 OFFLINE = Path(__file__).parents[1] / "offline"
-spec = importlib.util.spec_from_file_location("pack", OFFLINE / "pack.py")
-assert spec and spec.loader
-pack = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(pack)
+sys.path.insert(0, str(OFFLINE))
+
+import fatbin  # noqa: E402
+import pack  # noqa: E402
+
+sys.path.pop(0)
 PTX = 1
 
 
-def test_its_page_has_commands_that_exist_and_a_demo_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_its_page_has_commands_that_exist_and_a_demo_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import verl  # noqa: F401 - loads the plugin
 
     page = (OFFLINE / "README.md").read_text().replace("\\\n", " ")
@@ -48,7 +48,7 @@ def entry(kind: int, architecture: int, code: bytes) -> bytes:
 
 def fat(*entries: bytes) -> bytes:
     code = b"".join(entries)
-    return struct.pack("<IHHQ", pack.FATBIN, 1, 16, len(code)) + code
+    return struct.pack("<IHHQ", fatbin.FATBIN, 1, 16, len(code)) + code
 
 
 def library(section: bytes) -> bytes:
@@ -64,21 +64,21 @@ def library(section: bytes) -> bytes:
 
 
 def test_a_library_keeps_its_length_and_the_code_for_one_gpu() -> None:
-    ours = entry(pack.ELF, 90, b"hopper")
-    other = entry(pack.ELF, 100, b"blackwell")
-    both = fat(entry(pack.ELF, 80, b"an ampere's long code"), entry(PTX, 90, b"ptx"), ours, other)
-    without = fat(entry(pack.ELF, 120, b"another's longer code"), other)
+    ours = entry(fatbin.ELF, 90, b"hopper")
+    other = entry(fatbin.ELF, 100, b"blackwell")
+    both = fat(entry(fatbin.ELF, 80, b"an ampere's long code"), entry(PTX, 90, b"ptx"), ours, other)
+    without = fat(entry(fatbin.ELF, 120, b"another's longer code"), other)
     before = library(both + without)
-    after = pack.thinned(before)
+    after = fatbin.thinned(before)
     assert len(after) == len(before)
     first, second = after[64 : 64 + len(both)], after[64 + len(both) : 64 + len(both + without)]
     assert first == fat(ours).ljust(len(both), b"\0")
     assert second == fat(other).ljust(len(without), b"\0")  # the smallest that the library has
     assert after[64 + len(both + without) :] == before[64 + len(both + without) :]
     plain = library(b"").replace(b".nv_fatbin", b".nv_nothin")
-    assert pack.thinned(plain) == plain
+    assert fatbin.thinned(plain) == plain
     with pytest.raises(ValueError, match="no fat binary at 0x40"):
-        pack.thinned(library(b"x" * 32))
+        fatbin.thinned(library(b"x" * 32))
 
 
 @pytest.mark.parametrize(

@@ -310,11 +310,8 @@ def test_a_recipe_fits_its_device(recipe, size, device, mode):
     for name in {"gpu": ("a100", "h100"), "npu": ("910b",)}[device]:
         whole = DEVICES[name]
         rest = whole.memory_bytes - buffers / rollout.gpu_memory_utilization
-        ranks = (
-            rollout.tensor_model_parallel_size,
-            rollout.data_parallel_size,
-            rollout.expert_parallel_size > 1,
-        )
         kept = dataclasses.replace(whole, memory_bytes=rest)
-        engine = Roofline(model, kept, *ranks, rollout.gpu_memory_utilization)
+        ranks = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+        has_experts = rollout.expert_parallel_size > 1
+        engine = Roofline(model, kept, *ranks, has_experts, rollout.gpu_memory_utilization)
         assert engine.kv_tokens > 8 * rollout.max_model_len

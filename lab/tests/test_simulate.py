@@ -93,10 +93,7 @@ EXPERTS = QWEN.replace("32b", "235b")
         ("--model-config /nowhere.json --gpu h100", "/nowhere.json"),
         (f"--model-config {QWEN} --gpu 910b", "66 GB of weights a device do not fit into 0.9"),
         ("--replicas 32 --dp 16", "--replicas 32 --dp 16: at most 128 ranks"),
-        (
-            f"--step-times 1:0.1 --gpu h100 --model-config {QWEN}",
-            "--step-times: with --model-config and --gpu",
-        ),
+        (f"--step-times 1:0.1 --gpu h100 --model-config {QWEN}", "--step-times: with --model-config and"),
         (f"--gpu h100 --model-config {QWEN} --tp 2 --expert-parallel", "--expert-parallel: a dense"),
         (f"--gpu h100 --model-config {QWEN} --longest-response 131072", "an engine holds 24,708 tokens, the"),
         (f"--gpu h100 --model-config {QWEN} --tp 8 --longest-response 1000000000", "holds 1,947,316 tokens"),

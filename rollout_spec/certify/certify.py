@@ -27,7 +27,7 @@ TOLERANCE = 1e-4  # in float32, of what `numerics.explain` gives
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CertifyPlan:
     """What is compared. Every value of a list is combined with every value of the others.
 
     Defaults are the command line's to give.
@@ -61,7 +61,7 @@ class Plan:
         return list(itertools.product(self.nums_speculative_tokens, self.batch_thresholds, self.group_sizes))
 
 
-def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
+def certify(plan: CertifyPlan, advance: Callable[[int], None] = lambda engines: None) -> dict[str, Any]:
     """Run the plan, and tell `advance` of each engine that has ended; returns what `rollout-spec certify
     --json` prints, but for the names of model and prompts.
 
@@ -80,7 +80,7 @@ def certify(plan: Plan, advance: Callable[[int], None] = lambda engines: None) -
     } | found  # fmt: skip
 
 
-def _run(plan: Plan, advance: Callable[[int], None]) -> tuple[bool, dict[Configuration, list[Pair]]]:
+def _run(plan: CertifyPlan, advance: Callable[[int], None]) -> tuple[bool, dict[Configuration, list[Pair]]]:
     """Whether the engines have MRV2, and every request of every configuration."""
     runs: dict[Configuration, list[Pair]] = {}
     samples = [
@@ -104,7 +104,7 @@ def _run(plan: Plan, advance: Callable[[int], None]) -> tuple[bool, dict[Configu
 
 
 @contextlib.contextmanager
-def engine(plan: Plan, options: dict[str, Any] | None, **more: Any) -> Iterator[Any]:
+def engine(plan: CertifyPlan, options: dict[str, Any] | None, **more: Any) -> Iterator[Any]:
     """An engine with drafts as `options` say, or without; it ends on leaving, and the next has its memory."""
     settings: dict[str, Any] = {
         "model": plan.model, "dtype": plan.dtype, "seed": plan.seed, "disable_log_stats": True,
@@ -137,7 +137,7 @@ def drafting_arguments(
     return {"speculative_config": speculative, "additional_config": {OPTIONS_KEY: options}}
 
 
-def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Response]:
+def generate(llm: Any, plan: CertifyPlan, samples: Sequence[Sample]) -> dict[Sample, Response]:
     params = [
         SamplingParams(
             temperature=sample.temperature, top_k=plan.top_k, top_p=plan.top_p, max_tokens=plan.max_tokens,
@@ -157,7 +157,7 @@ def generate(llm: Any, plan: Plan, samples: Sequence[Sample]) -> dict[Sample, Re
 
 
 def _differences(
-    plan: Plan, runs: Mapping[Configuration, Sequence[Pair]], is_mrv2: bool
+    plan: CertifyPlan, runs: Mapping[Configuration, Sequence[Pair]], is_mrv2: bool
 ) -> list[dict[str, Any]]:
     """The first difference of each response that has one, explained."""
     found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
@@ -167,7 +167,7 @@ def _differences(
     return [_explained(plan, *one, values, is_mrv2) for one, values in zip(found, logits, strict=True)]
 
 
-def _logits(plan: Plan, pairs: Sequence[Pair], is_mrv2: bool) -> list[torch.Tensor]:
+def _logits(plan: CertifyPlan, pairs: Sequence[Pair], is_mrv2: bool) -> list[torch.Tensor]:
     """[token id], of one more step of a plain engine at the first difference of each pair."""
     inputs = [{"prompt_token_ids": _before(plan, pair)} for pair in pairs]
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
@@ -179,13 +179,13 @@ def _logits(plan: Plan, pairs: Sequence[Pair], is_mrv2: bool) -> list[torch.Tens
     return [torch.tensor([step[token].logprob for token in range(len(step))]) for step in steps]
 
 
-def _before(plan: Plan, pair: Pair) -> list[int]:
+def _before(plan: CertifyPlan, pair: Pair) -> list[int]:
     """The tokens before the first difference."""
     return [*plan.prompts[pair.sample.prompt], *pair.off.token_ids[: pair.agreement.num_identical]]
 
 
 def _explained(
-    plan: Plan, where: Configuration, pair: Pair, logits: torch.Tensor, is_mrv2: bool
+    plan: CertifyPlan, where: Configuration, pair: Pair, logits: torch.Tensor, is_mrv2: bool
 ) -> dict[str, Any]:
     """The first difference of a pair. Explained are gaps (`explain`) below the tolerance; None is a gap that
     is not finite."""

@@ -12,7 +12,7 @@ from rollout_spec.cli.arguments import add_options, folder_for, number, path
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
-    from rollout_spec.certify.certify import Plan
+    from rollout_spec.certify.certify import CertifyPlan
 
 HELP = "run a model with drafts and without, and compare every token"
 EXAMPLE = "rollout-spec certify --model Qwen3-8B --num-speculative-tokens 4 8 --output outputs/certificate"
@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed(record) else 1
 
 
-def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> Plan:
-    from rollout_spec.certify.certify import Plan
+def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], drafter: Any) -> CertifyPlan:
+    from rollout_spec.certify.certify import CertifyPlan
 
     same = ("max_tokens", "top_k", "top_p", "seed", "tolerance")
     fields, tokens = models.config_of(model), models.tokenized(model, rows)
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace, model: str, rows: list[dict[str, Any]], draf
     if length > (limit := fields.get("max_position_embeddings") or length):
         why = f"the model has {limit} positions, and the longest prompt has {longest} tokens"
         raise UserError(f"--max-tokens {args.max_tokens}: must be at most {limit - longest}, because {why}")
-    return Plan(
+    return CertifyPlan(
         model=model,
         prompts=tokens,
         temperatures=[*dict.fromkeys(args.temperatures)],

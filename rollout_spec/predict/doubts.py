@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_spec.drafting.corpus import read_corpus
+from rollout_spec.predict.row_fields import Text
 from rollout_spec.trace import Rollout
 
 LONG = 16  # tokens or characters: what is shorter is the same by chance
 REMOVE = "remove it, because it counts and is easy to draft"
-_Text = str | npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Repeats:
         self._num_rows = self._num_again = 0
         self._runs = self._again = ""
 
-    def note(self, key: tuple[Any, ...], responses: Sequence[_Text], file: Path) -> None:
+    def note(self, key: tuple[Any, ...], responses: Sequence[Text], file: Path) -> None:
         """A row. Its key begins with its step, and then names its prompt."""
         other = self._files.setdefault(key, file)
         if other.parent != file.parent and key[0] is not None:
@@ -49,7 +48,7 @@ class Repeats:
             yield f"{self._num_again} of {self._num_rows} rows are there again, {self._again}: each counts"
 
 
-def padding(responses: Sequence[_Text]) -> Iterator[str]:
+def padding(responses: Sequence[Text]) -> Iterator[str]:
     """Says it where most responses end in a run of one token, or of one piece of text."""
     full = [one for one in responses if len(one)]
     ends = Counter(end for end in map(_run_at_end, full) if end)
@@ -58,7 +57,7 @@ def padding(responses: Sequence[_Text]) -> Iterator[str]:
             yield f"{num} of {len(full)} responses end in a run of {end}: if that is padding, {REMOVE}"
 
 
-def _run_at_end(text: _Text) -> str | None:
+def _run_at_end(text: Text) -> str | None:
     if isinstance(text, str):
         pieces = (text[-size:] for size in range(1, 41))
         return next((repr(piece) for piece in pieces if text.endswith(piece * LONG)), None)
@@ -66,7 +65,7 @@ def _run_at_end(text: _Text) -> str | None:
     return f"token {text[-1]}" if is_run else None
 
 
-def prompts_within(lines: Iterable[tuple[_Text, Sequence[_Text]]]) -> Iterator[str]:
+def prompts_within(lines: Iterable[tuple[Text, Sequence[Text]]]) -> Iterator[str]:
     """Says it where most responses begin with their prompt; a line is a prompt and its responses."""
     num = num_within = 0
     for prompt, responses in lines:

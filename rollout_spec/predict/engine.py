@@ -90,20 +90,20 @@ class Engine:
         self._num_model_tokens = 0 if self.drafter is not None or model is None else model.num_tokens
         self._row_tokens = times.row_tokens(num_draft_tokens)  # that it takes of the cache beside its own
         self._at_tools: deque[tuple[float, Request]] = deque()  # with the time at which the tool has answered
-        self._queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
+        self.queue: deque[tuple[Request, int]] = deque()  # each with the number of its tokens that exist
         self._batch = Batch(1, 1)
         self._prefilled: set[str] = set()  # groups whose prompt is in the prefix cache
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Take the requests of a rollout; none of the rollout before may be left."""
-        self._queue.extend((request, 0) for request in requests)
+        self.queue.extend((request, 0) for request in requests)
         longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
         self._batch = Batch(min(self._cluster.max_num_seqs, len(requests)), longest)
         self._prefilled.clear()
 
     def begin_step(self) -> Work:
         while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
-            self._queue.append((self._at_tools.popleft()[1], 0))
+            self.queue.append((self._at_tools.popleft()[1], 0))
         batch, may_admit = self._batch, not self._preempt()
         num_verified = batch.num_verified
         num_left = self._cluster.max_num_batched_tokens - num_verified
@@ -170,7 +170,7 @@ class Engine:
 
     def next_time(self) -> float | None:
         """When there is something to do: now, or once the first tool has answered; None: never again."""
-        if len(self._batch) or self._queue:
+        if len(self._batch) or self.queue:
             return self.total.seconds
         return max(self.total.seconds, self._at_tools[0][0]) if self._at_tools else None
 
@@ -180,19 +180,19 @@ class Engine:
         while len(self._batch) > 1 and self._num_kept > self._cluster.kv_tokens:
             row = self._batch.newest_row()
             num_done = self._batch.nums_done[row]
-            self._queue.appendleft((self._remove(row), num_done))
+            self.queue.appendleft((self._remove(row), num_done))
             self.total.num_preemptions += 1
         return self.total.num_preemptions > num_before
 
     def _admit(self, num_left: int) -> int:
         """Fill the batch from the queue, while there are tokens left; returns how many it has prefilled."""
         num_tokens, needed = 0, self._num_kept
-        while self._queue and len(self._batch) < self._cluster.max_num_seqs and num_tokens < num_left:
-            request, num_done = self._queue[0]
+        while self.queue and len(self._batch) < self._cluster.max_num_seqs and num_tokens < num_left:
+            request, num_done = self.queue[0]
             needed += len(request.prompt_token_ids) + num_done + 1 + self._row_tokens
             if len(self._batch) and needed > self._cluster.kv_tokens:
                 break
-            self._queue.popleft()
+            self.queue.popleft()
             shared, own = request.num_group_tokens, len(request.prompt_token_ids)
             if request.num_cached or request.group in self._prefilled:
                 own -= request.num_cached or (own if shared is None else shared)

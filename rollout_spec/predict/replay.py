@@ -67,12 +67,10 @@ class ReplayResult(Counters):
 
 
 def replay(trace: Iterable[Rollout], config: SpecConfig) -> ReplayResult:
-    """Replay a recording.
+    """Replay a recording, line by line. Every step drafts, whatever `batch_threshold` says.
 
-    Args:
-        trace: the lines, in order. Each line is indexed afresh; with config.history, the last responses of
-            earlier lines with the same `group` come first. If a line has a model's drafts, they are mixed in.
-        config: batch_threshold does not apply, every step drafts.
+    Each line is indexed afresh; with config.history, the last responses of earlier lines with the same
+    `group` come first. If a line has a model's drafts, they are mixed in.
     """
     result = ReplayResult()
     history = History(config.history, config.max_index_bytes)

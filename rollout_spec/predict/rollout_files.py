@@ -5,6 +5,7 @@ A file is JSON lines, plain or gzipped, or parquet: its contents say which. Of i
 
 import itertools
 import logging
+import math
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -22,25 +23,18 @@ _WANTED = (
     "responses; for fields of other names pass --columns prompt=NAME,response=NAME,group=NAME,step=NAME"
 )
 
-logger = logging.getLogger(__name__)
-
-
 _Row = Rollout | RowGroup
+
+logger = logging.getLogger(__name__)
 
 
 def read_rollouts(
     paths: Sequence[Path],
-    tokenizer: Path | None = None,
-    columns: Columns | None = None,
-    limit: int | None = None,
+    tokenizer: Path | None = None,  # a tokenizer.json, or a folder with one; needed where there are texts
+    columns: Columns | None = None,  # the fields of roles that count, whatever else a row has
+    limit: int | None = None,  # only the first lines, or groups; no file is read beyond the last of them
 ) -> Iterator[Rollout]:
     """Read files, and folders of files, as one: siblings together, several files by steps.
-
-    Args:
-        limit: only the first lines, or groups; no file is read beyond the one that has the last of them,
-            and no others are held.
-        tokenizer: a tokenizer.json, or a folder with one; needed where there are texts.
-        columns: the fields of roles that count, whatever else a row has.
 
     Raises:
         OSError: a file cannot be opened.
@@ -51,28 +45,28 @@ def read_rollouts(
     files: dict[str, Path] = {}
     for file in itertools.chain.from_iterable(map(_files_of, paths)):
         files.setdefault(os.path.realpath(file), file)  # each once
-    found, refused, repeats = _read_all(files.values(), columns or {}, limit)
+    found, refused, repeats = _read_all(files.values(), columns or {}, math.inf if limit is None else limit)
     _require_rollouts(found, refused, paths)
     left_out = [f"left out: {reason}" for reason in refused]  # a folder may hold other and damaged files too
     for doubt in (*left_out, *repeats.doubts(), *_doubts(found, tokenizer, columns)):
         logger.warning("%s", doubt)
     if len(files) > 1 and all(one.step is not None for one in found):
         found.sort(key=lambda one: one.step or 0)
-    return encoded(found[:limit], tokenizer, paths[0])
+    return encoded(found, tokenizer, paths[0])
 
 
 def _read_all(
-    files: Iterable[Path], columns: Columns, limit: int | None
+    files: Iterable[Path], columns: Columns, limit: float
 ) -> tuple[list[_Row], list[TraceError], Repeats]:
     """The lines and groups of the files, why other files are none, and what was there twice."""
     found: list[_Row] = []
     groups: dict[tuple[Any, ...], RowGroup] = {}
     refused, repeats = [], Repeats()
     for file in files:
-        if limit is not None and len(found) >= limit:
+        if len(found) >= limit:
             break
         try:
-            rows = _read(file, columns, None if limit is None else limit - len(found), groups.keys())
+            rows = list(_first(limit - len(found), _read(file, columns), groups.keys()))
         except TraceError as error:
             refused.append(error)
             continue
@@ -136,29 +130,34 @@ def _by_number(file: Path) -> list[int | str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(file))]
 
 
-def _read(file: Path, columns: Columns, room: int | None, known: Container[tuple[Any, ...]]) -> list[_Row]:
-    """The lines and groups of a file: of those that are not `known`, the first `room`, or all."""
-    fields, found, num_rows, num_empty, new = "", list[_Row](), 0, 0, set[Any]()
+def _first(num: float, rows: Iterable[_Row], known: Container[tuple[Any, ...]]) -> Iterator[_Row]:
+    """The rows of `known` groups, and of the first `num` other lines and groups."""
+    new = set[Any]()
+    for number, one in enumerate(rows):
+        key = number if isinstance(one, Rollout) else _key(one)
+        if key not in known and len(new) < num:
+            new.add(key)
+        if key in known or key in new:
+            yield one
+        elif isinstance(one, Rollout):  # a line has all of its group; siblings of rows may follow
+            return
+
+
+def _read(file: Path, columns: Columns) -> Iterator[_Row]:
+    """The lines of a file, and its other rows, each as a group."""
+    fields, num_rows, num_empty = "", 0, 0
     for where, row in _rows(file):
         num_rows, fields = num_rows + 1, fields or ", ".join(row)
         one = parse_rollout(row, where) if is_recorded(row) else group_of(row, columns, where)
         if one is None:
             num_empty += 1
-            continue
-        key = num_rows if isinstance(one, Rollout) else _key(one)
-        if key not in known and key not in new:
-            if room is not None and len(new) >= room:
-                if isinstance(one, Rollout):  # a line has all of its group; siblings of rows may follow
-                    break
-                continue
-            new.add(key)
-        found.append(one)
-    if not found:
+        else:
+            yield one
+    if num_empty == num_rows:
         what = f"no response that is known among {fields}" if num_rows else "it has no rows"
         raise TraceError(f"{file}: {what}; {_WANTED}")
     if num_empty:
         logger.warning("%s: %d of %d rows have no response", file, num_empty, num_rows)
-    return found
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

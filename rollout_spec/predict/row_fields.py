@@ -39,7 +39,7 @@ _VERL = {"prompt": "input", "response": "output", "step": "step"}
 _STEP = re.compile(r"(?:global_?)?(?:step)?[ _-]?(\d{1,18})(?:\.0*)?", re.IGNORECASE)
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _Raw = str | list[int]
-_Text = str | npt.NDArray[np.int32]
+Text = str | npt.NDArray[np.int32]
 Columns = Mapping[str, str]  # the field of each role (a key of NAMES), "": no field
 
 
@@ -50,8 +50,8 @@ class RowGroup:
     step: int | None
     group: str  # the prompt's name: the same in every step
     part: str  # tells prompts of the same name in one step apart
-    prompt: _Text
-    responses: list[_Text]
+    prompt: Text
+    responses: list[Text]
 
 
 def group_of(row: Mapping[str, Any], columns: Columns, where: str) -> RowGroup | None:

@@ -27,7 +27,7 @@ def configurations(
     return configs
 
 
-def compare(
+def simulate_each(
     lines: Sequence[Rollout],
     cluster: Cluster,
     configs: Sequence[SpecConfig],

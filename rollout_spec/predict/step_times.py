@@ -30,21 +30,13 @@ class Times(abc.ABC):
     @abc.abstractmethod
     def seconds(
         self,
-        num_tokens: int,
-        drafted: bool,
-        num_context: int = 0,
-        num_tokens_of_others: int = 0,
-        num_rows: int = 0,
+        num_tokens: int,  # that the step verifies or prefills
+        drafted: bool,  # there are draft tokens among them
+        num_context: int = 0,  # tokens in the KV cache of all its requests
+        num_tokens_of_others: int = 0,  # of the other data-parallel ranks, which step at the same time
+        num_rows: int = 0,  # requests in the step
     ) -> float:
-        """The seconds of one step.
-
-        Args:
-            num_tokens: tokens that the step verifies or prefills.
-            drafted: whether there are draft tokens among them.
-            num_context: tokens in the KV cache of all its requests.
-            num_tokens_of_others: tokens of the other data-parallel ranks, which step at the same time.
-            num_rows: requests in the step.
-        """
+        """The seconds of one step."""
 
     @property
     def kv_tokens(self) -> float:

@@ -28,6 +28,8 @@ from rollout_spec.verl.settings import CONFIGS, V1_TRAINER_ONLY, group_router_fi
 
 _LEGACY_TRAINER = "verl.trainer.main_ppo_v0"  # verl's own command imports it after this check only
 
+checked_spec = SpecConfig()  # the options of the configuration that this process has checked last
+
 
 def install() -> None:
     """Safe to call again."""
@@ -48,7 +50,7 @@ def install() -> None:
         ("scheduler", engine_scheduler),
         ("default_tokens", default_tokens),
         ("group_router", group_router),
-        ("max_imbalance", lambda: settings.checked_spec.max_imbalance),  # as verl loads the router's own file
+        ("max_imbalance", lambda: checked_spec.max_imbalance),  # as verl loads the router's own file
         ("checked", check_whole),
         ("job_checked", check_job),
     ):
@@ -75,13 +77,14 @@ def check_job() -> str:
 
 def check_whole(*, _root_: DictConfig) -> bool:
     """`check_config` as a resolver: whoever resolves the configuration has it checked."""
+    global checked_spec
     if settings.plugin_failure is not None:
         raise ConfigError(f"{settings.plugin_failure}; run `rollout-spec doctor`")
     if _LEGACY_TRAINER in sys.modules:  # whatever trainer.use_v1 says
         raise ConfigError(f"this command runs {_LEGACY_TRAINER}: {V1_TRAINER_ONLY}")
     # Whoever only asks for the configuration would get a traceback of Hydra's.
     with one_line_errors() if {"--cfg", "-c"} & {*sys.argv[1:]} else contextlib.nullcontext():
-        spec = settings.checked_spec = check_config(_root_)
+        spec = checked_spec = check_config(_root_)
     if spec.enabled:
         say(f"drafting is on, with up to {spec.num_speculative_tokens} draft tokens a request and step")
     if said := said_of_memory(_root_, spec):

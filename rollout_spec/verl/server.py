@@ -28,11 +28,15 @@ from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
 logger = init_logger(f"vllm.{__name__}")
-guard_all(PRIVATE_METHODS, (
-    (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
-    (vLLMHttpServer, "_resolve_sleep_level", ("self",)),
-    (vLLMHttpServer, "_get_worker_extension_cls", ("self",)),
-))  # fmt: skip
+
+
+def guard_overrides() -> None:
+    """Raise a PatchError unless verl's server has the private methods that ours overrides."""
+    guard_all(PRIVATE_METHODS, (
+        (vLLMHttpServer, "_park_until_admitted", ("self", "request_id")),
+        (vLLMHttpServer, "_resolve_sleep_level", ("self",)),
+        (vLLMHttpServer, "_get_worker_extension_cls", ("self",)),
+    ))  # fmt: skip
 
 
 def requested_spec(rollout_config: Any) -> SpecConfig | None:
@@ -49,6 +53,7 @@ class SpecHttpServer(vLLMHttpServer):
     """verl's rollout server, which names requests before verl serves them, then counts and records them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        guard_overrides()  # of this node's verl
         super().__init__(*args, **kwargs)
         spec = requested_spec(self.config)
         assert spec is not None, "SpecReplica starts this server only where rollout.spec is used"
@@ -59,6 +64,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._recorder = Recorder(self.replica_rank)
         self._num_unnamed = 0
         self._has_said_unknown = False
+        self._is_validating = False  # the trainer does, and so does a request of which nobody knows the kind
         self._failure: Exception | None = None  # of a worker, for which a sender of weights would wait
         self._counts_requests = _engine_kwargs(self.config).get("scheduler_cls") == SCHEDULER
         self._warned_missing_spec_decode_stats = self._counts_requests  # so that verl does not: we have them
@@ -85,15 +91,8 @@ class SpecHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> TokenOutput:
-        extra_args = dict(sampling_params.get("extra_args") or {})
-        if self._spec.keyed and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
-            extra_args[NAME_KEY] = self._name_unnamed()
-        split = split_of(extra_args.get(NAME_KEY))
-        is_training = not (self._windows.is_validating if split is None else split == "val")
-        if split is None and not self._has_said_unknown:
-            self._say_unknown_rows()
-        if not is_training:
-            extra_args[UNCOUNTED_KEY] = True
+        extra_args = self._named(sampling_params)
+        is_training = UNCOUNTED_KEY not in extra_args
         if extra_args:
             sampling_params = {**sampling_params, "extra_args": extra_args}
         with self._windows.request(is_training) as request:
@@ -102,12 +101,23 @@ class SpecHttpServer(vLLMHttpServer):
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
         is_aborted = output.stop_reason == "aborted"
         if self._spec.enabled:
-            has_decoded = counters is not None and counters.num_decode_steps > 0
-            self._drafters.end_request(request_id, is_aborted, core, has_decoded)
-            self._drafters.note_request_of(read_names(extra_args).sample)
-        if not is_aborted and is_training:
+            sample, has_decoded = read_names(extra_args).sample, bool(counters and counters.num_decode_steps)
+            self._drafters.end_request(request_id, sample, is_aborted, core, has_decoded)
+        if is_training and not is_aborted:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
+
+    def _named(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """A request's `extra_args`, with a name if its noise needs one, and UNCOUNTED_KEY if it validates."""
+        extra_args = dict(sampling_params.get("extra_args") or {})
+        if self._spec.keyed and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
+            extra_args[NAME_KEY] = self._name_unnamed()
+        split = split_of(extra_args.get(NAME_KEY))
+        if split is None and not self._has_said_unknown:
+            self._say_unknown_rows()
+        if self._is_validating if split is None else split == "val":
+            extra_args[UNCOUNTED_KEY] = True
+        return extra_args
 
     async def end_sample(self, sample: str) -> None:
         """The agent loop of the sample of this name has ended."""
@@ -168,11 +178,11 @@ class SpecHttpServer(vLLMHttpServer):
 
     async def begin_validation(self) -> None:
         """Requests of nobody's name validate from now on."""
-        self._windows.is_validating = True
+        self._is_validating = True
 
     async def end_validation(self) -> None:
         """Drop what the engine counted in a validation that had it to itself."""
-        self._windows.is_validating = False
+        self._is_validating = False
         if self._spec.enabled and not self._windows.has_training:
             await self._drafters.take_counters()
 
@@ -238,12 +248,11 @@ def _counters_of(output: TokenOutput) -> tuple[RequestCounters | None, int]:
 class SpecReplica(vLLMReplica):
     """verl's replica; where `rollout.spec` is used, its servers are `SpecHttpServer`s."""
 
-    has_spec_servers = False
-
     def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
-            _require_v1_trainer()  # before the engines start, which takes minutes
+            guard_overrides()  # before the engines start, which takes minutes
+            _require_v1_trainer()
             self.server_class = ray.remote(SpecHttpServer)
             self.has_spec_servers = True
 

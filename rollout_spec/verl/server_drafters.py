@@ -27,11 +27,16 @@ class Drafters:
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
-    def end_request(self, request_id: str, is_aborted: bool, core: int, has_decoded: bool) -> None:
-        """A request has ended on this engine core; has_decoded: it got more than its first token."""
+    def end_request(
+        self, request_id: str, sample: str | None, is_aborted: bool, core: int, has_decoded: bool
+    ) -> None:
+        """A request of the sample of this name has ended on this engine core; has_decoded: it got more than
+        its first token. The sample's weight syncs without a request count anew."""
         (self._aborted if is_aborted else self._finished).append(request_id)
         if has_decoded:
             self._decoded.add(core)
+        if sample is not None:
+            self._num_idle_syncs[sample] = 0
 
     def end_sample(self, sample: str) -> None:
         """The sample of this name makes no more requests: its text gives up its place soon, not in a weight
@@ -47,11 +52,6 @@ class Drafters:
             samples, self._ended_samples = self._ended_samples, set()
             with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
                 await self.call(ProposerControl.end_samples, list(samples))
-
-    def note_request_of(self, sample: str | None) -> None:
-        """A request of the sample of this name has ended: its weight syncs without a request count anew."""
-        if sample is not None:
-            self._num_idle_syncs[sample] = 0
 
     async def note_new_weights(self, step: int) -> None:
         """The weights have changed: those of this training step are served now.

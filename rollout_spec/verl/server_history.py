@@ -16,7 +16,7 @@ class ServerHistory:
         self._drafters, self._is_quiet = drafters, is_quiet
         self._is_sharing = False  # another server has asked
         self._lock = asyncio.Lock()  # a drafter hands on the pieces of one answer at a time
-        self._shared, self.received = list[bytes](), list[bytes]()  # for the others, and from them
+        self._shared, self._received = list[bytes](), list[bytes]()  # for the others, and from them
 
     async def end_window(self) -> None:
         """The engine has no request."""
@@ -41,7 +41,7 @@ class ServerHistory:
 
         While requests are in flight the engine does not wait for that: it follows at the next weight sync.
         """
-        self.received += chain.from_iterable(contents)
+        self._received += chain.from_iterable(contents)
         if self._is_quiet():
             await self._add_received()
 
@@ -68,6 +68,6 @@ class ServerHistory:
         await self._add_received()
 
     async def _add_received(self) -> None:
-        received, self.received = self.received, []
+        received, self._received = self._received, []
         for piece in received:
             await self._drafters.call(ProposerControl.add_history, [piece])

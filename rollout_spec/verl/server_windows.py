@@ -39,7 +39,6 @@ class Windows:
         self._counted_until = 0.0  # seconds of rollout time
         self.is_untouched = True  # no request was admitted since the last window ended
         self.has_training = False  # a training request was
-        self.is_validating = False  # the trainer does, and so does a request of which nobody knows the kind
 
     @contextlib.contextmanager
     def request(self, is_training: bool) -> Iterator[Request]:

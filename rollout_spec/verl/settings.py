@@ -1,4 +1,4 @@
-"""Reads verl's configuration and models' config.json; our names in it, and what this process knows of it."""
+"""Readers of verl's configuration and of models' config.json; our names in it; why the plugin has failed."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollout_spec.config import ConfigError, SpecConfig
+from rollout_spec.config import ConfigError
 
 CONFIGS = "rollout_spec_configs"  # our package of them, for Hydra and for verl's router
 MTP = "actor_rollout_ref.model.mtp"
@@ -25,7 +25,6 @@ V1_TRAINER_ONLY = (
 )
 
 plugin_failure: str | None = None  # why this process has no plugin for verl
-checked_spec = SpecConfig()  # the options of the configuration that this process has checked last
 
 
 def group_router_file() -> str:

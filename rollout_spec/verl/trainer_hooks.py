@@ -22,42 +22,46 @@ def install() -> None:
 
     watch_servers()
     when_imported("uni_agent.framework.entry", _name_sessions)
+    wrap(PPOTrainer, "fit", TRAINER)(_fit)
+    wrap(PPOTrainer, "_compute_metrics", TRAINER)(_compute_metrics)
+    wrap(PPOTrainer, "_validate", TRAINER)(_validate)
+    wrap(PPOTrainer, "_save_checkpoint", TRAINER)(_save_checkpoint)
 
-    @wrap(PPOTrainer, "_compute_metrics", TRAINER)
-    def compute_metrics(
-        compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        result = compute(self, batch, metrics, *args, **kwargs)
-        if reports := ray.get([handle.take_rollout_report.remote() for handle in servers(self)]):
-            metrics.update(rollout_metrics(reports))
-            _say_uncounted(self, metrics)
-        history.share_history(self)
-        return result
 
-    @wrap(PPOTrainer, "_validate", TRAINER)
-    def validate_apart(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Servers do not count its requests towards a step."""
-        handles = servers(self)
-        ray.get([handle.begin_validation.remote() for handle in handles])
-        try:
-            return validate(self, *args, **kwargs)
-        finally:
-            ray.get([handle.end_validation.remote() for handle in handles])
+def _fit(fit: Any, self: Any, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
+    if handles := servers(self):
+        _name_rows(agent_loop_manager, RowNames(value(self.config, f"{ROLLOUT}.seed")))
+        self.replay_buffer.rollout_spec_watch, self.rollout_spec_is_new = Watch(handles), True
+    history.load_history(self)  # not when verl loads the checkpoint: separate engines start after that
+    history.share_history(self)  # there is nothing yet; it tells the servers to collect from now on
+    fit(self, agent_loop_manager, *args, **kwargs)
 
-    @wrap(PPOTrainer, "_save_checkpoint", TRAINER)
-    def save_checkpoint(save: Any, self: Any) -> None:
-        history.save_history(self)  # first, because verl's last act is to declare the checkpoint complete
-        save(self)
-        history.remove_orphans(self)
 
-    @wrap(PPOTrainer, "fit", TRAINER)
-    def fit_with_names(fit: Any, self: Any, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
-        if handles := servers(self):
-            _name_rows(agent_loop_manager, RowNames(value(self.config, f"{ROLLOUT}.seed")))
-            self.replay_buffer.rollout_spec_watch, self.rollout_spec_is_new = Watch(handles), True
-        history.load_history(self)  # not when verl loads the checkpoint: separate engines start after that
-        history.share_history(self)  # there is nothing yet; it tells the servers to collect from now on
-        fit(self, agent_loop_manager, *args, **kwargs)
+def _compute_metrics(
+    compute: Any, self: Any, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    result = compute(self, batch, metrics, *args, **kwargs)
+    if reports := ray.get([handle.take_rollout_report.remote() for handle in servers(self)]):
+        metrics.update(rollout_metrics(reports))
+        _say_uncounted(self, metrics)
+    history.share_history(self)
+    return result
+
+
+def _validate(validate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Validate as verl does; the servers do not count its requests towards a step."""
+    handles = servers(self)
+    ray.get([handle.begin_validation.remote() for handle in handles])
+    try:
+        return validate(self, *args, **kwargs)
+    finally:
+        ray.get([handle.end_validation.remote() for handle in handles])
+
+
+def _save_checkpoint(save: Any, self: Any) -> None:
+    history.save_history(self)  # first, because verl's last act is to declare the checkpoint complete
+    save(self)
+    history.remove_orphans(self)
 
 
 def _name_sessions(_: Any) -> None:

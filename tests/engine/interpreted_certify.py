@@ -14,7 +14,7 @@ ENGINE = {
 
 def main(model):
     numbers = [0.9], [4], [64], [4], NUM_TOKENS, 0, 1.0, 3
-    plan = certify.Plan(model, [PROMPT], *numbers, "float32", None, ENGINE)
+    plan = certify.CertifyPlan(model, [PROMPT], *numbers, "float32", None, ENGINE)
     is_mrv2, runs = certify._run(plan, lambda _: None)
     [(where, pairs)] = runs.items()
     cut = [_differing(pair, place) for pair in pairs for place in (0, len(pair.off.token_ids) // 2, -1)]

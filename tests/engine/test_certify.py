@@ -119,7 +119,7 @@ def test_near_ties_are_explained_and_log_probabilities_compared(tiny_model, monk
         "max_tokens": 120, "top_k": 0, "top_p": 1.0, "seed": 0, "dtype": "float32", "tolerance": 0.01,
     }  # fmt: skip
     prompts = [[5, 6, 7, 8 + i] * 4 for i in range(3)]
-    record = vllm_certify.certify(vllm_certify.Plan(tiny_model, prompts, **settings, engine=SMALL))
+    record = vllm_certify.certify(vllm_certify.CertifyPlan(tiny_model, prompts, **settings, engine=SMALL))
     gaps = [difference["logit_gap"] for difference in record["differences"]]
     assert 3 <= len(gaps) < 24, "of 48 responses"
     assert 0 < min(gaps) < max(gaps) < 0.0061

@@ -182,7 +182,7 @@ def test_a_storm_of_interruptions_loses_and_repeats_nothing(num_interruptions, m
         drafter = proposer_of(server.engine.llm).drafter
         scheduler = core_of(server.engine.llm).scheduler
         history = server._history
-        left = (server._windows._requests, *server._drafters.take_ended(), history._shared, history.received)
+        left = (server._windows._requests, *server._drafters.take_ended(), history._shared, history._received)
         assert not any((*left, drafter.request_ids, scheduler._request_counters, scheduler.requests))
         stats = drafter.index.stats()
         assert stats.num_sequences == 0 and stats.num_bytes <= 4 << 20, "the texts stay, within the budget"

@@ -107,7 +107,7 @@ def test_no_engine_step_waits_for_what_servers_share(make_server):
             await asyncio.sleep(0)
         assert await server.take_history() == []
         await server.add_history(taken)
-        assert server._history.received == taken
+        assert server._history._received == taken
         await running
         assert len(merged(*await server.take_history())._texts) == 2
 

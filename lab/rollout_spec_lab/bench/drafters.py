@@ -169,7 +169,7 @@ def all_runs(
     methods: Sequence[str], config: SpecConfig, ks: Sequence[int], histories: Sequence[int],
     prices: Sequence[float],
 ) -> list[tuple[str, SpecConfig]]:  # fmt: skip
-    """Every combination for `measure`; those that are not PRICED run once."""
+    """Every combination for `replay_all`; those that are not PRICED run once."""
     return [
         (method, dataclasses.replace(config, num_speculative_tokens=k, history=history, min_survival=price))
         for history, k, method in itertools.product(histories, ks, methods)
@@ -177,7 +177,7 @@ def all_runs(
     ]
 
 
-def measure(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) -> list[dict[str, Any]]:
+def replay_all(lines: Iterable[Rollout], runs: Sequence[tuple[str, SpecConfig]]) -> list[dict[str, Any]]:
     """Replay a trace with every method and its options, line by line in turn: a result for each run.
 
     lines: for OF_MODELS with a model's drafts. Of the options `sam` takes those that `replay` takes, all take
@@ -212,7 +212,7 @@ def _result(method: str, config: SpecConfig, result: ReplayResult) -> dict[str, 
 
 
 def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict[str, Any]) -> dict[str, Any]:
-    """The result of `sam` at about the least price at which it drafts no more than a result of `measure`.
+    """The result of `sam` at about the least price at which it drafts no more than a result of `replay_all`.
 
     One price is not the same number of draft tokens in every text; at equal numbers drafters compare. The
     price is chosen knowing the whole trace. K and history are the baseline's.
@@ -220,7 +220,7 @@ def at_equal_drafts(lines: Sequence[Rollout], config: SpecConfig, baseline: dict
 
     def at(price: float) -> dict[str, Any]:
         options = {name: baseline[name] for name in ("num_speculative_tokens", "history")}
-        [result] = measure(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
+        [result] = replay_all(lines, [("sam", dataclasses.replace(config, min_survival=price, **options))])
         return result | {"equal_drafts": baseline["method"]}
 
     most = baseline["draft_tokens_per_step"]

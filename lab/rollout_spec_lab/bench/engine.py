@@ -19,10 +19,11 @@ from rollout_spec.report.runs import for_json, ratio
 from rollout_spec_lab.bench.drafters import require_arctic_inference
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load
-from rollout_spec_lab.bench.timeline import Timeline, measure, step_times, summarise
+from rollout_spec_lab.bench.timeline import Timeline, step_times, summarise
 
 WORKER = "rollout_spec_lab.bench.engine_worker"
 
+Rooflines = Mapping[str, Times]  # by model runner ("MRV1", "MRV2")
 Served = dict[str, list[dict[str, Any]]]  # by method what `engine_worker.run` gave of each repeat
 
 
@@ -90,7 +91,7 @@ def require(method: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class EnginePlan:
     load: Load
     methods: Sequence[str]  # labels of `Method`; the others are compared with the first
     model: str
@@ -139,12 +140,12 @@ def take_turns(
             yield served
 
 
-def make_record(plan: Plan, served: Served) -> dict[str, Any]:
-    """What `rollout-spec-lab bench engine --json` prints, but for the names of the load and `predict`."""
+def make_record(plan: EnginePlan, served: Served) -> dict[str, Any]:
+    """What `rollout-spec-lab bench engine --json` prints, but for the names of the load and predictions."""
     lines = {method: [Timeline(**one["timeline"]) for one in served[method]] for method in plan.methods}
     runs: dict[str, list[dict[str, Any]]] = {
         method: [
-            measure(line, plan.tail_threshold) | {name: one[name] for name in ("draft_cpu_s", "counters")}
+            line.figures(plan.tail_threshold) | {name: one[name] for name in ("draft_cpu_s", "counters")}
             for line, one in zip(lines[method], served[method], strict=True)
         ]
         for method in plan.methods
@@ -171,15 +172,15 @@ def make_record(plan: Plan, served: Served) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _comparable(plan: Plan) -> list[str]:
+def _comparable(plan: EnginePlan) -> list[str]:
     return [method for method in plan.methods if Method(method).name in ("off", "keyed", "sam")]
 
 
-def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Mapping[str, Times]) -> None:
+def predict(record: Mapping[str, Any], plan: EnginePlan, served: Served, rooflines: Rooflines) -> None:
     """Add to a record's results of plain vLLM and ours the tokens per second that `simulate` says.
 
     predicted_tokens_per_s: with these step times, a repeat with those of the others, if there are any; and
-    with the device's roofline, if there is one of its model runner ("MRV1", "MRV2").
+    with the device's roofline, if there is one of its model runner.
     """
     for result in record["results"] if record["step_times"] else ():
         if (method := result["method"]) in _comparable(plan):
@@ -191,7 +192,9 @@ def predict(record: Mapping[str, Any], plan: Plan, served: Served, rooflines: Ma
             }
 
 
-def _predicted(plan: Plan, served: Served, settings: Mapping[str, Any], times: Times | None) -> float | None:
+def _predicted(
+    plan: EnginePlan, served: Served, settings: Mapping[str, Any], times: Times | None
+) -> float | None:
     config = SpecConfig.from_mapping(settings["options"] or {"method": "off"})
     cluster = Cluster(1, plan.engine["max_num_seqs"])
     seconds, num_tokens, first = 0.0, 0, served[plan.methods[0]]

@@ -81,7 +81,7 @@ class Watch:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Serve a job of `engine.Plan.job`: what `rollout` gives, and the settings that the engine really has."""
+    """Serve a job of `engine.EnginePlan.job`: what `rollout` gives, and the settings that the engine has."""
     engine = make_engine(job)
     recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
     watch = Watch(engine)

@@ -1,13 +1,14 @@
 """A judge of gates: an engine made of time, with the automatic gate, without drafts, and with an oracle.
 
 The engine prefills prompts in chunks beside rows that decode, starts cold, drifts and is disturbed, as its
-scenario says. The oracle knows what every step would take and how likely each draft token is. It takes what
-is best for each single step, so a gate can be a little above it.
+scenario says. It has no texts, as `predict`'s engine has: what is accepted is drawn. So the oracle knows what
+every step would take and how likely each draft token is. It takes what is best for each single step, so a
+gate can be a little above it.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +87,13 @@ class Served(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """What may be drafted for the step that begins: of its rows, [n]."""
+    """What may be drafted for the step that begins: of its rows, [n]; and what only an oracle knows of it."""
 
     numbers: _Nums
     true: _Floats  # [n, K]: how likely each token is to be accepted, with all before it
     promised: npt.NDArray[np.float32]  # [n, K]: what their survivals say
+    num_prompt_tokens: int
+    mean_seconds: Callable[[npt.ArrayLike, int, npt.ArrayLike], _Floats]  # of the engine
 
 
 class Plain:
@@ -98,7 +101,7 @@ class Plain:
 
     drafts_wanted = False
 
-    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, takes_drafts: bool) -> _Nums:
         """Draft tokens of each row, int32 [n], after this step; or none if that takes none."""
         return np.zeros_like(situation.numbers)
 
@@ -108,11 +111,11 @@ class Oracle(Plain):
 
     drafts_wanted = True
 
-    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, takes_drafts: bool) -> _Nums:
         is_draft = np.arange(K) < situation.numbers[:, None]
         order = np.sort(situation.true[is_draft])[::-1]
-        tokens = step.num_rows + np.arange(len(order) + 1) + engine.next_prompt_tokens
-        seconds = engine.mean_seconds(tokens, step.num_context, np.arange(len(order) + 1) > 0)
+        tokens = step.num_rows + np.arange(len(order) + 1) + situation.num_prompt_tokens
+        seconds = situation.mean_seconds(tokens, step.num_context, np.arange(len(order) + 1) > 0)
         best = int(np.argmax((step.num_rows + np.concatenate([[0.0], order.cumsum()])) / seconds))
         self.drafts_wanted = best > 0
         if not (best and takes_drafts):
@@ -126,7 +129,7 @@ class Gated(Plain):
     def __init__(self) -> None:
         self._gate, self._promised = AutoGate(EngineCounters()), 0.0
 
-    def choose(self, step: EndedStep, situation: Situation, engine: "Engine", takes_drafts: bool) -> _Nums:
+    def choose(self, step: EndedStep, situation: Situation, takes_drafts: bool) -> _Nums:
         promised, self._promised = self._promised, 0.0
         least, probe_in_two, _ = self._gate.begin(dataclasses.replace(step, promised=promised))
         none = np.zeros_like(situation.numbers)
@@ -142,8 +145,8 @@ class Gated(Plain):
         return choice.lengths
 
 
-class Engine:
-    """An engine of a scenario that serves its rollouts, one after the other."""
+class DrawnEngine:
+    """An engine without texts that serves the rollouts of a scenario, one after the other."""
 
     def __init__(self, scenario: Scenario, chooser: Plain, seed: int) -> None:
         self._scenario, self._chooser = scenario, chooser
@@ -151,9 +154,8 @@ class Engine:
         self._slowness, self._sizes = 1.0, set[tuple[int, bool]]()
         self._num_steps = self._num_full = self._num_full_drafted = self._num_tokens = 0
         self._seconds = 0.0
-        self.next_prompt_tokens = 0
 
-    def mean_seconds(self, tokens: npt.ArrayLike, context: int, drafted: npt.ArrayLike) -> _Floats:
+    def _mean_seconds(self, tokens: npt.ArrayLike, context: int, drafted: npt.ArrayLike) -> _Floats:
         s = self._scenario
         padded = np.ceil(np.asarray(tokens) / s.stairs) * s.stairs
         extra = s.drafted * np.asarray(drafted) * (self._num_steps >= s.drafted_from)
@@ -162,7 +164,7 @@ class Engine:
 
     def _took(self, tokens: float, size: int, context: int, drafted: bool, step: int, rollout: int) -> float:
         s = self._scenario
-        seconds = float(self.mean_seconds(tokens, context, drafted) * np.exp(self._rng.normal(0, s.noise)))
+        seconds = float(self._mean_seconds(tokens, context, drafted) * np.exp(self._rng.normal(0, s.noise)))
         seconds *= s.spikes[1] if self._rng.random() < s.spikes[0] else 1.0
         seconds *= s.cold[1] if self._num_steps < s.cold[0] else 1.0
         seconds *= s.disturbed[1] if step < s.disturbed[0] and rollout % 2 else 1.0
@@ -247,14 +249,14 @@ class Engine:
         p = np.clip(1.0 - wrong * np.exp(self._rng.normal(0, 0.3, n)), 0.01, 0.995)  # no two rows are alike
         rows["true"] = np.repeat(p[:, None], K, axis=1)
         rows["drafts"] = np.zeros(n, np.int32)
-        self.next_prompt_tokens = int(min(s.budget, rows["behind"].sum()))
         if not step.num_rows:
             return self._chooser.drafts_wanted
         most = np.minimum(np.where(does_repeat, K, 2), np.maximum(rows["left"] - 1, 0))
         survivals = p[gets, None] ** np.arange(1, K + 1)
         promised = (survivals**s.calibrated).astype(np.float32)
-        situation = Situation(most[gets].astype(np.int32), survivals, promised)
-        rows["drafts"][gets] = self._chooser.choose(step, situation, self, takes_drafts)
+        numbers, num_prompt_tokens = most[gets].astype(np.int32), int(min(s.budget, rows["behind"].sum()))
+        situation = Situation(numbers, survivals, promised, num_prompt_tokens, self._mean_seconds)
+        rows["drafts"][gets] = self._chooser.choose(step, situation, takes_drafts)
         return self._chooser.drafts_wanted
 
 
@@ -262,7 +264,7 @@ def judge(scenarios: Mapping[str, Scenario], num_seeds: int) -> Iterator[dict[st
     """The row of each scenario: tokens per second, the means over seeds, and the ratios."""
     for name, scenario in scenarios.items():
         speeds = {
-            each.__name__.lower(): [Engine(scenario, each(), seed).serve() for seed in range(num_seeds)]
+            each.__name__.lower(): [DrawnEngine(scenario, each(), seed).serve() for seed in range(num_seeds)]
             for each in (Plain, Gated, Oracle)
         }
         plain, gated, oracle = (np.mean([run.tokens_per_s for run in runs]) for runs in speeds.values())

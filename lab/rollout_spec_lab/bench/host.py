@@ -103,7 +103,7 @@ class HostPlan:
         }  # fmt: skip
 
 
-def requests_of(
+def cell_requests(
     lines: Sequence[Rollout], number: int, rows: int, num_steps: int | None, max_tokens: int | None,
     vocab_size: int,
 ) -> list[Request]:  # fmt: skip
@@ -142,7 +142,7 @@ def make_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(
+def time_methods(
     plan: HostPlan, lines: Sequence[Rollout], folder: Path,
     tracked: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:  # fmt: skip

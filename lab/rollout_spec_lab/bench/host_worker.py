@@ -23,22 +23,23 @@ from vllm.platforms import current_platform
 
 from rollout_spec.config import UserError
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.gate.gate import AutoGate
 from rollout_spec.trace import read_trace
 from rollout_spec.vllm.proposing import proposer
 from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
+from rollout_spec.vllm.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
-from rollout_spec_lab.bench.host import Cell, Request, requests_of
+from rollout_spec_lab.bench.forget import forget_all
+from rollout_spec_lab.bench.host import Cell, Request, cell_requests
 from rollout_spec_lab.bench.host_device import Clock, Device, DeviceMRV2, schedule_as_on_gpus
 from rollout_spec_lab.bench.jobs import reply
-from rollout_spec_lab.bench.load import rollout_of
+from rollout_spec_lab.bench.load import first_rollout
 from rollout_spec_lab.bench.recorded import number_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
 
 
-class Ours(Stopwatch):
+class DrafterStopwatch(Stopwatch):
     """The host's seconds for a step's drafter, ours or vLLM's, and for the noise keys of the rows.
 
     To be made before the engine: what it times is bound then. Our gate goes by the simulated clock.
@@ -57,15 +58,8 @@ class Ours(Stopwatch):
 
     def time_drafter(self, runner: Any) -> None:
         """Time what MRV1 calls."""
-        self._proposer = getattr(runner, "drafter", None)
-        if self._proposer is not None:
-            self.time(self._proposer, "propose")
-
-    def forget_costs(self) -> None:
-        """Give our drafter a new gate: the old one knows what steps of another device take."""
-        drafter: Any = getattr(self._proposer, "drafter", None)
-        if isinstance(getattr(drafter, "_gate", None), AutoGate):
-            drafter._gate = AutoGate(drafter.counters)
+        if (drafter := getattr(runner, "drafter", None)) is not None:
+            self.time(drafter, "propose")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -76,24 +70,25 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
     schedule_as_on_gpus()
     clock = Clock()
-    ours = Ours(clock, job["on_mrv2"])
+    stopwatch = DrafterStopwatch(clock, job["on_mrv2"])
     engine = make_engine(job)
     if engine.vllm_config.use_v2_model_runner != job["on_mrv2"]:
         raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
     runner = runner_of(engine)
     device = (DeviceMRV2 if job["on_mrv2"] else Device)(runner, clock)
     device.install()
-    ours.time_drafter(runner)
-    lines = rollout_of(list(read_trace(job["trace"])), job["limit_groups"])
+    stopwatch.time_drafter(runner)
+    lines = first_rollout(list(read_trace(job["trace"])), job["limit_groups"])
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     cells = []
     for number, cell in enumerate(Cell(**each) for each in job["cells"]):
-        requests = requests_of(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
+        requests = cell_requests(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
         device.times = cell.times()
-        ours.forget_costs()
+        if ours := proposer_of(runner):
+            forget_all(ours)  # what steps of the device before took, and the texts
         serving = Serving(engine, cell.rows, requests, number)
         device.recorded.start([response for _, response in requests], serving.prefix)
-        cells.append(_measure(serving, clock, ours, job["warm_up_steps"], job["steps"]))
+        cells.append(_measure(serving, clock, stopwatch, job["warm_up_steps"], job["steps"]))
         serving.end()
     return {"settings": settings_of(engine.vllm_config), "cells": cells}
 
@@ -143,15 +138,15 @@ class Serving:
 
 
 def _measure(
-    serving: Serving, clock: Clock, ours: Ours, warm_up_steps: int, num_steps: int | None
+    serving: Serving, clock: Clock, stopwatch: DrafterStopwatch, warm_up_steps: int, num_steps: int | None
 ) -> dict[str, float]:
     """The seconds and counts of the steps after the warm-up; num_steps=None: of all, without a warm-up."""
     clock.free = max(clock.free, clock.now())
     if num_steps is not None:
         list(serving.steps(warm_up_steps))
-    before = _read(clock, ours)
+    before = _read(clock, stopwatch)
     measured = list(serving.steps(num_steps))
-    host_s, device_s, drafter_s, launch_s, *steps = (_read(clock, ours) - before).tolist()
+    host_s, device_s, drafter_s, launch_s, *steps = (_read(clock, stopwatch) - before).tolist()
     drafts = [outputs.scheduler_stats.spec_decoding_stats for outputs in measured]
     return {
         "num_steps": int(steps[0]),
@@ -167,9 +162,9 @@ def _measure(
     }
 
 
-def _read(clock: Clock, ours: Ours) -> npt.NDArray[np.float64]:
+def _read(clock: Clock, stopwatch: DrafterStopwatch) -> npt.NDArray[np.float64]:
     """What has passed by each clock, and the steps given to the device."""
-    seconds = (clock.host_s(), clock.free, ours.seconds, clock.launch_s)
+    seconds = (clock.host_s(), clock.free, stopwatch.seconds, clock.launch_s)
     return np.array([*seconds, clock.num_steps, clock.num_ahead])
 
 

@@ -33,7 +33,7 @@ TARGETS = {
 }
 
 
-def measure(repeats: int) -> dict[str, Any]:
+def measure_index(repeats: int) -> dict[str, Any]:
     text = synthetic_text(4 * max(SIZES))
     return {
         "environment": environment(),
@@ -189,7 +189,7 @@ def _time_engine(requests: list[Request]) -> NDArray[np.float64]:
     stopwatch.time(engine.drafter, "add", "remove", "draft")
     engine.enqueue(requests)
     totals = [0.0]
-    while engine._queue:  # so every row is taken
+    while engine.queue:  # so every row is taken
         step_together([engine])
         totals.append(stopwatch.seconds)
     return np.diff(totals)

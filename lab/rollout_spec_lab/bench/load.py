@@ -84,7 +84,7 @@ def recorded_load(lines: Sequence[Rollout], max_tokens: int, model: str) -> Load
     return Load(prompts, group_size=max(map(len, recorded)), max_tokens=longest, recorded=recorded)
 
 
-def rollout_of(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
+def first_rollout(lines: Sequence[Rollout], limit: int | None) -> list[Rollout]:
     """The lines of the first training step, without empty responses; a UserError if there are no others."""
     found = [
         dataclasses.replace(line, responses=[each for each in line.responses if len(each)])

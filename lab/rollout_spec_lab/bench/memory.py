@@ -77,7 +77,7 @@ def rewritten(request: Request, prompt: Int32Array | None = None) -> Request:
     return dataclasses.replace(request, prompt_token_ids=prompt, num_cached=0, next_turn=later)
 
 
-def measure(training: Training, shares: Sequence[float] = SHARES) -> dict[str, Any]:
+def simulate_budgets(training: Training, shares: Sequence[float] = SHARES) -> dict[str, Any]:
     """Tokens per step with each share of `index_bytes` as the budget, and with memory to spare."""
     lines = list(lines_of(training))
     rows = PROMPTS_OF_A_STEP * training.num_samples

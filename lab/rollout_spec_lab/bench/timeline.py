@@ -34,33 +34,32 @@ class Timeline:
         for field in dataclasses.fields(self):
             getattr(self, field.name).append(step[field.name])
 
-
-def measure(timeline: Timeline, threshold: int) -> dict[str, float]:
-    """Seconds and counts of one rollout. Its front goes up to the last step with more than `threshold`
-    running requests; its tail is what comes after that."""
-    above = np.flatnonzero(np.array(timeline.num_running) > threshold)
-    front = int(above[-1]) + 1 if len(above) else 0
-    seconds, tokens = np.array(timeline.seconds), np.array(timeline.num_tokens)
-    return {
-        "makespan_s": float(seconds.sum()),
-        "front_s": float(seconds[:front].sum()),
-        "tail_s": float(seconds[front:].sum()),
-        "num_tokens": int(tokens.sum()),
-        "front_tokens": int(tokens[:front].sum()),
-        "tail_tokens": int(tokens[front:].sum()),
-        "num_decoded_tokens": int(tokens.sum()) - sum(timeline.num_prefills),
-        "num_row_steps": sum(timeline.num_rows),
-        "num_steps": len(seconds),
-        "num_draft_tokens": sum(timeline.num_draft_tokens),
-        "num_accepted_tokens": sum(timeline.num_accepted_tokens),
-    }
+    def figures(self, threshold: int) -> dict[str, float]:
+        """Seconds and counts of one rollout. Its front goes up to the last step with more than `threshold`
+        running requests; its tail is what comes after that."""
+        above = np.flatnonzero(np.array(self.num_running) > threshold)
+        front = int(above[-1]) + 1 if len(above) else 0
+        seconds, tokens = np.array(self.seconds), np.array(self.num_tokens)
+        return {
+            "makespan_s": float(seconds.sum()),
+            "front_s": float(seconds[:front].sum()),
+            "tail_s": float(seconds[front:].sum()),
+            "num_tokens": int(tokens.sum()),
+            "front_tokens": int(tokens[:front].sum()),
+            "tail_tokens": int(tokens[front:].sum()),
+            "num_decoded_tokens": int(tokens.sum()) - sum(self.num_prefills),
+            "num_row_steps": sum(self.num_rows),
+            "num_steps": len(seconds),
+            "num_draft_tokens": sum(self.num_draft_tokens),
+            "num_accepted_tokens": sum(self.num_accepted_tokens),
+        }
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
     """One result per method: means of the seconds, ratios of the sums, `ratios` to the first method with 95 %
     intervals (see `report.measures.paired`), and `tokens_per_s_over` every other method likewise.
 
-    runs: per method what `measure` said of every repeat, and `draft_cpu_s`; equal numbers are pairs.
+    runs: per method what `Timeline.figures` says of every repeat, and `draft_cpu_s`; equal numbers are pairs.
     """
     first = next(iter(runs.values()))
     results = []

@@ -143,7 +143,7 @@ def record_of(
     wanted = [(rows, k) for rows in nums_rows for k in nums_drafts]
     record = {"device": label, "torch": torch.__version__, "vocab_size": vocab_size, "cells": []}
     with torch.inference_mode():  # as in vLLM
-        record["comparison"] = compare(device, vocab_size)
+        record["comparison"] = compare_to_cpu(device, vocab_size)
         for number, (rows, k) in enumerate(wanted, start=1):
             calls = Step(rows, k, vocab_size, device).methods()
             cell = {"rows": rows, "k": k, "ms": _milliseconds(calls, device)}
@@ -186,7 +186,7 @@ def _milliseconds(calls: dict[str, Call], device: torch.device) -> dict[str, flo
     return {name: statistics.median(times[LEAST:]) for name, times in found.items()}
 
 
-def compare(device: torch.device, vocab_size: int) -> dict[str, Any]:
+def compare_to_cpu(device: torch.device, vocab_size: int) -> dict[str, Any]:
     """The device against the CPU: bits of noise, tokens of the same logits; tokens alone and in a batch.
 
     largest_shortfall: of the tokens that differ, the error of a logit that makes one win.

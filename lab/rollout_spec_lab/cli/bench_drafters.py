@@ -106,7 +106,7 @@ def _of_trace(
     if config.corpus:
         warn_of_same_texts(lines, config.corpus)
     runs = drafters.all_runs(methods, config, args.num_speculative_tokens, args.history, args.min_survival)
-    results = drafters.measure(tracked(lines, trace.name), runs)
+    results = drafters.replay_all(tracked(lines, trace.name), runs)
     if args.equal_drafts:
         baselines = [result for result in results if result["method"] in drafters.SUFFIX]
         wanted = tracked(baselines, f"{trace.name}: equal drafts")

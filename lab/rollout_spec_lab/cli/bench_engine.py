@@ -18,7 +18,7 @@ from rollout_spec_lab.cli.outputs import add_output, output_folder
 
 if TYPE_CHECKING:
     from rollout_spec.predict.step_times import Times
-    from rollout_spec_lab.bench.engine import Plan
+    from rollout_spec_lab.bench.engine import EnginePlan
 
 HELP = "whole rollouts in real engines: without drafts, with vLLM's drafters, with ours"
 EXAMPLE = "rollout-spec-lab bench engine --methods off,suffix,sam --repeats 5 --output outputs/bench"
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(
-    args: argparse.Namespace, plan: Plan, folder: Path, rooflines: Mapping[str, Times],
+    args: argparse.Namespace, plan: EnginePlan, folder: Path, rooflines: Mapping[str, Times],
     load: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """Serve a plan, keep and return its record; `load`: more of what was served."""
@@ -100,8 +100,8 @@ def serve(
     return record
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    from rollout_spec_lab.bench.engine import Plan
+def _plan(args: argparse.Namespace) -> EnginePlan:
+    from rollout_spec_lab.bench.engine import EnginePlan
     from rollout_spec_lab.bench.load import Load, random_prompts
 
     if args.prompts and args.load == "random":
@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     )  # fmt: skip
     longest = max(map(len, prompts)) + args.max_tokens
     engine = {"max_num_seqs": args.max_num_seqs, "max_model_len": longest} | device_arguments()
-    return Plan(
+    return EnginePlan(
         load=load, methods=methods, model=model, dtype=dtype, engine=engine, spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, model_drafter=drafter, repeats=args.repeats,
         tail_threshold=args.tail_threshold,

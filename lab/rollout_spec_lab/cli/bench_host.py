@@ -55,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_spec.cli.console import show, tracked
-    from rollout_spec_lab.bench.host import make_record, measure
+    from rollout_spec_lab.bench.host import make_record, time_methods
     from rollout_spec_lab.bench.tables import host_tables
 
     plan = _plan(args)
     lines = inputs.recording(plan.trace, plan.limit_groups)
     with output_folder(args.output) as folder:
         # What is complete is kept, if the command is stopped early.
-        for found in measure(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
+        for found in time_methods(plan, lines, folder, lambda turns: tracked(turns, "measuring")):
             record = make_record(plan, found)
             if args.output:
                 write(record, folder / "host.json")

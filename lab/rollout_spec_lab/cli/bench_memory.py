@@ -26,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec_lab.bench.memory import Training, measure
+    from rollout_spec_lab.bench.memory import Training, simulate_budgets
     from rollout_spec_lab.bench.tables import memory_table
 
     training = Training(
         args.prompts, num_epochs=args.epochs, num_engines=args.engines, drift=args.drift,
         shuffled=args.shuffle, num_turns=args.turns, rewrites=args.rewrites,
     )  # fmt: skip
-    record = measure(training)
+    record = simulate_budgets(training)
     return report(args, record, memory_table(record))

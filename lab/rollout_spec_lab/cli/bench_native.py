@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec_lab.bench.index_costs import measure
+    from rollout_spec_lab.bench.index_costs import measure_index
     from rollout_spec_lab.bench.tables import native_tables
 
-    record = measure(args.repeats)
+    record = measure_index(args.repeats)
     return report(args, record, *native_tables(record))

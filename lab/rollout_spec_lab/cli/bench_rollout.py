@@ -14,7 +14,7 @@ from rollout_spec_lab.cli.methods import add_compared_arguments, compared
 from rollout_spec_lab.cli.outputs import add_output, output_folder
 
 if TYPE_CHECKING:
-    from rollout_spec_lab.bench.engine import Plan
+    from rollout_spec_lab.bench.engine import EnginePlan
 
 HELP = "a recorded rollout in real engines, with random weights: what drafts gain on this device"
 EXAMPLE = (
@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan:
-    from rollout_spec_lab.bench.engine import Plan
+def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> EnginePlan:
+    from rollout_spec_lab.bench.engine import EnginePlan
     from rollout_spec_lab.bench.load import first_responses, recorded_load
 
     methods, spec = compared(args, "bench rollout")
@@ -76,7 +76,7 @@ def _plan(args: argparse.Namespace, model: str, rows: int | None = None) -> Plan
     load = recorded_load(lines, args.max_tokens, model)
     engine = {"load_format": "dummy", "max_model_len": max(map(len, load.prompts)) + load.max_tokens}
     engine |= {**device_arguments(), **args.engine}
-    return Plan(
+    return EnginePlan(
         load=load, methods=methods, model=model, dtype=args.dtype or inputs.default_dtype(),
         engine=engine | {"max_num_seqs": rows or args.max_num_seqs}, spec=spec,
         num_speculative_tokens=args.num_speculative_tokens, repeats=args.repeats,

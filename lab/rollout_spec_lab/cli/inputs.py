@@ -30,9 +30,9 @@ RECORDING = (
 def recording(trace: Path, limit_groups: int | None = None) -> list[Rollout]:
     """Its first training step."""
     from rollout_spec.trace import read_trace
-    from rollout_spec_lab.bench.load import rollout_of
+    from rollout_spec_lab.bench.load import first_rollout
 
-    return rollout_of(list(read_trace(trace)), limit_groups)
+    return first_rollout(list(read_trace(trace)), limit_groups)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.report.measures import Estimate, paired
 from rollout_spec.report.responses import Agreement, agreement
 from rollout_spec.report.runs import for_json, ratio
-from rollout_spec_lab.bench.engine import Plan
+from rollout_spec_lab.bench.engine import EnginePlan
 from rollout_spec_lab.bench.jobs import answers, last
 from rollout_spec_lab.bench.load import Load
-from rollout_spec_lab.bench.timeline import Timeline, measure
+from rollout_spec_lab.bench.timeline import Timeline
 from rollout_spec_lab.verl_cpu.activation import engine_is_cpu_build
 from rollout_spec_lab.verl_cpu.environment import engine_environment
 
@@ -56,7 +56,7 @@ def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list
     return tokenized(model, prompt_rows("--train-file", Path(train_file), num_rows))
 
 
-def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[Plan, int]:
+def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[EnginePlan, int]:
     """What to serve, and how many prompts a training step takes: the prompts of a training, sampled as it
     does, by engines with its options and this policy.
 
@@ -74,11 +74,11 @@ def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[Plan, i
     engine |= {name: further[name] for name in ("block_size", "kv_cache_memory_bytes") if name in further}
     known = SpecConfig.__dataclass_fields__  # not a model that drafts: the text alone
     spec = {name: value for name, value in config.rollout.spec.items() if name in known}
-    plan = Plan(load=load, methods=METHODS, model=str(model), dtype=rollout.dtype, engine=engine, spec=spec)
+    plan = EnginePlan(load, METHODS, str(model), rollout.dtype, engine, spec)
     return plan, config.data.train_batch_size
 
 
-def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns:
+def serve_in_turns(plan: EnginePlan, size: int, seconds: float, folder: Path) -> Turns:
     """Serve pairs until the seconds are over, LEAST_PAIRS at least; in `folder` files stay if that fails.
 
     The load's prompts are taken `size` at a time, over and over, as a training takes them in its epochs.
@@ -88,7 +88,7 @@ def serve_in_turns(plan: Plan, size: int, seconds: float, folder: Path) -> Turns
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
     job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
     environment = engine_environment() if engine_is_cpu_build() else {}  # as the trainings' engines have it
-    return figures(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
+    return turns_of(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
 
 
 def pairs_of(load: Load, size: int) -> Iterator[list[dict[str, Any]]]:
@@ -106,9 +106,9 @@ def in_turn(number: int) -> Sequence[str]:
     return METHODS if number % 2 == 0 else METHODS[::-1]
 
 
-def figures(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> Turns:
+def turns_of(pairs: Sequence[Mapping[str, Mapping[str, Any]]]) -> Turns:
     """Each side of a pair is what `engine_worker.rollout` gives."""
-    off, on = ([measure(Timeline(**pair[method]["timeline"]), 0) for pair in pairs] for method in METHODS)
+    off, on = ([Timeline(**pair[method]["timeline"]).figures(0) for pair in pairs] for method in METHODS)
 
     def amounts(side: Sequence[Mapping[str, float]], *names: str) -> np.ndarray:
         return np.array([[one[name] for one in side] for name in names], float)

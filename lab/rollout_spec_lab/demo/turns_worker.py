@@ -13,7 +13,7 @@ from rollout_spec_lab.demo.turns import METHODS, in_turn
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Serve one pair of rollouts after the other: the same requests without drafts and with them.
 
-    After each pair both engines are told of it as by a weight sync. job: what `engine.Plan.job` gives;
+    After each pair both engines are told of it as by a weight sync. job: what `engine.EnginePlan.job` gives;
     `pairs`, the requests of each; `seconds`, after which no pair begins, but for the first `least`.
     """
     engines = {method: make_engine(job | {"method": method}) for method in METHODS}

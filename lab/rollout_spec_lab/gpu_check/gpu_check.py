@@ -6,7 +6,7 @@ fails, or has no time, is named in its place, and the others go on.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class Check:
         yield record
 
     def _served(
-        self, plan: engine.Plan, served: engine.Served, failed: Mapping[str, str], predicts: bool = False
+        self, plan: engine.EnginePlan, served: engine.Served, failed: Container[str], predicts: bool = False
     ) -> dict[str, Any] | None:
         """The record of the complete repeats of all methods that have served at least once."""
         methods = [method for method in plan.methods if served[method] and method not in failed]

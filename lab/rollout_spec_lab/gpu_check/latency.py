@@ -20,7 +20,7 @@ _BEFORE_FLAG = 2e-4  # seconds, after which the stream surely waits
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
-def measure(job: Mapping[str, Any]) -> dict[str, float]:
+def run(job: Mapping[str, Any]) -> dict[str, float]:
     """`latencies`; a UserError where they cannot be measured."""
     if not torch.cuda.is_available():
         raise UserError("only a GPU has a stream that can wait for the host")

@@ -48,8 +48,8 @@ CPU = Size(
 class CheckPlan:
     seconds: float  # for all of it
     jobs: Mapping[str, Mapping[str, Any]]  # for `worker`, by the parts in their order; rollouts have none
-    rollouts: engine.Plan | str  # with as many `repeats` as there is time for; or why there are none
-    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)  # as `engine.predict` has them
+    rollouts: engine.EnginePlan | str  # with as many `repeats` as there is time for; or why there are none
+    rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)  # of `engine.predict`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Policy:
 
 def rollouts(
     policy: Policy, load: Load, methods: Sequence[str], drafter: Mapping[str, Any] | None, repeats: int
-) -> engine.Plan:
+) -> engine.EnginePlan:
     longest = max(map(len, load.prompts)) + load.max_tokens
-    return engine.Plan(
+    return engine.EnginePlan(
         load=load, methods=methods, model=policy.folder, dtype=policy.dtype, spec={}, model_drafter=drafter,
         repeats=repeats, tail_threshold=policy.size.tail_threshold,
         engine=policy.engine | {"max_model_len": longest},
@@ -99,7 +99,7 @@ def verify(size: Size) -> dict[str, Any]:
     return {"nums_rows": size.nums_rows, "nums_drafts": size.nums_drafts, "vocab_size": size.vocab_size}
 
 
-def certify(policy: Policy, rollouts: engine.Plan) -> dict[str, Any]:
+def certify(policy: Policy, rollouts: engine.EnginePlan) -> dict[str, Any]:
     """The job that certifies, with some prompts of the rollouts."""
     load, own = rollouts.load, {} if policy.has_weights else {"skip_tokenizer_init": True}
     plan = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from rollout_spec.certify.certify import Plan, engine, generate
+from rollout_spec.certify.certify import CertifyPlan, engine, generate
 from rollout_spec.certify.counts import Response, Sample
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.trace import num_alike
@@ -31,16 +31,13 @@ HEAD = POLICY | {
 DRAFTS = {"num_speculative_tokens": 7, "batch_threshold": 64, "min_survival": 0.0}  # whatever may come
 LARGE = "drafts at vLLM's defaults"
 KINDS = {
-    LARGE: ({}, False),
-    "plain": (None, False),
-    "drafts": (DRAFTS, False),
-    "drafts and a head": (DRAFTS, True),
-}
+    LARGE: ({}, False), "plain": (None, False), "drafts": (DRAFTS, False), "drafts and a head": (DRAFTS, True)
+}  # fmt: skip
 SMALL = {"max_model_len": 512, "max_num_seqs": 64}
 NUM_SAMPLES, NUM_TOKENS = 16, 64
 
 
-def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """After each engine what there is: of each its seconds until it could serve, and draft tokens.
 
     `same`: of the tokens without drafts, those before the first that a response of a kind has otherwise.
@@ -74,13 +71,13 @@ def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"engines": found, "skipped": [f"{left}: not reached" for left in kinds if left not in found]}
 
 
-def _plan(folder: Path, dtype: str, arguments: Mapping[str, Any], vocab_size: int) -> Plan:
+def _plan(folder: Path, dtype: str, arguments: Mapping[str, Any], vocab_size: int) -> CertifyPlan:
     for name, config in (("policy", POLICY), ("head", HEAD), ("large", POLICY | {"vocab_size": vocab_size})):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype}))
     own = {"load_format": "dummy", "skip_tokenizer_init": True, **SMALL}
     drafter = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 3}
-    return Plan(
+    return CertifyPlan(
         model=str(folder / "policy"), prompts=[[1, *range(8, 24)] * 2, [1, *range(30, 50)] * 2],
         temperatures=[1.0], nums_speculative_tokens=[7], batch_thresholds=[64], group_sizes=[8],
         max_tokens=NUM_TOKENS, top_k=20, top_p=1.0, seed=0, dtype=dtype, tolerance=None,

@@ -18,7 +18,7 @@ from rollout_spec_lab.bench.waits import waits
 BEGAN = time.monotonic()
 
 
-def measure(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Steps of an engine of ours, by rows, draft tokens of a row and context of a row, after each cell.
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
@@ -95,7 +95,7 @@ class Timing:
                 self._seconds[cell.context, rows, num_drafts / rows].append(seconds)
 
     def found(self, left: Sequence[Cell]) -> dict[str, Any]:
-        """What `measure` gives while these cells are still to come."""
+        """What `run` gives while these cells are still to come."""
         steps = [  # medians of the steps whose rows all had one of these numbers of draft tokens
             {
                 "context": context, "num_rows": rows, "num_drafts": int(drafts),

@@ -33,19 +33,19 @@ def verification(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def certificate(job: Mapping[str, Any]) -> dict[str, Any]:
     """What `rollout-spec certify --json` prints; its plan is the job's."""
-    from rollout_spec.certify.certify import Plan, certify
+    from rollout_spec.certify.certify import CertifyPlan, certify
 
-    record = certify(Plan(**job["plan"]))
+    record = certify(CertifyPlan(**job["plan"]))
     record["plan"]["prompts"] = len(record["plan"]["prompts"])
     return record
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any] | Iterator[dict[str, Any]]:
-    """A job's part: one of the above, or `measure` of the module that has its name."""
+    """A job's part: one of the above, or `run` of the module that has its name."""
     own: Any = {"doctor": doctor, "verify": verification, "certify": certificate}
     if (part := job["part"]) in own:
         return own[part](job)
-    return importlib.import_module(f"rollout_spec_lab.gpu_check.{part}").measure(job)
+    return importlib.import_module(f"rollout_spec_lab.gpu_check.{part}").run(job)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rollout_spec.predict.engine import Cluster
 from rollout_spec.predict.simulate import simulate
 from rollout_spec.report.page import png
 from rollout_spec.trace import read_trace
-from rollout_spec_lab.bench.load import one_rollout, rollout_of
+from rollout_spec_lab.bench.load import first_rollout, one_rollout
 from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, HOSTS, Roofline
 
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 def gains(cell: Cell) -> list[float]:
     """Of the rollout's speed without drafts: on MRV2 and on MRV1."""
     model, devices = POLICIES[cell.policy]
-    lines = one_rollout(rollout_of(list(read_trace(cell.file)), None), cell.num_rows)
+    lines = one_rollout(first_rollout(list(read_trace(cell.file)), None), cell.num_rows)
     has_experts = bool(model.num_experts)
     times = [
         Roofline(model, DEVICES[cell.device], devices[cell.device], expert_parallel=has_experts, host=host)

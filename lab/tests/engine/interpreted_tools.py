@@ -41,7 +41,7 @@ def main(model: str) -> dict[str, Any]:
     in_turn = job_of(model, async_scheduling=False)  # else the first steps are ahead of the drafter
     result["recorded"] = engine_worker.run(in_turn | recorded_load() | {"method": "sam:64"})
     steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
-    *_, result["steps"] = check_steps.measure(job | steps | {"method": "sam:0"})
+    *_, result["steps"] = check_steps.run(job | steps | {"method": "sam:0"})
     return result | {"cuts": cuts}
 
 

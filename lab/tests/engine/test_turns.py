@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec_lab.bench.engine import Plan
+from rollout_spec_lab.bench.engine import EnginePlan
 from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.demo.turns import LEAST_PAIRS, METHODS, serve_in_turns
 
@@ -18,7 +18,7 @@ def test_both_sides_of_a_pair_give_the_same_tokens(chat_model: str, tmp_path: Pa
         "kv_cache_memory_bytes": 64 << 20,
     }  # fmt: skip
     load = Load(PROMPTS, group_size=4, max_tokens=32, natural_ends=True, temperature=0.3)
-    plan = Plan(load, METHODS, chat_model, "float32", engine, spec={"batch_threshold": 8})
+    plan = EnginePlan(load, METHODS, chat_model, "float32", engine, spec={"batch_threshold": 8})
     found = serve_in_turns(plan, 2, 0.0, tmp_path)
     assert len(found.seconds) == LEAST_PAIRS
     assert found.agreement.num_identical == found.agreement.num_tokens > 100
