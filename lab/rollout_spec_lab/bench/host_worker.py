@@ -28,7 +28,7 @@ from rollout_spec.vllm.proposing import proposer
 from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.keys import NAME_KEY, RequestKeys
 from rollout_spec.vllm.mrv1.sampler import RowSampling
-from rollout_spec.vllm.proposer import proposer_of
+from rollout_spec.vllm.proposing.proposer import proposer_of
 from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, settings_of
 from rollout_spec_lab.bench.forget import forget_all
 from rollout_spec_lab.bench.host import Cell, Request, cell_requests
