@@ -1,7 +1,5 @@
 """What an engine step takes, learned from every step."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
@@ -20,14 +18,17 @@ _KNOTS = np.array([0.0, *_BENDS, 2 * _BENDS[-1]])
 _TENS, _HUNDRED_THOUSANDS = 0.1, 1e-5  # so that doubt weighs all columns alike
 
 
-def _columns(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str, Any]:
-    """What takes time, and how much of it is in a step that verifies so many tokens. The curve of all tokens:
-    a constant; the slope, and by how much it becomes steeper at each bend; by how much it jumps there."""
+def _curve(num_tokens: int) -> Floats:
+    """The columns of a step's tokens: a constant; their number, and by how much it exceeds each bend; which
+    bends it exceeds."""
+    slopes = np.maximum(0.0, num_tokens - _KNOTS[:-1]) * _TENS
+    return np.concatenate([[1.0], slopes, num_tokens > _BENDS])
+
+
+def _besides(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str, float]:
+    """The columns after those: what takes time besides, in a step that verifies so many tokens."""
     rows, is_slower = step.num_rows * _TENS, step.has_drafts != pads_drafts
     return {
-        "constant": 1.0,
-        "slopes": np.maximum(0.0, step.num_tokens - _KNOTS[:-1]) * _TENS,
-        "jumps": step.num_tokens > _BENDS,
         "verified": num_verified * _TENS,
         "prompts": step.num_prompt_tokens * _TENS,
         "context": step.num_context * _HUNDRED_THOUSANDS,
@@ -38,10 +39,8 @@ def _columns(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str,
     }
 
 
-_PLACES, _NUM_COLUMNS = dict[str, slice](), 0
-for _name, _amount in _columns(EndedStep(0), 0, False).items():
-    _PLACES[_name] = slice(_NUM_COLUMNS, _NUM_COLUMNS + np.size(_amount))
-    _NUM_COLUMNS += np.size(_amount)
+_NAMES = tuple(_besides(EndedStep(0), 0, False))
+_NUM_COLUMNS = len(_curve(0)) + len(_NAMES)
 
 
 class StepSeconds:
@@ -74,8 +73,8 @@ class StepSeconds:
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
         curve = np.interp(all_tokens, _KNOTS, self._curve) + self._jumps[np.searchsorted(_BENDS, all_tokens)]
-        amounts = _columns(step, 1, self._pads_drafts)
-        seconds = {name: found * amounts[name] for name, found in self._found.items()}
+        amounts = _besides(step, 1, self._pads_drafts)
+        seconds = {name: amount * self._found[name] for name, amount in amounts.items()}
         return np.asarray(curve + nums * seconds.pop("verified") + sum(seconds.values()))
 
     def expected_pass(self, num_rows: int) -> float:
@@ -90,9 +89,8 @@ class StepSeconds:
         self._num_odd = odd * (1 + max(0, odd * self._num_odd))  # in a row; negative: fast ones
         if abs(self._num_odd) == ODD_STEPS:
             self._forget()
-        columns = np.empty(_NUM_COLUMNS)
-        for name, amount in _columns(step, num_verified, self._pads_drafts).items():
-            columns[_PLACES[name]] = amount / seconds
+        besides = _besides(step, num_verified, self._pads_drafts)
+        columns = np.array([*_curve(step.num_tokens), *besides.values()]) / seconds
         # At first it forgets sooner: engines start slowly.
         keep = 1.0 - 1.0 / min(max(self._num_steps / 2, FIRST_STEPS), MEMORY)
         self._squares = keep * self._squares + columns[:, None] * columns
@@ -105,10 +103,8 @@ class StepSeconds:
 
     def _fit(self) -> None:
         """To all that was learned. Doubt is relative too."""
-        constant = _PLACES["constant"]
-        weight = DOUBT * self._squares[constant, constant].item() / min(self._num_steps, MEMORY)
-        doubt = np.full(_NUM_COLUMNS, weight)
-        doubt[constant] /= 100  # a step takes some time
+        doubt = np.full(_NUM_COLUMNS, DOUBT * self._squares[0, 0] / min(self._num_steps, MEMORY))
+        doubt[0] /= 100  # a step takes some time
         try:
             root = np.linalg.cholesky(self._squares + np.diag(doubt))
             found = nnls(root.T, np.linalg.solve(root, self._products))[0]
@@ -118,8 +114,8 @@ class StepSeconds:
 
     def _believe(self, seconds: Floats) -> None:
         """Take over the seconds of all columns."""
-        found = {name: seconds[place] for name, place in _PLACES.items()}
-        slopes = np.cumsum(found.pop("slopes")) * _TENS
-        self._curve = np.concatenate([[0.0], np.cumsum(slopes * np.diff(_KNOTS))])
-        self._jumps = np.concatenate([[0.0], np.cumsum(found.pop("jumps"))])
-        self._found = {name: each.item() for name, each in found.items()}
+        constant, slopes, jumps, besides = np.split(seconds, np.cumsum([1, len(_BENDS) + 1, len(_BENDS)]))
+        pieces = np.cumsum(np.cumsum(slopes) * _TENS * np.diff(_KNOTS))
+        self._curve = constant + np.concatenate([[0.0], pieces])
+        self._jumps = np.concatenate([[0.0], np.cumsum(jumps)])
+        self._found = dict(zip(_NAMES, besides.tolist(), strict=True))
