@@ -16,7 +16,7 @@
  * 1. Idle groups, the one that has been idle longest first, with what is parked in them. rs_group_given_up names them.
  * 2. Text that belongs to no running sequence, in the group that has most of it. The rest of that group is indexed again;
  *    what is parked there is indexed when it runs again. The group is given up once it is idle.
- * 3. The text that needs the memory. Its row is dropped, and its group is given up once it is idle.
+ * 3. The text that needs the memory. Its row is dropped; if it had been left to rs_catch_up, its group is given up once idle.
  * Texts without a sequence and parked ones leave an eighth of the budget to those that run.
  *
  * No function is thread safe for one index; different indexes are independent.
@@ -106,7 +106,8 @@ rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_t
 rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_t num_prompt_tokens, int32_t *group,
                         rs_error *error);
 
-/* From now on what is opened in the group, or added to it, begins after this prompt. What is there stays after its own. */
+/* From now on what is opened in the group, or added to it, begins after this prompt. What is there stays after its own.
+ * If that takes the room of other text of an idle group, the group is given up. */
 rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                               rs_error *error);
 

@@ -177,3 +177,15 @@ def test_a_group_stays_for_what_was_interrupted_in_it(sample, is_aborted):
     drafter.note_new_weights()
     serve(drafter, texts[4], 50, 110, "another")
     assert serve(drafter, texts[3], 80, 110, sample) == (sample is not None and is_aborted)
+
+
+def test_a_prompt_that_takes_the_room_of_its_groups_text_gets_a_group_all_the_same():
+    rows = Rows(SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 21), History(4, 1 << 20))
+    said = list(range(50, 20_000))
+    rows.end(rows.add(PROMPT, group="group", num_group_tokens=len(PROMPT)), [*PROMPT, *said])
+    rows.index_all()
+    prompt = range(1, 150_000)
+    sequence = rows.add([*prompt], group="group", num_group_tokens=len(prompt))
+    assert sequence is not None
+    np.testing.assert_array_equal(sequence.prompt, prompt)
+    check_index(rows.index)

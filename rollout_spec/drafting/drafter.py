@@ -260,21 +260,20 @@ class Drafter:
             self.counters.num_steps_off_threshold += 1
         proposed = self._index_and_propose(batch, tracked, opening)
         self._count(step, tracked, proposed)
-        choice = self._choice(opening, proposed, next_step)
-        # If the next step takes none, those after it get room if it would have had some; of a model it would.
-        # No room shortly before the gate measures a plain step, which must not wait for drafts.
-        has_some = next_step.takes_drafts or self._has_model or bool(choice.lengths.any())
-        drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)._replace(
-            drafts_wanted=opening.is_open and has_some and not opening.probe_in_two,
-            num_model_tokens=opening.num_model_tokens if opening.is_open else 0,
-        )
-        if not (opening.is_open and next_step.takes_drafts):
+        drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)
+        if not opening.is_open:
             return _LastStep(drafts=drafts)
-        self._take(choice, proposed, tracked, batch.decodes, drafts)
-        share = next_step.model_drafts and ModelShare.count_drafted(
-            self.counters, batch.request_ids, drafts, next_step.model_drafts
-        )
-        return _LastStep(drafts=drafts, promised=choice.promised, model_share=share)
+        # No room shortly before the gate measures a plain step, which must not wait for drafts.
+        wanted = not opening.probe_in_two
+        drafts = drafts._replace(drafts_wanted=wanted, num_model_tokens=opening.num_model_tokens)
+        if next_step.takes_drafts:
+            return self._take(self._choose(proposed), proposed, tracked, batch, drafts)
+        if self._has_model:  # a gate that weighed the text's drafts alone might wrongly close
+            self.counters.num_steps_on += 1
+            return _LastStep(drafts=drafts)
+        # The steps after that get room if it would have had some.
+        has_some = bool(self._choose(proposed).lengths.any())
+        return _LastStep(drafts=drafts._replace(drafts_wanted=wanted and has_some))
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -320,25 +319,25 @@ class Drafter:
             request.sequence = self._tracked = None
         return result
 
-    def _choice(self, opening: Opening, proposed: StepResult, next_step: NextStep) -> Choice:
-        """How much of each row's draft the gate takes: of a closed one nothing."""
-        if opening.is_open and (next_step.takes_drafts or not self._has_model):
-            lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-            return self._gate.choose(proposed.survivals, lengths)
-        # An open gate that weighed the text's drafts alone, without the model's, might wrongly close.
-        self.counters.num_steps_on += opening.is_open
-        return Choice(np.zeros_like(proposed.num_draft_tokens), pads=False)
+    def _choose(self, proposed: StepResult) -> Choice:
+        """How much of each row's draft the open gate takes."""
+        lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
+        return self._gate.choose(proposed.survivals, lengths)
 
     def _take(
-        self, choice: Choice, proposed: StepResult, tracked: _TrackedRows, decodes: _Bools, drafts: Drafts
-    ) -> None:
-        """Put what the open gate takes of each row's draft, its first tokens, into `drafts`."""
+        self, choice: Choice, proposed: StepResult, tracked: _TrackedRows, batch: _Batch, drafts: Drafts
+    ) -> _LastStep:
+        """Put what the gate takes of each row's draft, its first tokens, into `drafts`."""
         self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
         self.counters.num_draft_tokens += int(choice.lengths.sum())
         drafts.tokens[tracked.rows], drafts.lengths[tracked.rows] = proposed.draft_tokens, choice.lengths
         if self._pad_to and choice.pads:  # steps with drafts are of one shape only
             drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
-            drafts.lengths[decodes] = self._pad_to
+            drafts.lengths[batch.decodes] = self._pad_to
+        share = batch.next_step.model_drafts and ModelShare.count_drafted(
+            self.counters, batch.request_ids, drafts, batch.next_step.model_drafts
+        )
+        return _LastStep(drafts=drafts, promised=choice.promised, model_share=share)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""

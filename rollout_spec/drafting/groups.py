@@ -152,6 +152,9 @@ class Groups:
         elif not np.array_equal(prompt[: len(found.prompt)], found.prompt):
             self._index.set_prompt(found.handle, group_prompt)
             found.prompt = group_prompt.copy()
+            self._forget_given_up()
+            if self._groups.get(key) is not found:  # itself: the prompt took the room of its other text
+                return self._find(key, prompt, group_prompt)
         return found
 
     def _is_stale(self, group: _Group) -> bool:
