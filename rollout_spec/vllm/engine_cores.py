@@ -12,8 +12,7 @@ _CALL, _PARAMETERS = "_call_utility_async", ["self", "method", "args", "engine"]
 class EngineCores:
     """Calls each engine core behind an AsyncLLM of vLLM's, and its workers.
 
-    vLLM's client for several engine cores sends a call to all of them and returns the first one's answer
-    only.
+    vLLM's client for several engine cores sends a call to all of them and returns the first answer only.
 
     Raises RuntimeError: the installed vLLM's client has changed.
     """

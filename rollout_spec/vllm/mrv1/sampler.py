@@ -39,10 +39,7 @@ ENGINE_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
-    """Gives a model runner's samplers a `RowGenerators`, step by step.
-
-    before_wait: called before the host waits for the device.
-    """
+    """Gives a model runner's samplers a `RowGenerators`, step by step; before_wait: see `StepNoise`."""
 
     def __init__(self, runner: Any, before_wait: Callable[[], None] = just_wait) -> None:
         self._runner, self._before_wait = runner, before_wait

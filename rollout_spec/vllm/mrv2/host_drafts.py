@@ -82,8 +82,7 @@ class HostDrafts:
         runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """The requests that go and come with a step; before the runner takes them in. The output is the
-        runner's own: `give_drafts` puts drafts into it."""
+        """The requests that go and come with a step; before the runner, whose output it is, takes them in."""
         plan = plan_of(scheduler_output)
         num_model_tokens = plan.num_drafted(self.proposer.most_model_tokens)
         self.step = RunningStep(plan, scheduler_output, num_model_tokens)
