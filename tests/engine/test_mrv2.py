@@ -159,7 +159,7 @@ def test_neither_where_prompts_have_images(results):
 def test_drafts_are_verified_and_accepted(results, engine):
     """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
     counters, steps = results[engine]["counters"], results[engine]["steps"]
-    assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 40)
+    assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 20)
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
     assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
