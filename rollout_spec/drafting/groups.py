@@ -74,6 +74,7 @@ class Groups:
         self._counters = counters
         self._groups: dict[_Key, _Group] = {}
         self._by_handle: dict[int, _Group] = {}
+        index.when_given_up(lambda handle: self._forget(self._by_handle[handle]))
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
         # By the sample's name, None: those without; the one parked last is the last.
         self._parked: defaultdict[Hashable | None, list[GroupSequence]] = defaultdict(list)
@@ -92,7 +93,6 @@ class Groups:
         if prompt.min(initial=0) < 0:
             return None
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
-        self._forget_given_up()
         try:
             sequence = self._resume_parked(prompt, key, sample)
             if sequence is None:
@@ -101,8 +101,6 @@ class Groups:
                 sequence = GroupSequence(handle, found, sample, found.prompt, prompt[:0])
         except (BudgetExceeded, OutOfMemory):
             return None
-        finally:
-            self._forget_given_up()
         entered = sequence.group
         if not entered.running:
             texts = self._history.texts(entered.history_key)
@@ -152,7 +150,6 @@ class Groups:
         elif not np.array_equal(prompt[: len(found.prompt)], found.prompt):
             self._index.set_prompt(found.handle, group_prompt)
             found.prompt = group_prompt.copy()
-            self._forget_given_up()
             if self._groups.get(key) is not found:  # itself: the prompt took the room of its other text
                 return self._find(key, prompt, group_prompt)
         return found
@@ -174,7 +171,6 @@ class Groups:
 
     def hand_on_next_text(self) -> None:
         """Give the index one of the texts that wait, if any: the last of each group, then those before."""
-        self._forget_given_up()
         while self._waiting:
             group, texts = self._waiting.popleft()
             if not texts or self._groups.get(group.key) is not group:
@@ -197,8 +193,7 @@ class Groups:
         group.parked.add(sequence)
         parked = self._parked[sequence.sample]
         parked.append(sequence)
-        self._index.park_sequence(sequence.handle)
-        self._forget_given_up()  # its own group perhaps, which lacks a text
+        self._index.park_sequence(sequence.handle)  # its group, if that lacks a text, is given up perhaps
         if sequence.has_ended and sequence in group.parked:
             self._close(sequence)
         elif len(parked) > MAX_PARKED:
@@ -219,7 +214,6 @@ class Groups:
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
-        self._forget_given_up()
         names = set(samples)
         for group in self._groups.values():
             for sequence in group.running:
@@ -237,10 +231,6 @@ class Groups:
         if not parked:
             del self._parked[sequence.sample]
         sequence.group.parked.remove(sequence)
-
-    def _forget_given_up(self) -> None:
-        for handle in self._index.given_up():
-            self._forget(self._by_handle[handle])
 
     def _forget(self, group: _Group) -> None:
         """It is packed now: nothing of it is indexed, and what it said is in the history."""
