@@ -17,9 +17,7 @@ from rollout_spec.drafting.drafts import TAKES_ANY, Drafts
 from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.mrv2.arrival_queue import ArrivalQueue
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
-from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.room import drafts_in, fill_room, room_in
-from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
@@ -68,9 +66,8 @@ class HostDrafts:
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
-        self._runner, batch = runner, HostBatch(runner)
-        self.proposer = BatchProposer(runner, config, batch, lambda: self._arrivals.take_in())
-        self._arrivals = ArrivalQueue(batch, self.proposer)
+        self._runner, self._arrivals = runner, ArrivalQueue(runner, config)
+        self.proposer = self._arrivals.proposer
         self.launching = threading.Lock()  # held while a step begins that waits for drafts
         self.step = RunningStep(Plan(), None, self.proposer.most_model_tokens)
         self._num_tokens = config.num_speculative_tokens
@@ -78,8 +75,7 @@ class HostDrafts:
         self._sent = torch.zeros(
             runner.max_num_reqs, self._num_tokens, dtype=torch.int64, pin_memory=torch_utils.PIN_MEMORY
         )
-        self._for_scheduler = runner.draft_tokens_handler = DraftsForScheduler()
-        runner.rollout_spec_proposer = runner.drafter = self.proposer  # `drafter`: where MRV1 has it
+        self.for_scheduler = DraftsForScheduler()
 
     def begin_step(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step; before the runner, whose output it is, takes them in."""
@@ -138,7 +134,7 @@ class HostDrafts:
     def report(self, output: Any) -> Any:
         """A step's tokens are on their way. Where the scheduler waits, draft after them. Let the output say
         what was drafted, what is to be next, and when the step had ended."""
-        step, self._for_scheduler.drafts = self.step, None
+        step, self.for_scheduler.drafts = self.step, None
         if isinstance(output, AsyncOutput) and self.proposer.drafts_here:
             to_host = self._runner.output_copy_stream
             arrival = Arrival(output, self.proposer.busiest_work, to_host, step.model_drafts)
@@ -146,7 +142,7 @@ class HostDrafts:
             put_before(TimedOutput, output, SPECULATOR, arrival=arrival, launching=self.launching)
             if not step.plan.is_ahead:
                 names, drafts = self._arrivals.draft_for_rows(TAKES_ANY)
-                self._for_scheduler.drafts = DraftTokenIds(names, drafts.lists())
+                self.for_scheduler.drafts = DraftTokenIds(names, drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
             answer, nums_drafts = self._arrivals.answer, step.nums_drafts if step.plan.is_ahead else None

@@ -2,7 +2,8 @@
 
 A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
 vLLM calls `execute_model`, in it `finish_requests`, `add_requests`, `update_requests`, `apply_staged_writes`,
-`gather_batch_req_state` and `prepare_inputs`; then `sample_tokens`, in it the speculator's `propose`.
+from 0.29 on `gather_batch_req_state`, then `MRV2_DISPATCH` and `prepare_inputs`; then `sample_tokens`, in it
+the speculator's `propose`.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
 from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import plan_of
 
 _WARM_UP = Patch(
@@ -76,6 +78,7 @@ class DraftingRunner(GPUModelRunner):
     """Its drafts come from the host."""
 
     host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
+    rollout_spec_proposer: BatchProposer
     why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
@@ -218,7 +221,9 @@ def bind(worker: Any, config: SpecConfig) -> None:
     put_before(KeyedRunner, runner, sampler.COUPLED, keys=keys_of(runner))
     if config.enabled:
         host = HostDrafts(runner, config)
-        put_before(DraftingRunner, runner, SPECULATOR, host_drafts=host)
+        put_before(DraftingRunner, runner, SPECULATOR, host_drafts=host, rollout_spec_proposer=host.proposer)
+        runner.draft_tokens_handler = host.for_scheduler
+        runner.drafter = host.proposer  # MRV1 has it there
         runner.why_no_graphs = patch_graphs_for_drafts(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host
