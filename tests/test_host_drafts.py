@@ -124,7 +124,8 @@ def test_drafts_of_mrv2_go_to_the_host_and_back():
         accelerator.start()
         after_sampling(runner, accelerator.put, ["b", "a"], [6, 6])
         nothing = runner.host_drafts.no_drafts(SimpleNamespace(num_reqs=2))
-        drafts = dict(zip(*dataclasses.astuple(runner.host_drafts.for_scheduler.get_draft_tokens()), strict=True))
+        given = runner.host_drafts.for_scheduler.get_draft_tokens()
+        drafts = dict(zip(*dataclasses.astuple(given), strict=True))
         runner.execute_model(planned(scheduled(drafts=drafts), Plan(0), ["a", "b"]))
     assert nothing.value.shape == (2, K) and runner.host_drafts.step.num_model_tokens == 0
     assert drafts["a"] == drafts["b"] == [7, 8, 5, 6]

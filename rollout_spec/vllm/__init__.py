@@ -8,7 +8,8 @@ DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand
 runner, which asks `proposing` for drafts; `both_runners` has what they share. `keys` names each row's noise.
 `refusals` stops what cannot work, `upstream` fixes vLLM's faults.
 
-What a class of ours adds to an object of vLLM's stands in its `put_before`.
+What a class of ours adds to an object of vLLM's stands in its `put_before`, and what vLLM reads there of
+ours in a `bind`; a runner's proposer is `rollout_spec_proposer`.
 """
 
 from typing import Any, NoReturn

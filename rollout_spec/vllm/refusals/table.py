@@ -133,7 +133,7 @@ _ANY_DRAFTS = {
     "ahead": ("{engine}async_scheduling", "must be False with {found}"),
 }  # fmt: skip
 _OF_MODEL = {fact: ("{model}", why) for fact, why in _A_MODEL.items()}
-# Of those that apply, the first is said.
+# Of facts that are asked together and apply, the first is said.
 _ROWS = _OUR_NOISE | _OF_MODEL | _OUR_DRAFTER | _ANY_DRAFTS
 REFUSALS = {fact: Refusal(*row) for fact, row in _ROWS.items()}
 
