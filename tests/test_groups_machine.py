@@ -21,10 +21,8 @@ class WatchedIndex(SuffixIndex):
         super().__init__(**options)
         self.left = []
 
-    def given_up(self):
-        given_up = super().given_up()
-        self.left += given_up
-        return given_up
+    def when_given_up(self, forget_group):
+        super().when_given_up(lambda group: [self.left.append(group), forget_group(group)])
 
     def close_group(self, group):
         super().close_group(group)

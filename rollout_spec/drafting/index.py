@@ -130,10 +130,6 @@ class SuffixIndex:
         """Whether there is more to index."""
         return self.catch_up(0)
 
-    def given_up(self) -> list[int]:
-        """The groups that were given up since the last call, for who is not told."""
-        return list(iter(lambda: int(lib.rs_group_given_up(self._index)), -1))
-
     def close_group(self, group: int) -> None:
         """Forget the text of a group in which nothing runs, and close what is parked there."""
         self._call(lib.rs_group_close, group)
@@ -221,7 +217,7 @@ class SuffixIndex:
 
     def _tell_given_up(self) -> None:
         if self._forget_group is not None:
-            for group in self.given_up():
+            for group in iter(lambda: lib.rs_group_given_up(self._index), -1):
                 self._forget_group(group)
 
     def _set_vectors(self, *vectors: Int32Array) -> None:
