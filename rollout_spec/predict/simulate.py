@@ -124,7 +124,7 @@ def rollout(
     on_tokens: as in `simulate`.
     """
     engines = list(itertools.chain.from_iterable(replicas))
-    begins = [rank.total.seconds for rank in engines]
+    begins = [rank.now for rank in engines]
     for rank, part in zip(engines, parts, strict=True):
         rank.enqueue(part)
     for ranks in replicas:  # one after the other: none waits for another
@@ -133,7 +133,7 @@ def rollout(
     for rank in engines:
         if rank.drafter is not None:
             rank.drafter.note_new_weights()
-    return max(rank.total.seconds - begin for rank, begin in zip(engines, begins, strict=True))
+    return max(rank.now - begin for rank, begin in zip(engines, begins, strict=True))
 
 
 def _share_history(histories: Sequence[History]) -> None:
