@@ -11,7 +11,7 @@ from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.predict import engine
 from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
-from rollout_spec.predict.simulate import rollout, simulate
+from rollout_spec.predict.simulate import configurations, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import ResponseDrafts, Rollout
 from tests.text import speak
@@ -69,7 +69,7 @@ def test_a_rollout_without_drafts_by_hand(monkeypatch):
     assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, run.seconds)
     both = served(of_group(5, 3, 2), OFF, BY_HAND, 2)
     assert (both.seconds, both.tail_seconds) == ((5 + 1) + 2 + 1, 1.0)
-    assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
+    assert served(of_group(5, 3, 2), OFF, ContextTimes.parse("1:1"), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
 def test_agents_wait_for_their_tools():
@@ -88,9 +88,6 @@ def test_agents_wait_for_their_tools():
 
 class ContextTimes(StepTimes):
     """A step takes a second a token of context, and a thousand for each token of other ranks."""
-
-    def __init__(self):
-        super().__init__([(1, 1, 1)])
 
     def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0, num_rows=0):
         return num_context + 1000 * num_tokens_of_others
@@ -172,7 +169,7 @@ def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
 
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = of_group(5, 3, 1)
-    ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2)) for _ in range(2)]
+    ranks = [Engine(OFF, ContextTimes.parse("1:1"), Cluster(1, 2)) for _ in range(2)]
     # The first step: each prefills its prompt of 5. Then the first rank is alone.
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 5000) + 1000 + 1000
     assert [rank.now for rank in ranks] == [7005.0, 7005.0]
@@ -205,12 +202,15 @@ def test_padded_drafts_are_all_verified_and_lose_no_token():
 def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)
-    assert len(requests) == 24
-    by_group = assign(requests, 2)
+    by_group = assign(requests, 2, 8)
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
-    assert [len(part) for part in assign(requests_of([line("0", 5, *[3] * 40)], None), 2)] == [24, 16]
+    large = [line("0", 5, *[3] * 40)]
+    for max_imbalance, most in ((8, 24), (1, 20)):
+        configs = configurations({"max_imbalance": max_imbalance}, [0], [4])
+        took = [seconds(large, Cluster(2, 1), config, FLAT) for config in configs]
+        assert took == pytest.approx([0.03 * most] * 2)
     one = simulate(lines, Cluster(1, 16, 6), OFF, STEPPED)
     two = simulate(lines, Cluster(2, 16, 6), OFF, STEPPED)
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95

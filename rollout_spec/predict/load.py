@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import UserError
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.placement import GroupPlacement
 from rollout_spec.trace import ResponseDrafts, Rollout
@@ -108,10 +108,10 @@ def _first_turn(line: Rollout, number: int, sample: str) -> Request | None:
     return turn
 
 
-def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
+def assign(requests: Sequence[Request], num_engines: int, max_imbalance: int) -> list[list[Request]]:
     """The requests of every engine, placed as our router does, all before the first one ends."""
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
-    placement = GroupPlacement(SpecConfig.max_imbalance)
+    placement = GroupPlacement(max_imbalance)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
         engines[placement.choose(request.group, loads)].append(request)

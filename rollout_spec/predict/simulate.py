@@ -17,10 +17,11 @@ def configurations(
     options: Mapping[str, Any], thresholds: Sequence[int | str], ks: Sequence[int]
 ) -> list[SpecConfig]:
     """Without drafts, then every threshold with every K; `options`: of `rollout.spec`, besides these two.
+    They are the first one's too, for all place requests alike.
 
     Raises UserError: an option's value is wrong.
     """
-    configs = [SpecConfig(method="off")]
+    configs = [SpecConfig.from_mapping({**options, "method": "off"})]
     for threshold, k in itertools.product(thresholds, ks):
         fixed = {"batch_threshold": threshold, "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping({**options, **fixed}))
@@ -97,7 +98,8 @@ def simulate(
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
         requests = requests_of(lines_of_step, cluster.group_size)
-        parts = assign([*map(template, requests)] if template else requests, len(engines))
+        served = [*map(template, requests)] if template else requests
+        parts = assign(served, len(engines), config.max_imbalance)
         makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
