@@ -5,7 +5,7 @@ launch() {
     here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
     if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then size=$1; shift; fi
     if [[ $# -gt 0 && $1 != *=* && $1 != [+~]* ]]; then device=$1; shift; fi
-    [[ $size == cpu || -f $here/models/$size.json ]] || fail "size '$size': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"
+    [[ $size == cpu || -f $here/../configs/rollout_spec_size/$size.yaml ]] || fail "size '$size': must be cpu, qwen3_8b, qwen3_32b or qwen3_235b"
     [[ $size != cpu || -z $device ]] || fail "device '$device': size cpu takes none"
     device=${device:-gpu}
     [[ $device == gpu || $device == npu ]] || fail "device '$device': must be gpu or npu"

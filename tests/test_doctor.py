@@ -32,13 +32,17 @@ def test_doctor_says_that_drafting_works_here():
 
 def test_doctor_prints_what_is_wrong_first_and_only_counts_patches_that_apply(monkeypatch, capsys):
     found = {"a": check.OK, "patch p": check.OK, "b": check.WARN, "patch q": check.FAIL}
-    checks = [check.Check(name, status, "why", "do") for name, status in found.items()]
-    monkeypatch.setattr(diagnosis, "diagnose", lambda: iter(checks))
+
+    def probe():
+        yield from (check.Check(name, status, "why", "do") for name, status in found.items())
+        raise OSError("broken")
+
+    monkeypatch.setattr(diagnosis, "PROBES", [("c", probe)])
     assert main(["doctor"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[:3] == ["fail patch q why; do", "warn b why; do", "ok a why; do"]
-    assert lines[3].startswith("ok patches 1 applied")
-    assert lines[4:] == ["Drafting cannot work here: patch q."]
+    assert lines[:4] == ["fail patch q why; do", "fail c OSError: broken", "warn b why; do", "ok a why; do"]
+    assert lines[4].startswith("ok patches 1 applied")
+    assert lines[5:] == ["Drafting cannot work here: patch q, c."]
 
 
 @pytest.mark.parametrize(

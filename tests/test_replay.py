@@ -85,7 +85,7 @@ def test_turns_are_drafted_for_and_what_tools_say_is_not(tmp_path):
     # is 3 4 7 1: two are right, and the target says 6.
     assert (result.total.num_tokens, result.total.num_steps, result.total.num_decoded_tokens) == (8, 3, 5)
     assert (result.num_drafts, result.total.num_draft_tokens, result.total.num_accepted_tokens) == (1, 4, 2)
-    assert replay_record([line], result, 1, 8)["running"] == [1] * 8, "all its turns run"
+    assert replay_record([line], result, 1, 8, 8)["running"] == [1] * 8, "all its turns run"
 
 
 def test_the_tail_is_counted_where_a_quarter_of_the_siblings_run():
@@ -129,8 +129,9 @@ def test_running_requests_are_those_of_an_engine_stepped_by_hand(lengths, rows):
 def test_the_tail_begins_with_its_rows():
     responses = [np.arange(length, dtype=np.int32) for length in range(1, TAIL_ROWS + 2)]
     lines = [Rollout("g", None, np.zeros(1, np.int32), responses)]
-    found = replay_record(lines, replay(lines, SpecConfig()), 1, 1024)
+    found, of_two = (replay_record(lines, replay(lines, SpecConfig()), n, 1024, 0) for n in (1, 2))
     assert found["tail_share"] == TAIL_ROWS / (TAIL_ROWS + 1), "one step has a row more"
+    assert of_two["running"][0] == 5, "engines take turns with max_imbalance=0"
     assert found["by_step"] == []
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.predict import engine
 from rollout_spec.predict.engine import Cluster, Engine, SimulatedModel, step_together
 from rollout_spec.predict.load import assign, comes_back, copied, requests_of, rollouts_of
-from rollout_spec.predict.simulate import rollout, simulate
+from rollout_spec.predict.simulate import configurations, rollout, simulate
 from rollout_spec.predict.step_times import StepTimes
 from rollout_spec.trace import ResponseDrafts, Rollout
 from tests.text import speak
@@ -44,9 +45,9 @@ def noise(num_groups=4, group_size=8, length=150):
 
 def served(requests, config, times, max_num_seqs, model=None, **more):
     alone = Engine(config, times, Cluster(1, max_num_seqs, **more), model=model)
-    rollout([[alone]], [requests])
+    took = rollout([[alone]], [requests])
     assert alone.next_time() is None
-    return alone.total
+    return SimpleNamespace(**vars(alone.total), seconds=took)
 
 
 def of_group(prompt, *lengths):
@@ -67,8 +68,8 @@ def test_a_rollout_without_drafts_by_hand(monkeypatch):
     assert run.seconds == 5 + 1 + 1 + 1 + 1
     assert (run.num_steps, run.num_tokens, run.tail_seconds) == (5, 5, run.seconds)
     both = served(of_group(5, 3, 2), OFF, BY_HAND, 2)
-    assert (both.seconds, both.tail_seconds) == ((5 + 1) + 2 + 1, 1.0)
-    assert served(of_group(5, 3, 2), OFF, ContextTimes(), 2).seconds == (5 + 5) + (6 + 6) + 7
+    assert (both.seconds, both.tail_seconds, both.num_preemptions) == ((5 + 1) + 2 + 1, 1.0, 0)
+    assert served(of_group(5, 3, 2), OFF, ContextTimes.parse("1:1"), 2).seconds == (5 + 5) + (6 + 6) + 7
 
 
 def test_agents_wait_for_their_tools():
@@ -87,9 +88,6 @@ def test_agents_wait_for_their_tools():
 
 class ContextTimes(StepTimes):
     """A step takes a second a token of context, and a thousand for each token of other ranks."""
-
-    def __init__(self):
-        super().__init__([(1, 1, 1)])
 
     def seconds(self, num_tokens, drafted, num_context=0, num_tokens_of_others=0, num_rows=0):
         return num_context + 1000 * num_tokens_of_others
@@ -130,8 +128,6 @@ def test_a_full_cache_sends_the_newest_request_back_to_the_queue():
     assert (run.num_tokens, run.num_preemptions) == (7, 1)
     tiny = served(of_group(5, 4, 3), OFF, FLAT, 4, kv_tokens=3)  # one row has more tokens: it runs alone
     assert (tiny.num_tokens, tiny.num_steps) == (7, 7)
-    roomy = served(of_group(5, 4, 3), OFF, BY_HAND, 2)
-    assert (roomy.seconds, roomy.num_preemptions) == ((5 + 1) + 2 + 2 + 1, 0)
 
 
 @pytest.mark.parametrize(("row_tokens", "num_steps"), [(3, 4), (4, 5), (9, 7)])
@@ -171,11 +167,10 @@ def test_requests_that_come_back_are_drafted_for_and_lose_nothing(threshold):
 
 def test_data_parallel_ranks_step_together_until_the_last_has_ended():
     requests = of_group(5, 3, 1)
-    ranks = [Engine(OFF, ContextTimes(), Cluster(1, 2)) for _ in range(2)]
+    ranks = [Engine(OFF, ContextTimes.parse("1:1"), Cluster(1, 2)) for _ in range(2)]
     # The first step: each prefills its prompt of 5. Then the first rank is alone.
     assert rollout([ranks], [requests[:1], requests[1:]]) == (5 + 5000) + 1000 + 1000
-    assert [rank.total.seconds for rank in ranks] == [7005.0, 7005.0]
-    assert [rank.total.num_tokens for rank in ranks] == [3, 1]
+    assert [(rank.now, rank.total.num_tokens) for rank in ranks] == [(7005.0, 3), (7005.0, 1)]
 
 
 def test_copies_are_more_of_the_same_with_tokens_of_their_own():
@@ -204,14 +199,16 @@ def test_padded_drafts_are_all_verified_and_lose_no_token():
 def test_replicas_share_the_requests_and_the_slowest_counts():
     lines = rollouts(4)
     requests = requests_of(lines, 6)
-    assert len(requests) == 24
-    by_group = assign(requests, 2)
+    by_group = assign(requests, 2, 8)
     assert [len(part) for part in by_group] == [12, 12]
     assert {request.group for request in by_group[0]} == {"0", "2"}
     # A large group is split where it would load an engine by too much.
-    assert [len(part) for part in assign(requests_of([line("0", 5, *[3] * 40)], None), 2)] == [24, 16]
-    one = simulate(lines, Cluster(1, 16, 6), OFF, STEPPED)
-    two = simulate(lines, Cluster(2, 16, 6), OFF, STEPPED)
+    large = [line("0", 5, *[3] * 40)]
+    for max_imbalance, most in ((8, 24), (1, 20)):
+        configs = configurations({"max_imbalance": max_imbalance}, [0], [4])
+        took = [seconds(large, Cluster(2, 1), config, FLAT) for config in configs]
+        assert took == pytest.approx([0.03 * most] * 2)
+    one, two = (simulate(lines, Cluster(n, 16, 6), OFF, STEPPED) for n in (1, 2))
     assert 0.4 < two["makespan_s"] / one["makespan_s"] < 0.95
     assert two["tail_share"] > one["tail_share"] > 0.0
 
@@ -223,9 +220,9 @@ def test_drafts_of_ranks_that_step_together_do_not_seem_free(monkeypatch):
     drafted = seconds(lines, cluster, on, STEPPED)
     assert drafted < seconds(lines, cluster, OFF, STEPPED)
     begin, end, own = Engine.begin_step, Engine.end_step, {}
-    begin_alone = lambda self: own.setdefault(self, []).append(begin(self)) or own[self][-1]  # noqa: E731
+    begin_alone = lambda self, now: own.update({self: begin(self, now)}) or own[self]  # noqa: E731
     monkeypatch.setattr(Engine, "begin_step", begin_alone)
-    monkeypatch.setattr(Engine, "end_step", lambda self, seconds, _: end(self, seconds, own[self][-1]))
+    monkeypatch.setattr(Engine, "end_step", lambda self, seconds, _: end(self, seconds, own[self]))
     assert seconds(lines, cluster, on, STEPPED) > 1.01 * drafted
 
 
@@ -262,9 +259,8 @@ def test_auto_is_as_good_as_the_best_fixed_threshold_and_loses_nothing_where_not
 
 def test_step_times_are_read_from_text_and_from_the_bench(tmp_path):
     times = StepTimes.parse("8:0.1, 16:0.2")
-    assert times.seconds(4, False) == 0.1
-    assert times.seconds(12, True) == pytest.approx(0.15)
-    assert times.seconds(32, False) == pytest.approx(0.4)
+    found = [times.seconds(num_tokens, num_tokens == 12) for num_tokens in (4, 12, 32)]
+    assert found == pytest.approx([0.1, 0.15, 0.4])
     file = tmp_path / "engine.json"
     points = [
         {"num_tokens": 1, "seconds": 0.1, "num_steps": 9, "drafted": False},

@@ -30,7 +30,7 @@ def named(request, group, sample):
     """Every turn has these names."""
     name = request.name.replace(request.sample, sample)
     later = request.next_turn and named(request.next_turn, group, sample)
-    return dataclasses.replace(request, name=name, group=group, next_turn=later)
+    return dataclasses.replace(request, name=name, sample=sample, group=group, next_turn=later)
 
 
 def share_with_a_draft(requests):

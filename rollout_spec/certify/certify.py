@@ -14,10 +14,9 @@ from vllm.platforms import current_platform
 
 from rollout_spec.certify import counts
 from rollout_spec.certify.counts import Configuration, Pair, Response, Sample
-from rollout_spec.certify.numerics import explain, rounding
+from rollout_spec.certify.numerics import Shortfall, explain, rounding
 from rollout_spec.config import SpecConfig
 from rollout_spec.environment import environment
-from rollout_spec.verification import coupled
 from rollout_spec.vllm import OPTIONS_KEY, SCHEDULER, speculative_config
 from rollout_spec.vllm.keys import NAME_KEY, key_of_name
 from rollout_spec.vllm.scheduler import counters_of
@@ -68,8 +67,7 @@ def certify(plan: CertifyPlan, advance: Callable[[int], None] = lambda engines: 
     Raises UserError: no configuration has rejected a draft token.
     """
     is_mrv2, runs = _run(plan, advance)
-    found = counts.of_runs(runs, _differences(plan, runs, is_mrv2))
-    found["tolerance"] = plan.fixed_tolerance
+    found = counts.of_runs(runs, _differences(plan, runs, is_mrv2)) | {"tolerance": plan.fixed_tolerance}
     return {
         "verdict": counts.verdict(found),
         "plan": dataclasses.asdict(plan),
@@ -163,8 +161,12 @@ def _differences(
     found = [(where, pair) for where, pairs in runs.items() for pair in pairs if pair.differs]
     if not found:
         return []
+    if is_mrv2:
+        from rollout_spec.vllm.mrv2.shortfall import shortfall
+    else:
+        from rollout_spec.verification.coupled import shortfall
     logits = _logits(plan, [pair for _, pair in found], is_mrv2)
-    return [_explained(plan, *one, values, is_mrv2) for one, values in zip(found, logits, strict=True)]
+    return [_explained(plan, *one, values, shortfall) for one, values in zip(found, logits, strict=True)]
 
 
 def _logits(plan: CertifyPlan, pairs: Sequence[Pair], is_mrv2: bool) -> list[torch.Tensor]:
@@ -185,17 +187,14 @@ def _before(plan: CertifyPlan, pair: Pair) -> list[int]:
 
 
 def _explained(
-    plan: CertifyPlan, where: Configuration, pair: Pair, logits: torch.Tensor, is_mrv2: bool
+    plan: CertifyPlan, where: Configuration, pair: Pair, logits: torch.Tensor, shortfall: Shortfall
 ) -> dict[str, Any]:
     """The first difference of a pair. Explained are gaps (`explain`) below the tolerance; None is a gap that
-    is not finite."""
+    is not finite. `shortfall`: as for `explain`."""
     allowed = plan.fixed_tolerance
     if allowed is None:
         allowed = rounding(plan.dtype, logits, where.temperature)
     key, position = key_of_name(pair.sample.name(plan.seed)), len(_before(plan, pair))
-    shortfall = coupled.shortfall
-    if is_mrv2:
-        from rollout_spec.vllm.mrv2.shortfall import shortfall
     sampling = where.temperature, plan.top_k, plan.top_p
     gap = explain(logits, *sampling, key, position, pair.tokens, allowed, shortfall)
     return dataclasses.asdict(where) | {

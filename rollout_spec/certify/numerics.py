@@ -8,6 +8,7 @@ import torch
 
 from rollout_spec.verification import coupled
 
+Shortfall = Callable[..., torch.Tensor]
 NUM_MOVABLE = 6  # in float32 hardly two tokens are that near to a boundary; in bfloat16 there may be more
 
 
@@ -31,7 +32,7 @@ def explain(
     position: int,
     token_ids: Sequence[int],
     tolerance: float,
-    shortfall: Callable[..., torch.Tensor] = coupled.shortfall,
+    shortfall: Shortfall = coupled.shortfall,
 ) -> float:
     """How wrong the logits must have been for each of the tokens to be drawn.
 

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         more = "more memory than the corpus leaves" if config.corpus else "more memory"
         message = f"one prompt with its responses needs {more}; raise it"
         raise UserError(f"max_index_mb={config.max_index_mb}: {message} ({error})") from error
-    record = replay_record(lines, result, args.replicas, args.max_num_seqs)
+    record = replay_record(lines, result, args.replicas, args.max_num_seqs, config.max_imbalance)
     record = {"doubts": doubts, "headline": headline(record), **record}
     corpus = f", corpus {config.corpus}" if config.corpus else ""
     title = f"{name}: K = {config.num_speculative_tokens}, history {config.history}{corpus}"

@@ -33,14 +33,15 @@ def diagnose() -> Iterator[Check]:
     for name, probe in PROBES:
         # A probe imports other people's packages. Whatever they raise is what the user must know; what they
         # print as they load (missing optional packages, no GPU) is not.
+        found: list[Check] = []
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             try:
-                found = list(probe())
+                found.extend(probe())  # keeps what the probe gave before it failed
             except ModuleNotFoundError as error:
-                found = [_missing(name, error.name or "")]
+                found.append(_missing(name, error.name or ""))
             except (Exception, SystemExit) as error:
                 first_line = "".join(str(error).strip().splitlines()[:1])
-                found = [Check(name, FAIL, f"{type(error).__name__}: {first_line}")]
+                found.append(Check(name, FAIL, f"{type(error).__name__}: {first_line}"))
         yield from found
 
 

@@ -81,8 +81,9 @@ class Batch:
             values.pop()
         return request
 
-    def verify(self) -> tuple[list[int], list[int]]:
-        """How many tokens every row gets: the accepted ones of its draft, and one more; and the accepted."""
+    def advance(self) -> tuple[list[int], list[int]]:
+        """Give every row that has its prompt the accepted tokens of its draft, and one more; returns how many
+        tokens each row got, and how many it accepted."""
         nums_new, nums_accepted = [int(not num) for num in self._unfilled], [0] * len(self)
         for row, draft in enumerate(self.drafts):
             if draft:
@@ -90,4 +91,5 @@ class Batch:
                 recorded = self.token_ids[row, level : min(end, level + len(draft))].tolist()
                 nums_accepted[row] = num_alike(recorded, draft)
                 nums_new[row] = min(nums_accepted[row] + 1, end - level)
+        self.levels[: len(self)] += np.array(nums_new, np.int32)
         return nums_new, nums_accepted

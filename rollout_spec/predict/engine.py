@@ -54,8 +54,7 @@ class SimulatedModel(NamedTuple):
 class EngineRun(Counters):
     """What one engine did in all its rollouts."""
 
-    seconds: float = 0.0
-    busy_seconds: float = 0.0  # of these, without those in which all waited for tools
+    busy_seconds: float = 0.0  # without those in which all waited for tools
     tail_seconds: float = 0.0  # with at most TAIL_ROWS requests running
     num_steps: int = 0
     num_row_steps: int = 0  # those of rows that got tokens
@@ -77,13 +76,14 @@ class Engine:
         self, config: SpecConfig, times: Times, cluster: Cluster, model: SimulatedModel | None = None
     ) -> None:
         self.total = EngineRun()
+        self.now = 0.0  # seconds since it was made
         self.times, self._cluster, self._model = times, cluster, model
         self.drafter: Drafter | None = None
         num_draft_tokens = model.num_tokens if model else 0  # of a row, at most
         if config.enabled:
             most = min(num_draft_tokens, config.num_speculative_tokens)
             self.drafter = Drafter(
-                config, lambda: self.total.seconds, pads_drafts=cluster.pads_drafts, most_model_tokens=most
+                config, lambda: self.now, pads_drafts=cluster.pads_drafts, most_model_tokens=most
             )
             num_draft_tokens = config.num_speculative_tokens
         # What the model drafts for a row in the step that runs: as the drafter says, or all.
@@ -101,8 +101,9 @@ class Engine:
         self._batch = Batch(min(self._cluster.max_num_seqs, len(requests)), longest)
         self._prefilled.clear()
 
-    def begin_step(self) -> Work:
-        while self._at_tools and self._at_tools[0][0] <= self.total.seconds:  # their tools have answered
+    def begin_step(self, now: float) -> Work:
+        self.now = now
+        while self._at_tools and self._at_tools[0][0] <= now:  # their tools have answered
             self.queue.append((self._at_tools.popleft()[1], 0))
         batch, may_admit = self._batch, not self._preempt()
         num_verified = batch.num_verified
@@ -126,23 +127,22 @@ class Engine:
     def end_step(self, seconds: float, work: Work) -> int:
         """End the step; returns how many tokens it gave. `seconds`: that it and all other ranks' took."""
         total, batch = self.total, self._batch
-        total.seconds += seconds
+        self.now += seconds
         total.busy_seconds += seconds
         total.tail_seconds += seconds if len(batch) <= TAIL_ROWS else 0.0
         total.num_steps += 1
-        nums_new, nums_accepted = batch.verify()
+        nums_new, nums_accepted = batch.advance()
         total.num_row_steps += sum(map(bool, nums_new))
         total.num_draft_tokens += sum(map(len, batch.drafts))
         total.num_accepted_tokens += sum(nums_accepted)
         total.num_tokens += sum(nums_new)
-        batch.levels[: len(batch)] += np.array(nums_new, np.int32)
-        batch.drafts = self._draft(nums_new, work)
+        batch.drafts, self._num_model_tokens = self._draft(nums_new, work)
         for row in reversed(np.flatnonzero(batch.nums_left <= 0)):
             self._end(int(row))
         return sum(nums_new)
 
-    def _draft(self, nums_new: list[int], work: Work) -> list[list[int]]:
-        """Drafts for the next step, by row."""
+    def _draft(self, nums_new: list[int], work: Work) -> tuple[list[list[int]], int]:
+        """Drafts for the next step, by row, and how many tokens the model drafts for a row in that step."""
         model, batch = None, self._batch
         if self._num_model_tokens:
             of_requests = [request.model_drafts for request in batch.requests]
@@ -152,15 +152,15 @@ class Engine:
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
             drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, work, next_step)
-            self._num_model_tokens = drafts.num_model_tokens
-            return drafts.lists()
+            return drafts.lists(), drafts.num_model_tokens
         if model is None:
-            return [[] for _ in batch.requests]
+            return [[] for _ in batch.requests], 0
         room = (batch.nums_left - 1).tolist()
-        return [
+        lists = [
             [token for token in tokens[: max(0, most) if num_new else 0] if token >= 0]
             for tokens, most, num_new in zip(model.tokens.tolist(), room, nums_new, strict=True)
         ]
+        return lists, self._num_model_tokens
 
     @property
     def _num_kept(self) -> float:
@@ -171,8 +171,8 @@ class Engine:
     def next_time(self) -> float | None:
         """When there is something to do: now, or once the first tool has answered; None: never again."""
         if len(self._batch) or self.queue:
-            return self.total.seconds
-        return max(self.total.seconds, self._at_tools[0][0]) if self._at_tools else None
+            return self.now
+        return max(self.now, self._at_tools[0][0]) if self._at_tools else None
 
     def _preempt(self) -> bool:
         """Send the newest requests back until the rest has room, or one is left; whether any went."""
@@ -209,7 +209,7 @@ class Engine:
     def _end(self, row: int) -> None:
         request = self._remove(row)
         if request.next_turn is not None:
-            self._at_tools.append((self.total.seconds + self._cluster.tool_seconds, request.next_turn))
+            self._at_tools.append((self.now + self._cluster.tool_seconds, request.next_turn))
         elif self.drafter is not None:
             self.drafter.end_samples([request.sample])
 
@@ -223,9 +223,7 @@ class Engine:
 def step_together(ranks: Sequence[Engine]) -> int:
     """Run one step of data-parallel ranks, as long as the slowest's; the number of tokens that it gave."""
     begin = min(time for rank in ranks if (time := rank.next_time()) is not None)
-    for rank in ranks:
-        rank.total.seconds = max(rank.total.seconds, begin)
-    works = [rank.begin_step() for rank in ranks]
+    works = [rank.begin_step(begin) for rank in ranks]
     total = sum(work.num_tokens for work in works)
     took = max(rank.seconds(work, total - work.num_tokens) for rank, work in zip(ranks, works, strict=True))
     # What vLLM tells each of several.

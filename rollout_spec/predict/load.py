@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig, UserError
+from rollout_spec.config import UserError
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.placement import GroupPlacement
 from rollout_spec.trace import ResponseDrafts, Rollout
@@ -24,6 +24,7 @@ class Request:
     """One response that an engine decodes, or one turn of it."""
 
     name: str
+    sample: str  # its turns share it
     group: str
     prompt_token_ids: Int32Array
     response: Int32Array
@@ -31,11 +32,6 @@ class Request:
     num_cached: int = 0  # tokens of the prompt that the turns before have
     num_group_tokens: int | None = None  # tokens of it that are the group's prompt; None: all
     next_turn: Request | None = None
-
-    @property
-    def sample(self) -> str:
-        """Its turns have one name."""
-        return self.name.partition("/")[0]
 
     @property
     def num_tokens(self) -> int:
@@ -97,25 +93,25 @@ def requests_of(lines: Sequence[Rollout], group_size: int | None) -> list[Reques
     return [request for request in first if request is not None]
 
 
-def _first_turn(line: Rollout, number: int, name: str) -> Request | None:
+def _first_turn(line: Rollout, number: int, sample: str) -> Request | None:
     prompt, response = line.prompt_token_ids, line.responses[number]
     if not line.turns:
         model_drafts = line.model_drafts[number] if line.model_drafts else None
-        return Request(name, line.group, prompt, response, model_drafts) if len(response) else None
+        return Request(sample, sample, line.group, prompt, response, model_drafts) if len(response) else None
     text, turn = np.append(prompt, response), None
     turns = [[begin, end] for begin, end in line.turns_of(number) if begin < end]
     ends = [0, *(end for _, end in turns)]
     for i, (begin, end) in reversed(list(enumerate(turns))):
         spoken, cached = text[len(prompt) + begin : len(prompt) + end], len(prompt) + ends[i] if i else 0
         before = text[: len(prompt) + begin]
-        turn = Request(f"{name}/{i}", line.group, before, spoken, None, cached, len(prompt), turn)
+        turn = Request(f"{sample}/{i}", sample, line.group, before, spoken, None, cached, len(prompt), turn)
     return turn
 
 
-def assign(requests: Sequence[Request], num_engines: int) -> list[list[Request]]:
+def assign(requests: Sequence[Request], num_engines: int, max_imbalance: int) -> list[list[Request]]:
     """The requests of every engine, placed as our router does, all before the first one ends."""
     engines: list[list[Request]] = [[] for _ in range(num_engines)]
-    placement = GroupPlacement(SpecConfig.max_imbalance)
+    placement = GroupPlacement(max_imbalance)
     for request in requests:
         loads = {i: len(engine) for i, engine in enumerate(engines)}
         engines[placement.choose(request.group, loads)].append(request)

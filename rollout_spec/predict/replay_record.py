@@ -17,7 +17,7 @@ SHORT = 16  # tokens: responses with fewer are one class of lengths
 
 
 def replay_record(
-    lines: Sequence[Rollout], result: ReplayResult, num_replicas: int, max_num_seqs: int
+    lines: Sequence[Rollout], result: ReplayResult, num_replicas: int, max_num_seqs: int, max_imbalance: int
 ) -> dict[str, Any]:
     """What `replay --json` prints, of engines that run `max_num_seqs` requests at a time.
 
@@ -27,7 +27,7 @@ def replay_record(
     running = [
         num_running([sum(len(turn.response) for turn in one.turns) for one in requests], max_num_seqs)
         for rollout in rollouts_of(lines)
-        for requests in assign(requests_of(rollout, None), num_replicas)
+        for requests in assign(requests_of(rollout, None), num_replicas, max_imbalance)
     ]
     lengths = [response.counts.num_tokens for response in result.responses]
     with_step = [response for response in result.responses if response.step is not None]

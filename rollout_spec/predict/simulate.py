@@ -17,10 +17,11 @@ def configurations(
     options: Mapping[str, Any], thresholds: Sequence[int | str], ks: Sequence[int]
 ) -> list[SpecConfig]:
     """Without drafts, then every threshold with every K; `options`: of `rollout.spec`, besides these two.
+    They are the first one's too, for all place requests alike.
 
     Raises UserError: an option's value is wrong.
     """
-    configs = [SpecConfig(method="off")]
+    configs = [SpecConfig.from_mapping({**options, "method": "off"})]
     for threshold, k in itertools.product(thresholds, ks):
         fixed = {"batch_threshold": threshold, "num_speculative_tokens": k}
         configs.append(SpecConfig.from_mapping({**options, **fixed}))
@@ -97,7 +98,8 @@ def simulate(
     makespan = 0.0
     for lines_of_step in rollouts_of(lines):
         requests = requests_of(lines_of_step, cluster.group_size)
-        parts = assign([*map(template, requests)] if template else requests, len(engines))
+        served = [*map(template, requests)] if template else requests
+        parts = assign(served, len(engines), config.max_imbalance)
         makespan += rollout(replicas, parts, on_tokens)
         if config.history:
             _share_history([engine.drafter.history for engine in engines if engine.drafter is not None])
@@ -124,7 +126,7 @@ def rollout(
     on_tokens: as in `simulate`.
     """
     engines = list(itertools.chain.from_iterable(replicas))
-    begins = [rank.total.seconds for rank in engines]
+    begins = [rank.now for rank in engines]
     for rank, part in zip(engines, parts, strict=True):
         rank.enqueue(part)
     for ranks in replicas:  # one after the other: none waits for another
@@ -133,7 +135,7 @@ def rollout(
     for rank in engines:
         if rank.drafter is not None:
             rank.drafter.note_new_weights()
-    return max(rank.total.seconds - begin for rank, begin in zip(engines, begins, strict=True))
+    return max(rank.now - begin for rank, begin in zip(engines, begins, strict=True))
 
 
 def _share_history(histories: Sequence[History]) -> None:

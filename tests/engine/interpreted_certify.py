@@ -18,13 +18,10 @@ def main(model):
     is_mrv2, runs = certify._run(plan, lambda _: None)
     [(where, pairs)] = runs.items()
     cut = [_differing(pair, place) for pair in pairs for place in (0, len(pair.off.token_ids) // 2, -1)]
-    gaps: dict[str, list[float]] = {"drawn": [], "others": []}
-    for pair, logits in zip(cut, certify._logits(plan, cut, is_mrv2), strict=True):
-        drawn, other = pair.tokens
-        for name, token in (("drawn", drawn), ("others", other)):
-            twice = _Twice(pair.sample, pair.off, pair.on, token)
-            gaps[name].append(certify._explained(plan, where, twice, logits, is_mrv2)["logit_gap"])
-    return {"is_mrv2": is_mrv2, "same": [not pair.differs for pair in pairs], **gaps}
+    twice = [_Twice(pair.sample, pair.off, pair.on, token) for pair in cut for token in pair.tokens]
+    gaps = [one["logit_gap"] for one in certify._differences(plan, {where: twice}, is_mrv2)]
+    same = [not pair.differs for pair in pairs]
+    return {"is_mrv2": is_mrv2, "same": same, "drawn": gaps[::2], "others": gaps[1::2]}
 
 
 @dataclasses.dataclass(frozen=True)

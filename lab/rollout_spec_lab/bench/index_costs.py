@@ -150,7 +150,7 @@ def make_requests(text: Int32Array, num_prompts: int) -> list[Request]:
             for i, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
                 name = f"{epoch}.{prompt}.{i}"
                 response = text[first : first + length]
-                requests.append(Request(name, str(prompt), text[begin : begin + 200], response))
+                requests.append(Request(name, name, str(prompt), text[begin : begin + 200], response))
     return requests
 
 
