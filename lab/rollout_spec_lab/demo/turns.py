@@ -57,11 +57,8 @@ def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list
 
 
 def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[EnginePlan, int]:
-    """What to serve, and how many prompts a training step takes: the prompts of a training, sampled as it
-    does, by engines with its options and this policy.
-
-    config: verl's configuration of the training with drafts.
-    """
+    """What to serve, and how many prompts a training step takes; `config` is verl's of the training with
+    drafts. The prompts are sampled as it does, by engines with its options and this policy."""
     rollout = config.actor_rollout_ref.rollout
     load = Load(
         prompts=prompts, group_size=rollout.n, max_tokens=config.data.max_response_length, natural_ends=True,
