@@ -33,7 +33,7 @@ from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, setting
 from rollout_spec_lab.bench.forget import forget_all
 from rollout_spec_lab.bench.host import Cell, Request, cell_requests
 from rollout_spec_lab.bench.host_device import Clock, Device, DeviceMRV2, schedule_as_on_gpus
-from rollout_spec_lab.bench.jobs import reply
+from rollout_spec_lab.bench.jobs import EngineJob, reply
 from rollout_spec_lab.bench.load import first_rollout
 from rollout_spec_lab.bench.recorded import number_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
@@ -71,9 +71,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     schedule_as_on_gpus()
     clock = Clock()
     stopwatch = DrafterStopwatch(clock, job["on_mrv2"])
-    engine = make_engine(job)
+    engine_job = EngineJob(**job["engine_job"])
+    engine = make_engine(engine_job)
     if engine.vllm_config.use_v2_model_runner != job["on_mrv2"]:
-        raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
+        raise UserError(f"bench host: vLLM does not take MRV2 for {engine_job.method}, see its log")
     runner = runner_of(engine)
     device = (DeviceMRV2 if job["on_mrv2"] else Device)(runner, clock)
     device.install()

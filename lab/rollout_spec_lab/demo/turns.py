@@ -83,7 +83,7 @@ def serve_in_turns(plan: EnginePlan, size: int, seconds: float, folder: Path) ->
     Raises EngineError: the process has failed.
     """
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
-    job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
+    job = {"engine_job": plan.job(0, METHODS[0]), "pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
     environment = engine_environment() if engine_is_cpu_build() else {}  # as the trainings' engines have it
     return turns_of(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
 

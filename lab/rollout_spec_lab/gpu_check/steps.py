@@ -12,6 +12,7 @@ from vllm import SamplingParams
 
 from rollout_spec.drafting.drafts import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
+from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import waits
 
@@ -23,7 +24,7 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
-    job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
+    job: engine_job, an EngineJob; contexts and nums_rows, ascending; nums_drafts, of a row;
     num_steps, of each kind; seconds, after which nothing more is begun.
     """
     timing = Timing(job)
@@ -49,7 +50,7 @@ class Timing:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._job = job
-        self._engine = make_engine(dict(job))
+        self._engine = make_engine(EngineJob(**job["engine_job"]))
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
         self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
         runner.drafter.draft = self._drafts.step
