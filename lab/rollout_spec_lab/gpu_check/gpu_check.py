@@ -63,8 +63,8 @@ class Check:
         seconds = self._plan.seconds - began
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
-        # So that it can end by itself.
-        job = {**job, "part": name.removesuffix(ON_MRV2), "seconds": seconds * 0.9}
+        deadline = time.monotonic() + seconds * 0.9  # so that it can end by itself; it has the same clock
+        job = {**job, "part": name.removesuffix(ON_MRV2), "deadline": deadline}
         found: dict[str, Any] | None = None
         status, reason = DONE, ""
         try:

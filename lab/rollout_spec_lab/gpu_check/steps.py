@@ -16,8 +16,6 @@ from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import waits
 
-BEGAN = time.monotonic()
-
 
 def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Steps of an engine of ours, by rows, draft tokens of a row and context of a row, after each cell.
@@ -25,7 +23,7 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
     job: engine_job, an EngineJob; contexts and nums_rows, ascending; nums_drafts, of a row;
-    num_steps, of each kind; seconds, after which nothing more is begun.
+    num_steps, of each kind; deadline, after which nothing more is begun.
     """
     timing = Timing(job)
     # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
@@ -68,7 +66,7 @@ class Timing:
         num_tokens = self._drafts.num_tokens + cell.num_rows * cell.context // self._most + 1
         if cell.num_rows * (cell.context + num_tokens) > self._kv_tokens:
             self._skipped.append(f"{cell}: more than the {self._kv_tokens:,} tokens of the KV cache")
-        elif begin + self._longest > BEGAN + self._job["seconds"]:
+        elif begin + self._longest > self._job["deadline"]:
             self._skipped.append(f"{cell}: not reached")
         else:
             self._skipped += [

@@ -41,7 +41,7 @@ def main(model: str) -> dict[str, Any]:
     # Else the first steps are ahead of the drafter.
     result["recorded"] = engine_worker.run(job_of(model, "sam:64", recorded_load(), **in_turn))
     steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2}
-    job = {"engine_job": asdict(job_of(model, "sam:0", {}, **ahead)), "seconds": 1000}
+    job = {"engine_job": asdict(job_of(model, "sam:0", {}, **ahead)), "deadline": float("inf")}
     *_, result["steps"] = check_steps.run(job | steps)
     return result | {"cuts": cuts}
 
