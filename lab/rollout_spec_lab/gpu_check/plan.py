@@ -51,6 +51,7 @@ class CheckPlan:
     jobs: Mapping[str, Mapping[str, Any]]  # for `worker`, by the parts in their order; rollouts have none
     rollouts: engine.EnginePlan | str  # with as many `repeats` as there is time for; or why there are none
     rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)  # of `engine.predict`
+    described: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the record, under `plan`
 
 
 @dataclasses.dataclass(frozen=True)
