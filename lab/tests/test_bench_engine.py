@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -19,7 +19,7 @@ from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import EnginePlan, Method, make_record, predict
 from rollout_spec_lab.bench.engine_worker import _method_arguments
-from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.jobs import EngineJob, answers, last
 from rollout_spec_lab.bench.load import Load, first_responses, recorded_load
 from rollout_spec_lab.bench.rollouts import tables
 from rollout_spec_lab.bench.timeline import Timeline, step_times, summarise
@@ -45,6 +45,7 @@ def line(group: str, prompt: list[int], *responses: list[int]) -> Rollout:
 
 
 # Two prefills beside a decode, two steps of three, one of two with drafts, then few with and without.
+JOB = EngineJob(model="", dtype="", method="off", engine={}, spec={"history": 2})
 LINE = timeline(
     [
         (0.5, 3, 1, 3, 0, 0),
@@ -145,7 +146,7 @@ def test_plain_vllm_decides_where_there_is_an_accelerator(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
     default = EngineArgs(model=str(tmp_path))
     assert not default.enforce_eager and default.async_scheduling is not False
-    made = EngineArgs(model=str(tmp_path), **device_arguments(), **_method_arguments({"method": "off"}))
+    made = EngineArgs(model=str(tmp_path), **device_arguments(), **_method_arguments(JOB))
     assert (made == default) == has_accelerator
     assert made.enforce_eager != has_accelerator
     assert default_dtype() == ("bfloat16" if has_accelerator else "float32")
@@ -163,8 +164,8 @@ def test_a_model_drafts_alone_or_beside_the_text(tmp_path: Path):
             model_drafter(wrong, 3)
     with pytest.raises(UserError, match=r"no Hugging Face folder \(config.json is missing\)"):
         model_drafter(f"eagle3:{tmp_path}:3", 3)
-    job = {"spec": {"history": 2}, "num_speculative_tokens": None, "model_drafter": given}
-    alone, both = (_method_arguments(job | {"method": method}) for method in ("model", "sam+model:4"))
+    job = replace(JOB, model_drafter=given)
+    alone, both = (_method_arguments(replace(job, method=method)) for method in ("model", "sam+model:4"))
     assert alone["speculative_config"] == given
     assert alone["additional_config"]["rollout_spec"] == {"method": "keyed"}
     assert both["speculative_config"] == given | {"num_speculative_tokens": SpecConfig.num_speculative_tokens}

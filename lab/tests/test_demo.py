@@ -94,9 +94,9 @@ def test_the_turns_serve_what_the_training_serves(tmp_path: Path, monkeypatch: p
     assert {one["max_tokens"] for one in plan.load.requests(0)} == {40} and len(plan.load.requests(0)) == 4
     job = plan.job(0, "sam")
     asked = {"temperature": 0.5, "natural_ends": True, "dtype": "float32", "model": "/policy"}
-    assert job == job | asked | {"spec": {"method": "sam", "history": 2}}
+    assert asked.items() <= vars(job).items() and job.spec == {"method": "sam", "history": 2}
     engine = {"max_num_seqs": 6, "max_model_len": 43, "block_size": 32, "enforce_eager": True}
-    assert job["engine"] == job["engine"] | engine
+    assert job.engine == {**job.engine, **engine}
 
 
 def trainings(folder: Path, training: float) -> Any:

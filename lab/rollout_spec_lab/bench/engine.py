@@ -17,7 +17,7 @@ from rollout_spec.predict.simulate import simulate
 from rollout_spec.predict.step_times import StepTimes, Times
 from rollout_spec.report.runs import for_json, ratio
 from rollout_spec_lab.bench.drafters import require_arctic_inference
-from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.jobs import EngineJob, answers, last
 from rollout_spec_lab.bench.load import Load
 from rollout_spec_lab.bench.timeline import Timeline, step_times, summarise
 
@@ -103,15 +103,14 @@ class EnginePlan:
     repeats: int = 3
     tail_threshold: int = 8  # the tail comes after the last step with more running requests
 
-    def job(self, repeat: int, method: str) -> dict[str, Any]:
-        """What `engine_worker.run` takes."""
+    def job(self, repeat: int, method: str) -> EngineJob:
         load = self.load
-        names = ("model", "dtype", "engine", "spec", "num_speculative_tokens", "model_drafter")
-        return {name: getattr(self, name) for name in names} | {
-            "method": method, "seed": load.seed + repeat, "prompts": load.prompts,
-            "requests": load.requests(repeat), "temperature": load.temperature,
-            "natural_ends": load.natural_ends, "recorded": load.all_recorded,
-        }  # fmt: skip
+        return EngineJob(
+            model=self.model, dtype=self.dtype, method=method, engine=self.engine, spec=self.spec,
+            num_speculative_tokens=self.num_speculative_tokens, model_drafter=self.model_drafter,
+            seed=load.seed + repeat, natural_ends=load.natural_ends, prompts=load.prompts,
+            requests=load.requests(repeat), temperature=load.temperature, recorded=load.all_recorded,
+        )  # fmt: skip
 
     def serve(self, repeat: int, method: str, folder: Path, seconds: float = math.inf) -> dict[str, Any]:
         """What `engine_worker.run` gives in the end."""

@@ -25,7 +25,7 @@ from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec_lab.bench.cpu_rejection import mend_cpu_rejection
 from rollout_spec_lab.bench.engine import Method
 from rollout_spec_lab.bench.forget import forget_all
-from rollout_spec_lab.bench.jobs import EngineError, reply
+from rollout_spec_lab.bench.jobs import EngineError, EngineJob, reply
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.recorded import Recorded
 from rollout_spec_lab.bench.stopwatch import Stopwatch
@@ -80,25 +80,23 @@ class Watch:
         return self._ours.take_counters() if self._ours else EngineCounters()
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Serve a job of `engine.EnginePlan.job`: what `rollout` gives, and the settings that the engine has."""
+def run(job: EngineJob) -> dict[str, Any]:
+    """Serve a job: what `rollout` gives, and the settings that the engine has."""
     engine = make_engine(job)
-    recorded = Recorded(runner_of(engine)) if job.get("recorded") else None
+    recorded = Recorded(runner_of(engine)) if job.recorded else None
     watch = Watch(engine)
     warm_up(engine)
     return rollout(engine, watch, job, recorded) | {"settings": settings_of(engine.vllm_config)}
 
 
-def rollout(
-    engine: Any, watch: Watch, job: dict[str, Any], recorded: Recorded | None = None
-) -> dict[str, Any]:
+def rollout(engine: Any, watch: Watch, job: EngineJob, recorded: Recorded | None = None) -> dict[str, Any]:
     """Of a job's requests: timeline, responses, CPU seconds of the drafter, our drafter's counters."""
     prompts, params = _requests(job)
     if recorded:
-        recorded.start(job["recorded"])
+        recorded.start(job.recorded)
     watch.start()
     responses = serve(engine, prompts, params)
-    if recorded and responses != job["recorded"]:
+    if recorded and responses != job.recorded:
         raise EngineError("a request did not get its recorded tokens")
     return {
         "timeline": dataclasses.asdict(watch.timeline),
@@ -113,49 +111,49 @@ def runner_of(engine: Any) -> Any:
     return engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def make_engine(job: dict[str, Any]) -> Any:
+def make_engine(job: EngineJob) -> Any:
     """vLLM's engine, in this process, of a job's model and method."""
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     mend_cpu_rejection()  # by which `ngram` and `suffix` are verified
-    if Method(job["method"]).drafting == "keyed" and mrv2_misfit() is not None:
+    if Method(job.method).drafting == "keyed" and mrv2_misfit() is not None:
         # Else vLLM's own choice, which can be MRV2 where nothing drafts.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return LLMEngine.from_engine_args(
         EngineArgs(
-            model=job["model"], dtype=job["dtype"], seed=job["seed"],
-            skip_tokenizer_init=not job["natural_ends"], **job["engine"], **_method_arguments(job),
+            model=job.model, dtype=job.dtype, seed=job.seed,
+            skip_tokenizer_init=not job.natural_ends, **job.engine, **_method_arguments(job),
         )
     )  # fmt: skip
 
 
-def _method_arguments(job: dict[str, Any]) -> dict[str, Any]:
-    method = Method(job["method"])
+def _method_arguments(job: EngineJob) -> dict[str, Any]:
+    method = Method(job.method)
     coupled = {"additional_config": {OPTIONS_KEY: {"method": "keyed"}}}
     if method.name in ("off", "keyed"):
         return {} if method.name == "off" else coupled
     if method.name == "model":
-        return coupled | {"speculative_config": dict(job["model_drafter"])}
+        return coupled | {"speculative_config": dict(job.model_drafter or {})}
     if method.is_ours:
-        drafter = job["model_drafter"] if method.has_model else None
-        return drafting_arguments(method.options(job["spec"]), drafter)
+        drafter = job.model_drafter if method.has_model else None
+        return drafting_arguments(method.options(job.spec), drafter)
     speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
-    if job["num_speculative_tokens"] is not None:  # else vLLM's default for `suffix`
-        speculative["num_speculative_tokens"] = job["num_speculative_tokens"]
+    if job.num_speculative_tokens is not None:  # else vLLM's default for `suffix`
+        speculative["num_speculative_tokens"] = job.num_speculative_tokens
     return {"speculative_config": speculative}
 
 
-def _requests(job: dict[str, Any]) -> tuple[list[list[int]], list[Any]]:
+def _requests(job: EngineJob) -> tuple[list[Sequence[int]], list[Any]]:
     params = [
         SamplingParams(
-            temperature=job["temperature"], max_tokens=request["max_tokens"], detokenize=False,
-            ignore_eos=not job["natural_ends"], extra_args={NAME_KEY: request["name"]},
+            temperature=job.temperature, max_tokens=request["max_tokens"], detokenize=False,
+            ignore_eos=not job.natural_ends, extra_args={NAME_KEY: request["name"]},
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        for request in job["requests"]
+        for request in job.requests
     ]  # fmt: skip
-    return [job["prompts"][request["prompt"]] for request in job["requests"]], params
+    return [job.prompts[request["prompt"]] for request in job.requests], params
 
 
 def warm_up(engine: Any) -> None:
@@ -168,7 +166,7 @@ def warm_up(engine: Any) -> None:
         forget_all(proposer)
 
 
-def serve(engine: Any, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[list[int]]:
+def serve(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[list[int]]:
     """Serve requests; the responses, in their order."""
     for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
@@ -199,4 +197,4 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    reply(run)
+    reply(lambda job: run(EngineJob(**job)))

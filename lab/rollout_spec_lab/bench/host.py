@@ -20,7 +20,7 @@ from rollout_spec.report.measures import paired
 from rollout_spec.report.runs import for_json, ratio
 from rollout_spec.trace import Rollout
 from rollout_spec_lab.bench.engine import Method, take_turns
-from rollout_spec_lab.bench.jobs import answers, last
+from rollout_spec_lab.bench.jobs import EngineJob, answers, last
 from rollout_spec_lab.bench.load import one_rollout
 from rollout_spec_lab.roofline.model import Model
 from rollout_spec_lab.roofline.roofline import DEVICES, Roofline
@@ -97,10 +97,12 @@ class HostPlan:
             method, engine["async_scheduling"] = "off", False
         elif on_mrv2:
             engine["async_scheduling"] = True  # which the drafter does not ask for by itself on CPUs
-        return dataclasses.asdict(self) | {
-            "method": method, "on_mrv2": on_mrv2, "model": model, "dtype": "bfloat16", "seed": 0,
-            "natural_ends": False, "engine": engine, "trace": str(self.trace), "vocab_size": vocab_size,
-        }  # fmt: skip
+        job = EngineJob(
+            model=model, dtype="bfloat16", method=method, engine=engine, spec=self.spec,
+            num_speculative_tokens=self.num_speculative_tokens,
+        )  # fmt: skip
+        own = {"engine_job": job, "on_mrv2": on_mrv2, "trace": str(self.trace), "vocab_size": vocab_size}
+        return dataclasses.asdict(self) | own
 
 
 def cell_requests(

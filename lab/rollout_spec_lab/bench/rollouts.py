@@ -33,10 +33,7 @@ _TITLES = {  # of methods in the picture
 def write_rollouts(
     record: Mapping[str, Any], served: Mapping[str, Sequence[Mapping[str, Any]]], load: Load, folder: Path
 ) -> None:
-    """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`.
-
-    served: by method the `timeline` and the `responses` of each repeat, siblings next to each other.
-    """
+    """engine.json, timelines.json, engine.png, and the first method's rollouts-*.jsonl for `simulate`."""
     timelines = {method: [one["timeline"] for one in repeats] for method, repeats in served.items()}
     files: dict[str, bytes | str] = {
         "engine.json": as_json(record),
@@ -56,10 +53,7 @@ def write_rollouts(
 
 
 def _plot(timelines: dict[str, dict[str, list]], threshold: int) -> bytes:
-    """A PNG of one repeat's timelines: the running requests, shaded where draft tokens were verified.
-
-    threshold: the number of running requests at which the tail begins.
-    """
+    """A PNG of one repeat's timelines: the running requests, shaded where draft tokens were verified."""
     from matplotlib.figure import Figure  # without pyplot, so no display and no global state
 
     figure = Figure(figsize=(5.5, 1.5 * len(timelines) + 0.6))  # its text can be read on a phone

@@ -90,11 +90,7 @@ def _amounts(runs: Sequence[Mapping[str, float]], name: str) -> np.ndarray:
 
 
 def step_times(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
-    """Mean seconds of the steps of rollouts of plain vLLM and of our drafter, those with a prefill left out.
-
-    Rows of `drafted` (the step verified draft tokens), `num_tokens` (verified: running requests and draft
-    tokens), `seconds` and `num_steps`; sorted.
-    """
+    """Mean seconds of plain vLLM's steps and ours, by verified tokens (rows and drafts); without prefills."""
     found: defaultdict[tuple[bool, int], list[float]] = defaultdict(list)
     for line in timelines:
         columns = (line.seconds, line.num_running, line.num_rows, line.num_draft_tokens)

@@ -74,15 +74,6 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args, methods, drafter)
     # What there is so far is kept, if the command is stopped early.
     for record in Check(plan, args.output, lambda text: print(text, file=sys.stderr, flush=True)).run():
-        record["plan"] = {
-            "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"),
-            "dtype": inputs.default_dtype(),
-            "minutes": args.minutes,
-            "methods": ",".join(methods),
-            "model_drafter": args.model_drafter,
-            "recording": args.recording and args.recording.name,
-            "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
-        }
         record["verdict"] = verdict(record)
         paths = write_check(record, args.output)
     files = f"{paths['html']}, {paths['json']}: please send us the second"
@@ -137,7 +128,13 @@ def _plan(args: argparse.Namespace, methods: list[str], drafter: dict[str, Any] 
         {part: jobs.get(part.removesuffix(ON_MRV2), {}) for part in parts},
         "random weights say nothing of drafts: give --recording" if says_nothing else rollouts,
         devices.rooflines(args.model_config or (args.model and args.model / "config.json"), args.gpu),
-    )
+        {
+            "model": str(args.model_config or args.model or "SmolLM2-135M-Instruct"), "dtype": dtype,
+            "minutes": args.minutes, "methods": ",".join(methods), "model_drafter": args.model_drafter,
+            "recording": args.recording and args.recording.name,
+            "batch_invariant": bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0"))),
+        },
+    )  # fmt: skip
 
 
 def _load(policy: Policy, lines: list[Rollout]) -> Load:

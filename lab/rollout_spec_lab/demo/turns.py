@@ -57,11 +57,8 @@ def prompts_of(config: Any, model: str, train_file: str, num_steps: int) -> list
 
 
 def plan_of(config: Any, prompts: list[list[int]], model: Path) -> tuple[EnginePlan, int]:
-    """What to serve, and how many prompts a training step takes: the prompts of a training, sampled as it
-    does, by engines with its options and this policy.
-
-    config: verl's configuration of the training with drafts.
-    """
+    """What to serve, and how many prompts a training step takes; `config` is verl's of the training with
+    drafts. The prompts are sampled as it does, by engines with its options and this policy."""
     rollout = config.actor_rollout_ref.rollout
     load = Load(
         prompts=prompts, group_size=rollout.n, max_tokens=config.data.max_response_length, natural_ends=True,
@@ -86,7 +83,7 @@ def serve_in_turns(plan: EnginePlan, size: int, seconds: float, folder: Path) ->
     Raises EngineError: the process has failed.
     """
     pairs = list(itertools.islice(pairs_of(plan.load, size), MOST_PAIRS))
-    job = plan.job(0, METHODS[0]) | {"pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
+    job = {"engine_job": plan.job(0, METHODS[0]), "pairs": pairs, "seconds": seconds, "least": LEAST_PAIRS}
     environment = engine_environment() if engine_is_cpu_build() else {}  # as the trainings' engines have it
     return turns_of(last(answers(WORKER, job, "turns", folder, environment=environment))["pairs"])
 

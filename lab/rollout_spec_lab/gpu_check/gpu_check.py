@@ -33,8 +33,8 @@ class Check:
         self.parts: list[dict[str, Any]] = []
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """What `rollout-spec-lab gpu-check --json` prints, but for the names of model and load: after each
-        part, and each cell of one, what there is so far.
+        """What `rollout-spec-lab gpu-check --json` prints, but for the verdict: after each part, and each
+        cell of one, what there is so far.
 
         `parts` has of each part its status (done, failed or dropped), seconds and reason; what it found is
         under its name, None where it found nothing. A part may take half of the time that is left, the last
@@ -50,7 +50,8 @@ class Check:
         engines += [(self._found.get(name) or {}).get("settings") for name in ("steps" + ON_MRV2, "steps")]
         settings: dict[str, Any] = next(filter(None, engines), {})
         where = {name: settings.get(name, "unknown") for name in ("device", "torch")}
-        return {"environment": environment() | where, "parts": self.parts} | self._found
+        found = {"parts": self.parts, **self._found, "plan": self._plan.described}
+        return {"environment": environment() | where} | found
 
     @property
     def _elapsed(self) -> float:
@@ -63,8 +64,8 @@ class Check:
         seconds = self._plan.seconds - began
         if name != [*self._plan.jobs][-1]:
             seconds /= 2
-        # So that it can end by itself.
-        job = {**job, "part": name.removesuffix(ON_MRV2), "seconds": seconds * 0.9}
+        deadline = time.monotonic() + seconds * 0.9  # so that it can end by itself; it has the same clock
+        job = {**job, "part": name.removesuffix(ON_MRV2), "deadline": deadline}
         found: dict[str, Any] | None = None
         status, reason = DONE, ""
         try:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.step_times import Times
 from rollout_spec_lab.bench import engine
+from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import Load
 
 SEED = 0
@@ -50,6 +51,7 @@ class CheckPlan:
     jobs: Mapping[str, Mapping[str, Any]]  # for `worker`, by the parts in their order; rollouts have none
     rollouts: engine.EnginePlan | str  # with as many `repeats` as there is time for; or why there are none
     rooflines: Mapping[str, Times] = dataclasses.field(default_factory=dict)  # of `engine.predict`
+    described: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for the record, under `plan`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +104,13 @@ def verify(size: Size) -> dict[str, Any]:
 def certify(policy: Policy, rollouts: engine.EnginePlan) -> dict[str, Any]:
     """The job that certifies, with some prompts of the rollouts."""
     load, own = rollouts.load, {} if policy.has_weights else {"skip_tokenizer_init": True}
-    plan = {
+    return {"plan": {
         "model": policy.folder, "prompts": load.prompts[:4], "temperatures": [1.0],
         "nums_speculative_tokens": [SpecConfig.num_speculative_tokens], "batch_thresholds": [64],
         "group_sizes": [4], "max_tokens": min(policy.size.certified_tokens, load.max_tokens), "top_k": 0,
         "top_p": 1.0, "seed": SEED, "dtype": policy.dtype, "tolerance": None,
         "model_drafter": rollouts.model_drafter, "engine": {**rollouts.engine, **own},
-    }  # fmt: skip
-    return {"plan": plan}
+    }}  # fmt: skip
 
 
 def steps(policy: Policy) -> dict[str, Any]:
@@ -119,9 +120,11 @@ def steps(policy: Policy) -> dict[str, Any]:
     room = {"max_num_seqs": rows, "max_model_len": min(longest, max(contexts) + ROOM)}
     if not policy.on_device:
         room["max_num_batched_tokens"] = max(2048, rows * (1 + drafts))  # all rows in one step
+    job = EngineJob(
+        model=policy.folder, dtype=policy.dtype, seed=SEED, method="sam:0",
+        spec={"num_speculative_tokens": drafts}, engine=policy.engine | room | {**policy.given},
+    )  # fmt: skip
     return {
-        "model": policy.folder, "dtype": policy.dtype, "seed": SEED, "natural_ends": False,
-        "method": "sam:0", "spec": {"num_speculative_tokens": drafts},
-        "engine": policy.engine | room | {**policy.given}, "contexts": contexts,
-        "nums_rows": size.nums_rows, "nums_drafts": size.nums_drafts, "num_steps": size.num_steps,
+        "engine_job": job, "contexts": contexts, "nums_rows": size.nums_rows, "nums_drafts": size.nums_drafts,
+        "num_steps": size.num_steps,
     }  # fmt: skip

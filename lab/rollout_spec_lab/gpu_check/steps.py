@@ -12,10 +12,9 @@ from vllm import SamplingParams
 
 from rollout_spec.drafting.drafts import Drafts
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
+from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import random_prompts
 from rollout_spec_lab.bench.waits import waits
-
-BEGAN = time.monotonic()
 
 
 def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -23,8 +22,8 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     Drafts are forced and mostly wrong: a step's time does not depend on what is accepted.
 
-    job: what `engine_worker.make_engine` takes; contexts and nums_rows, ascending; nums_drafts, of a row;
-    num_steps, of each kind; seconds, after which nothing more is begun.
+    job: engine_job, an EngineJob; contexts and nums_rows, ascending; nums_drafts, of a row;
+    num_steps, of each kind; deadline, after which nothing more is begun.
     """
     timing = Timing(job)
     # The fewest rows first: their prompts are cached then, and what is cut off is what takes longest.
@@ -49,7 +48,7 @@ class Timing:
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._job = job
-        self._engine = make_engine(dict(job))
+        self._engine = make_engine(EngineJob(**job["engine_job"]))
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
         self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
         runner.drafter.draft = self._drafts.step
@@ -67,7 +66,7 @@ class Timing:
         num_tokens = self._drafts.num_tokens + cell.num_rows * cell.context // self._most + 1
         if cell.num_rows * (cell.context + num_tokens) > self._kv_tokens:
             self._skipped.append(f"{cell}: more than the {self._kv_tokens:,} tokens of the KV cache")
-        elif begin + self._longest > BEGAN + self._job["seconds"]:
+        elif begin + self._longest > self._job["deadline"]:
             self._skipped.append(f"{cell}: not reached")
         else:
             self._skipped += [

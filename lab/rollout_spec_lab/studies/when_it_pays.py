@@ -2,7 +2,7 @@
 
     python -m rollout_spec_lab.studies.when_it_pays FILE[:ROWS] ... --output docs/images/when_it_pays.png
 
-Each FILE, a recording, is a text, and ROWS its largest batch, in requests. A figure is what `rollout-spec-lab
+Each FILE, a recording, is a text, and ROWS its largest batch, in requests. A figure is what `rollout-spec
 simulate --batch-thresholds auto` says.
 """
 

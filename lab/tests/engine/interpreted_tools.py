@@ -1,7 +1,9 @@
 """What `bench engine` and `gpu-check` measure of MRV2; as `tests.engine.interpreted_runner`."""
 
+from dataclasses import asdict
 from typing import Any
 
+from rollout_spec_lab.bench.jobs import EngineJob
 from tests.engine.conftest import engine_settings
 
 REQUESTS = [{"prompt": i // 2, "max_tokens": 24, "name": [0, i]} for i in range(4)]
@@ -12,14 +14,12 @@ RECORDED = [
 ]
 
 
-def job_of(model: str, **engine: Any) -> dict[str, Any]:
+def job_of(model: str, method: str, load: dict[str, Any], **engine: Any) -> EngineJob:
     settings = engine_settings(model) | {"max_model_len": 256, "max_num_seqs": 4, **engine}
     for name in ("model", "dtype", "seed", "skip_tokenizer_init", "disable_log_stats"):
         del settings[name]
-    return {
-        "model": model, "dtype": "float32", "seed": 0, "natural_ends": False, "engine": settings,
-        "num_speculative_tokens": None, "spec": {"num_speculative_tokens": 4, "history": 0},
-    }  # fmt: skip
+    spec = {"num_speculative_tokens": 4, "history": 0}
+    return EngineJob(model=model, dtype="float32", method=method, engine=settings, spec=spec, **load)
 
 
 def recorded_load() -> dict[str, Any]:
@@ -34,14 +34,15 @@ def main(model: str) -> dict[str, Any]:
     from rollout_spec_lab.gpu_check import steps as check_steps
 
     cuts = {num: nums_kept(num) for num in (7, 8)}  # before an engine lets the process cut all rows alike
-    job = job_of(model, async_scheduling=True)
     load = {"prompts": PROMPTS, "requests": REQUESTS, "temperature": 0.3}
+    ahead, in_turn = {"async_scheduling": True}, {"async_scheduling": False}
     methods = "keyed", "sam:0", "sam:64"
-    result = {method: engine_worker.run(job | load | {"method": method}) for method in methods}
-    in_turn = job_of(model, async_scheduling=False)  # else the first steps are ahead of the drafter
-    result["recorded"] = engine_worker.run(in_turn | recorded_load() | {"method": "sam:64"})
-    steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2, "seconds": 1000}
-    *_, result["steps"] = check_steps.run(job | steps | {"method": "sam:0"})
+    result = {method: engine_worker.run(job_of(model, method, load, **ahead)) for method in methods}
+    # Else the first steps are ahead of the drafter.
+    result["recorded"] = engine_worker.run(job_of(model, "sam:64", recorded_load(), **in_turn))
+    steps = {"contexts": [16], "nums_rows": [1, 2], "nums_drafts": [0, 2], "num_steps": 2}
+    job = {"engine_job": asdict(job_of(model, "sam:0", {}, **ahead)), "deadline": float("inf")}
+    *_, result["steps"] = check_steps.run(job | steps)
     return result | {"cuts": cuts}
 
 

@@ -1,6 +1,7 @@
 """`bench engine` on real engines: lengths are the same for every method, what is reported has happened."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,16 @@ import numpy as np
 import pytest
 
 from lab.tests.engine.interpreted_tools import PROMPTS, RECORDED, job_of, recorded_load
+from rollout_spec.cli import main as product
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.predict.replay import replay_line
 from rollout_spec.predict.replay_drafters import IndexDrafter
 from rollout_spec.trace import Rollout, read_trace, to_line, trace_file
+from rollout_spec_lab.bench import engine, engine_worker
+from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import Load, random_prompts
+from rollout_spec_lab.cli import main
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.test_mrv2 import interpreted
 
@@ -23,10 +28,10 @@ SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start in seconds here; in processes of their own: test_turns.py, test_offline.py."""
-    from rollout_spec_lab.bench import engine, engine_worker
 
-    def answers(worker: str, job: dict[str, Any], *_: Any) -> list[dict[str, Any]]:
-        return [json.loads(json.dumps(engine_worker.run(json.loads(json.dumps(job)))))]
+    def answers(worker: str, job: EngineJob, *_: Any) -> list[dict[str, Any]]:
+        read = EngineJob(**json.loads(json.dumps(asdict(job))))
+        return [json.loads(json.dumps(engine_worker.run(read)))]
 
     monkeypatch.setattr(engine, "answers", answers)
 
@@ -55,17 +60,13 @@ def assert_recorded(found: dict[str, Any]) -> None:
 
 def test_a_recording_comes_in_the_place_of_what_is_sampled(tiny_model: str) -> None:
     """On MRV1; on MRV2: below."""
-    from rollout_spec_lab.bench import engine_worker
-
-    assert_recorded(engine_worker.run(job_of(tiny_model) | recorded_load() | {"method": "sam:64"}))
+    assert_recorded(engine_worker.run(job_of(tiny_model, "sam:64", recorded_load())))
 
 
 def test_the_first_responses_of_a_recording_at_a_time(
     tiny_model: str, tmp_path: Path, in_this_process: None
 ) -> None:
     """Each of several numbers is served by itself."""
-    from rollout_spec_lab.cli import main
-
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(to_line(str(i), 1, PROMPTS[i], RECORDED[i:]) for i in range(2)))
     command = ["bench", "rollout", str(trace), "--model-config", f"{tiny_model}/config.json"]
@@ -110,9 +111,6 @@ LOAD = {"group_size": 4, "median_tokens": 24.0, "max_tokens": 64}
 def test_rollouts_without_and_with_drafts(
     tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:
-    from rollout_spec.cli import main as product
-    from rollout_spec_lab.cli import main
-
     options = ["--methods", ",".join(METHODS), "--load", "random", "--num-prompts", "3", "--group-size", "4"]
     options += ["--max-num-seqs", "6", "--tail-threshold", "4", "--median-tokens", "24", "--max-tokens", "64"]
     options += ["--repeats", "1", "--temperature", "0.3", "--dtype", "float32"]
