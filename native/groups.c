@@ -123,6 +123,7 @@ rs_status rs_group_close(rs_index *index, int32_t group, rs_error *error) {
 /* Enter the group for a new sequence, and leave it again unless that one runs. */
 static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                      rs_sequence **added, rs_error *error) {
+    RS_TRY(rs_check_tokens(tokens, num_tokens, kind == RS_PROMPT ? "prompt_token_ids" : "token_ids", error));
     RS_TRY(rs_check_group(index, group, error));
     if (kind == RS_CLOSING && num_tokens == 0) {
         return RS_OK;
@@ -138,13 +139,11 @@ static rs_status add(rs_index *index, rs_kind kind, int32_t group, const int32_t
 rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *prompt_token_ids, int64_t num_prompt_tokens,
                               rs_error *error) {
     rs_sequence *added;
-    RS_TRY(rs_check_tokens(prompt_token_ids, num_prompt_tokens, "prompt_token_ids", error));
     return add(index, RS_PROMPT, group, prompt_token_ids, num_prompt_tokens, &added, error);
 }
 
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
     rs_sequence *added;
-    RS_TRY(rs_check_tokens(token_ids, num_tokens, "token_ids", error));
     return add(index, RS_CLOSING, group, token_ids, num_tokens, &added, error);
 }
 

@@ -34,9 +34,7 @@ def _verl() -> Iterator[Check]:
     yield from _servers(changes.PRIVATE_METHODS, changes.GROUPED)
     for patch in (changes.NAMED_SAMPLES, changes.NAMED_CALLS):
         if patch not in applied():
-            yield Check(
-                f"patch {patch.name}", WARN, "does not fit this verl", "samples have no names of ours"
-            )
+            yield Check(f"patch {patch.name}", WARN, "does not fit this verl", "samples have no names")
 
 
 def _servers(*patches: Patch) -> Iterator[Check]:

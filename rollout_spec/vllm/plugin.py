@@ -232,8 +232,7 @@ def _hash_without_our_options(config: Any) -> None:
             others = {key: value for key, value in self.additional_config.items() if key != OPTIONS_KEY}
             self = copy.copy(self)
             self.additional_config = others
-        found: str = compute_hash(self, *args, **kwargs)
-        return found
+        return str(compute_hash(self, *args, **kwargs))
 
 
 def _patch_get_child_info() -> None:

@@ -42,5 +42,5 @@ class KeptCounters:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.exception(
-                "rollout_spec: %s. This is said once; the metric spec_num_failed_steps counts on.", message
+                "rollout_spec: %s. Said once; the metric spec_num_failed_steps counts on.", message
             )
