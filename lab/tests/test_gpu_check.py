@@ -75,16 +75,16 @@ def test_a_part_may_take_half_of_what_is_left_and_the_last_one_all(
     def answers(
         worker: str, job: Any, name: str, folder: Path, seconds: float, environment: Any
     ) -> Iterator[dict[str, Any]]:
-        asked.append((name, seconds, environment))
+        asked.append((name, seconds, environment, job["deadline"]))
         now[0] += 10.0
         yield {"skipped": ["2 rows, 7 drafts: no room"]}
 
     monkeypatch.setattr(gpu_check, "answers", answers)
     monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now[0]))
     record = checked(tmp_path, 120.0, ["doctor", "steps" + ON_MRV2, "steps"])[-1]
-    names, seconds, environments = zip(*asked, strict=True)
+    names, seconds, environments, deadlines = zip(*asked, strict=True)
     assert (names, seconds) == (("doctor", "steps" + ON_MRV2, "steps"), (60.0, 55.0, 100.0))
-    assert environments == ({}, {RUNNER: "1"}, {RUNNER: "0"})
+    assert environments == ({}, {RUNNER: "1"}, {RUNNER: "0"}) and deadlines == (54.0, 59.5, 110.0)
     assert "steps: 2 rows, 7 drafts: dropped: no room." in verdict(NOTHING | {"parts": record["parts"]})
 
 
@@ -130,11 +130,11 @@ def test_predicted_steps_are_beside_measured_ones(tmp_path: Path, monkeypatch: p
     found = {"steps": steps, "settings": {"model_runner": "MRV1"}, "waits": {}}
     monkeypatch.setattr(gpu_check, "answers", lambda *_: iter([found]))
     rooflines = {"MRV1": StepTimes.parse("1:0.011,11:0.021"), "MRV2": StepTimes.parse("1:9")}
-    *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines), tmp_path).run()
+    *_, record = Check(CheckPlan(60.0, {"steps": {}}, "none", rooflines, {"model": "m"}), tmp_path).run()
     assert [one["roofline_s"] for one in record["steps"]["steps"]] == pytest.approx([0.011, 0.014])
     assert "The roofline says 1.00 to 2.00 times these times." in verdict(record)
     _, (title, _, cells) = tables(record)
-    assert title == "A step, ms (the roofline)"
+    assert title == "A step, ms (the roofline)" and record["plan"] == {"model": "m"}
     assert cells == [["64", "1", "11.00 (11.00)", ""], ["64", "2", "", "7.00 (14.00)"]]
 
 
