@@ -15,7 +15,7 @@ from rollout_spec.patches import Patch
 from rollout_spec.verification import coupled, noise
 from rollout_spec.verification.blocks import argmax
 from rollout_spec.verification.transfers import to_device
-from rollout_spec.vllm.both_runners.patch_reasons import WHY_SHARED_NOISE
+from rollout_spec.vllm.both_runners import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 
 SHARED_NOISE = Patch(

@@ -10,7 +10,7 @@ from vllm.v1.sample import rejection_sampler
 from rollout_spec.patches import Patch, misfit, wrap
 from rollout_spec.verification import coupled
 from rollout_spec.vllm.ascend import REJECTION_SAMPLER
-from rollout_spec.vllm.both_runners.patch_reasons import WHY_COUPLED
+from rollout_spec.vllm.both_runners import WHY_COUPLED
 from rollout_spec.vllm.mrv1.row_generators import RowGenerators
 
 COUPLED = Patch(

@@ -209,12 +209,10 @@ def bind(worker: Any, config: SpecConfig) -> None:
     Of two classes with one method, that which is put later runs first.
     """
     runner = worker.model_runner
-    proposer: BatchProposer | None = None
+    proposer = _proposer_for(runner, config) if config.enabled else None
     catch_up: CatchUp | None = None
-    if config.enabled:
-        proposer = _proposer_for(runner, config)
-        if proposer.drafts_here and current_platform.is_cuda_alike():
-            catch_up = CatchUp(proposer.catch_up)
+    if proposer is not None and proposer.drafts_here and current_platform.is_cuda_alike():
+        catch_up = CatchUp(proposer.catch_up)
     sampling = RowSampling(runner, catch_up.before_wait if catch_up else just_wait)
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):

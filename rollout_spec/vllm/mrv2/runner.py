@@ -222,8 +222,7 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if config.enabled:
         host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR, host_drafts=host, rollout_spec_proposer=host.proposer)
-        runner.draft_tokens_handler = host.for_scheduler
-        runner.drafter = host.proposer  # MRV1 has it there
+        runner.draft_tokens_handler, runner.drafter = host.for_scheduler, host.proposer
         runner.why_no_graphs = patch_graphs_for_drafts(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host

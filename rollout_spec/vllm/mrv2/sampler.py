@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before
-from rollout_spec.vllm.both_runners.patch_reasons import WHY_COUPLED
+from rollout_spec.vllm.both_runners import WHY_COUPLED
 from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.mrv2 import sampler_24, signatures
 

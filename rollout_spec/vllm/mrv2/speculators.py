@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator, DraftModel
 from rollout_spec.drafting.drafts import passes_for
 from rollout_spec.patches import Patch, guard_all, guard_class, put_before, record, temporarily
 from rollout_spec.verification import coupled
-from rollout_spec.vllm.both_runners.patch_reasons import WHY_SHARED_NOISE
+from rollout_spec.vllm.both_runners import WHY_SHARED_NOISE
 from rollout_spec.vllm.mrv2 import signatures
 from rollout_spec.vllm.mrv2.host_drafts import HostDrafts
 from rollout_spec.vllm.options import engine_options
