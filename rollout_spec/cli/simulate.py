@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from rollout_spec.trace import Rollout
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
-EXAMPLE = (
-    "rollout-spec simulate outputs/demo/off/rollouts/rollouts-0.jsonl --step-times 1:0.02,64:0.021,256:0.04"
-)
+EXAMPLE = "rollout-spec simulate outputs/demo/off/rollouts/rollouts-0.jsonl --step-times 1:0.02,256:0.04"
 REFUSED = {  # as --spec, and why
     "method": "off and sam are both simulated",
     "num_speculative_tokens": "--num-speculative-tokens sets it",
