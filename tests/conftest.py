@@ -37,8 +37,6 @@ FIRST = [
 def pytest_configure():
     # vLLM's CPU engine compiles a function of its sampler in every process: 10 to 20 s for nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # A check of verl's configuration looks for the policy, and would wait for a hub out of reach.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Two engines, two trainers and the tests beside them take much memory; Ray ends a worker at 95 %.
     os.environ.setdefault("RAY_memory_usage_threshold", "0.98")
     # Two processes of as many threads as there are cores would wait for one another.
