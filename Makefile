@@ -84,11 +84,15 @@ test-fast: ## run the tests that start no engine and train nothing
 	$(SUFFIX)
 	$(PYTEST) -m 'not slow and not long' $(TWO) $(TEST_ARGS)
 
-test-long: ## train in verl's asynchronous modes, have faults, try new examples (UNI_AGENT=DIR: with its agents)
+test-long: ## train in verl's asynchronous modes, have faults, try new examples (UNI_AGENT=DIR: with its agents; VLLM=)
+ifneq ($(VLLM),)
+	$(PYTEST) -m long $(TWO) $(ENGINE_TESTS) $(TEST_ARGS)
+else
 	$(UNI_AGENT:%=PYTHONPATH=%) $(UNI_AGENT:%=UNI_AGENT=%) $(PYTEST) -m long $(TEST_ARGS) $(SOME)
 	@# Without TEST_ARGS, examples that no run has had before, and the engine tests on a vLLM without a wheel for CPUs.
 	$(if $(TEST_ARGS),,$(PYTEST) --hypothesis-profile default tests/test_index_oracle.py)
-	$(if $(TEST_ARGS),,$(foreach v,$(call versions,NEWER),$(MAKE) test VLLM=$(v) &&) true)
+	$(if $(TEST_ARGS),,$(foreach v,$(call versions,NEWER),$(MAKE) test test-long VLLM=$(v) &&) true)
+endif
 
 test-ascend: dev ## run our drafter in the published vllm-ascend, with a stub of torch_npu
 	$(foreach v,$(ASCENDS),$(IN) ascend-$(v) python -m pytest tests/ascend lab/tests/ascend $(TEST_ARGS) &&) true
