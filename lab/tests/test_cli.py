@@ -75,6 +75,7 @@ MISTAKES = [
             ("--min-survival 0.1 2", "--min-survival: 2 must be at least 0 and at most 1"),
             ("--equal-drafts --methods sam", "--equal-drafts: needs one of suffix_server, suffix_s"),
             ("--methods sam --spec history=2", "--spec history=2: --history sets it"),
+            ("--methods sam --spec max_imbalance=2", "--spec max_imbalance=2: there is one engine"),
         )
     ),
     *(

@@ -16,7 +16,8 @@ EXAMPLE = (
 )
 METHODS = ("ngram", "suffix_server", "suffix_server_tuned", "sam")
 REFUSED = {  # as --spec, and why
-    **dict.fromkeys(("method", "batch_threshold", "routing"), "every method drafts in every step"),
+    **dict.fromkeys(("method", "batch_threshold"), "every method drafts in every step"),
+    **dict.fromkeys(("routing", "max_imbalance"), "there is one engine"),
     "num_speculative_tokens": "--num-speculative-tokens sets it",
     "history": "--history sets it",
     "min_survival": "--min-survival sets it",
