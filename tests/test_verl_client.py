@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import json
 import pickle
 from types import SimpleNamespace
@@ -134,6 +135,8 @@ def test_what_else_a_caller_gives_is_handed_on_and_the_noise_that_it_chose():
     server = Server()
     asyncio.run(call(make(server), [1], {"seed": 5}))
     assert NAME_KEY not in server.sent[0] and server.sent[0]["rollout_spec_call"] == 0
+    asyncio.run(call(make(server), [1], params() | {"seed": 5}))
+    assert len(server.sent[1][NAME_KEY]) == len(SAMPLE) + 2 and server.sent[1][GROUP_KEY] == "4:ab"
 
 
 def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
@@ -208,10 +211,11 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
 
     client, calls = make(Server()), []
     client._load_balancer = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail)) if balancer else None
-    for request_id in "ab":
+    for request_id in "aab":
         made = Call(request_id, "its digest", 1, {}, False)
         calls.append(asyncio.run(verl_client._name_call(client, made))[0][NAME_KEY])
-    assert calls[0][:3] == calls[1][:3] == ["prompt", 7, "its digest"] and calls[0] != calls[1]
+    assert calls[0][:3] == calls[2][:3] == ["prompt", 7, "its digest"]
+    assert calls[0][3] == calls[1][3] != calls[2][3]
 
 
 @pytest.mark.parametrize("change", ["off", "teacher"])
@@ -228,27 +232,30 @@ def test_calls_of_other_servers_are_left_alone(change):
 
 
 def test_a_client_that_derives_from_verls_is_named():
-    """Whatever it overrides, and however it hands a request to its balancer."""
+    """Whatever it overrides, and however a branch of verl hands a request to its balancer."""
 
-    class Client(LLMServerClient):
-        async def _acquire_server(self, request_id, prompt_ids=None, **extra):
-            return await super()._acquire_server(request_id, prompt_ids, extra)
+    class OfBranch(LLMServerClient):  # as it is before we patch it
+        generate, __getstate__ = map(inspect.unwrap, (LLMServerClient.generate, LLMServerClient.__getstate__))
+
+        async def _acquire_server(self, request_id, prompt_ids=None, /, extra=None):
+            assert (request_id, prompt_ids, extra) == ("r", [1], {})
+            return await self._load_balancer.acquire_server.remote(request_id)
+
+    class Client(OfBranch):
+        async def _acquire_server(self, request_id, prompt_ids=None, **_):
+            return await super()._acquire_server(request_id, prompt_ids, extra={})
 
         async def generate(self, request_id, **request):
             return await super().generate(request_id, **request)
 
-    async def acquire(self, request_id, prompt_ids=None, /, extra=None):  # as verl's branches have it
-        return await self._load_balancer.acquire_server.remote(request_id)
-
+    both = SimpleNamespace(LLMServerClient=OfBranch, FullyAsyncLLMServerClient=FullyAsyncLLMServerClient)
+    verl_client.patch_clients(both)
     server = Server()
     client = make(server, Client)
     client._lb_require_release_fields = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LLMServerClient, "_acquire_server", acquire)
-        wrap = verl_client.wrap(LLMServerClient, "_acquire_server", verl_client.NAMED_CALLS)
-        wrap(verl_client._acquire_server)
-        asyncio.run(call(client, [1], {}))
+    asyncio.run(call(client, [1], {}))
     assert json.loads(server.names[0])[0] == "prompt"
+    assert verl_client._HOME in client.__getstate__()
     sample_calls.calls_here.end_request("r")
     assert server.ended == [server.sent[0]["rollout_spec_sample"]]
 
@@ -328,7 +335,8 @@ def test_a_copy_is_verls_client_and_counts_with_the_others(verls, copied):
         assert isinstance(each, verls) and each.tokenizer == "verl sets it"
         each._load_balancer = client._load_balancer
         asyncio.run(call(each, [1, 2], params()))
-    assert len(set(server.names)) == 4
+        asyncio.run(call(each, [1, 2], params("another")))
+    assert len(set(server.names)) == 7
 
 
 @pytest.mark.parametrize("failure", ["none", "no actor", "busy", "dead"])
@@ -355,18 +363,23 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
     sample_calls.calls_here.begin(SAMPLE)
     asyncio.run(call(client, [1] * 100, params()))
     copied = sent(client, home)
+    copied._load_balancer = Balancer(other := Server())
     monkeypatch.setattr(sample_calls, "calls_here", there)
     monkeypatch.setattr(verl_client, "_process", "another")
     for prompt in ([1] * 100, [1] * 600):
         asyncio.run(call(copied, prompt, params()))
+    server.requests += other.requests
     assert len(set(server.names)) == 3
     turns = [(each["rollout_spec_call"], each["rollout_spec_group_tokens"]) for each in server.sent]
     if failure == "none":
         assert turns == [(0, 100), (1, 100), (2, 100)] and len(there) == 0
         assert [json.loads(name)[-1] for name in server.names] == [0, 1, 0]
+        here.end(SAMPLE)
+        assert other.ended == server.ended == [str(SAMPLE)]
     else:
         assert len(there) == 1
-        assert all("another" in name for name in server.names[1:])
+        asyncio.run(call(copied, [1], params("a new one")))
+        assert all("another" in name for name in [*server.names[1:], *other.names])
     assert caplog.text.count("another run has other tokens") == (failure in ("busy", "dead")), "once a client"
 
 
