@@ -27,7 +27,8 @@ static void forget_idle_text(rs_index *index, rs_group *group) {
     }
 }
 
-bool rs_forget_most_idle_text(rs_index *index) {
+/* Forget the idle text of the group that has most of it; false where that is little everywhere. */
+static bool forget_most_idle_text(rs_index *index) {
     rs_group *found = NULL;
     uint64_t most = 0;
     for (uint32_t i = 0; i < index->num_groups; i++) {
@@ -48,6 +49,13 @@ bool rs_forget_most_idle_text(rs_index *index) {
         forget_idle_text(index, found);
     }
     return found != NULL;
+}
+
+bool rs_make_room_for(rs_index *index, rs_sequence *sequence) {
+    sequence->num_after++; /* so that it stays, if it is an old prompt of which only idle text has been left */
+    const bool made = rs_is_urgent(sequence) && forget_most_idle_text(index);
+    sequence->num_after--;
+    return made;
 }
 
 void rs_keep_free(rs_index *index, const rs_sequence *sequence) {

@@ -134,9 +134,12 @@ static inline bool rs_is_unindexed(const rs_sequence *sequence) {
 rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                           rs_sequence **made);
 
-/* Frees it, and its prompt if no text needs that any more: it is not its group's, and nothing else begins after it. Does
- * not call rs_group_leave. */
+/* Frees it, and its prompt if nobody needs that any more. Does not call rs_group_leave. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
+
+/* Frees what nobody needs: a prompt that is not its group's any more, and after which nothing begins; what is closing, once
+ * it has left the queue. */
+void rs_sequence_free_unneeded(rs_index *index, rs_sequence *sequence);
 
 /* It runs again. */
 rs_status rs_sequence_run(rs_index *index, rs_sequence *sequence);
@@ -176,8 +179,9 @@ void rs_queue_leave(rs_index *index, rs_sequence *sequence);
 
 /* ---- idle_text.c ---- */
 
-/* Forget the idle text of the group that has most of it; false where that is little everywhere. */
-bool rs_forget_most_idle_text(rs_index *index);
+/* An allocation for this text has failed. Whether idle text made room for it, any group's and its own too, which frees
+ * sequences, but not this one. */
+bool rs_make_room_for(rs_index *index, rs_sequence *sequence);
 
 /* What is allocated for a text that is not urgent leaves a part of the budget to those that are; NULL: no more of that. */
 void rs_keep_free(rs_index *index, const rs_sequence *sequence);

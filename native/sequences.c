@@ -32,13 +32,6 @@ static void free_predictions(rs_index *index, rs_sequence *sequence) {
     RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity, 0);
 }
 
-/* Free a prompt that is not its group's any more, and after which nothing begins. */
-static void free_if_old(rs_index *index, rs_sequence *prompt) {
-    if (prompt != NULL && prompt->num_after == 0 && index->groups[prompt->group].prompt != prompt) {
-        rs_sequence_free(index, prompt);
-    }
-}
-
 /* Memory for one like `sequence`, but for its tokens. Its predictions stay reserved on failure. */
 static rs_status reserve(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
     rs_memory *memory = &index->memory;
@@ -95,7 +88,9 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
         index->num_texts_left_out++;
     } else if (kind == RS_PROMPT) {
         index->groups[group].prompt = *made;
-        free_if_old(index, old);
+        if (old != NULL) {
+            rs_sequence_free_unneeded(index, old);
+        }
     }
     return status;
 }
@@ -115,7 +110,15 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     RS_DELETE(&index->memory, sequence);
     if (prompt != NULL) {
         prompt->num_after--;
-        free_if_old(index, prompt);
+        rs_sequence_free_unneeded(index, prompt);
+    }
+}
+
+void rs_sequence_free_unneeded(rs_index *index, rs_sequence *sequence) {
+    const bool is_old = sequence->num_after == 0 && index->groups[sequence->group].prompt != sequence;
+    const bool is_done = sequence->queued == 0;
+    if ((sequence->kind == RS_PROMPT && is_old) || (sequence->kind == RS_CLOSING && is_done)) {
+        rs_sequence_free(index, sequence);
     }
 }
 
@@ -161,7 +164,7 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     rs_keep_free(index, sequence);
     do {
         status = RS_RESERVE(&index->memory, sequence->tokens, sequence->tokens_capacity, num_before + (uint64_t)num_tokens);
-    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
+    } while (status != RS_OK && rs_make_room_for(index, sequence));
     rs_keep_free(index, NULL);
     RS_TRY(status);
     if (num_tokens > 0) {
@@ -210,7 +213,7 @@ rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_
         if (!rs_waits_for_prompt(sequence)) {
             status = append(index, group, sequence, num_left < max_tokens_to_index ? num_left : max_tokens_to_index);
         }
-    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
+    } while (status != RS_OK && rs_make_room_for(index, sequence));
     rs_keep_free(index, NULL);
     rs_queue_move(index, sequence);
     if (sequence->kind == RS_PROMPT && sequence->at.indexed == sequence->end) {

@@ -163,9 +163,7 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index) {
             rs_sequence_out_of_memory(index, first);
         }
         max_tokens_to_index -= first->at.indexed > before ? first->at.indexed - before : 0;
-        if (first->kind == RS_CLOSING && first->queued == 0) {
-            rs_sequence_free(index, first);
-        }
+        rs_sequence_free_unneeded(index, first);
         rs_group_leave(index, group);
     }
     return index->num_queued > 0;

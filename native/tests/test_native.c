@@ -403,6 +403,27 @@ static void test_budget(void) {
     free(f);
 }
 
+/* While an old prompt is indexed, the only text after it is forgotten to make room: the prompt stays for so long (asan). */
+static void test_old_prompt_in_full_index(void) {
+    rs_options options = default_options();
+    options.max_bytes = sizeof(rs_index) + 60000;
+    rs_index *index = new_index(options);
+    fixture *f = new_fixture(0);
+    int32_t *text = f->token_ids[0], group;
+    for (int32_t i = 0; i < 2000; i++) {
+        text[i] = (int32_t)random_below(1000);
+    }
+    CHECK(rs_group_open(index, NULL, 0, &group, NULL) == RS_OK);
+    CHECK(rs_group_add(index, group, text + 1000, 300, NULL) == RS_OK && !rs_catch_up(index, INT64_MAX));
+    CHECK(rs_group_set_prompt(index, group, text, 1000, NULL) == RS_OK);
+    CHECK(rs_group_add(index, group, text, 5, NULL) == RS_OK);
+    CHECK(rs_group_set_prompt(index, group, text, 1, NULL) == RS_OK && index->num_open == 3);
+    CHECK(!rs_catch_up(index, INT64_MAX) && index->num_open == 0 && rs_group_given_up(index) == group);
+    check_valid(index);
+    rs_index_free(index);
+    free(f);
+}
+
 /* A state with more transitions than a list holds: found, in order, with allocations that fail in between. */
 static void test_many_branches(void) {
     enum { NUM = 500 };
@@ -620,6 +641,7 @@ int main(void) {
         test_full_index(seed);
     }
     test_budget();
+    test_old_prompt_in_full_index();
     test_many_branches();
     test_wide_blocks();
     test_max_branches();
