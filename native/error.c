@@ -1,7 +1,4 @@
-/* Error messages.
- *
- * Invariants: a message begins with the name of the argument that it is about, so that a binding can pass it on;
- * rs_fail returns the status that it is given, so that its callers fail in one line. */
+/* Error messages: each begins with the name of the argument that it is about, so that a binding can pass it on. */
 #include "error.h"
 
 #include <inttypes.h>
