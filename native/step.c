@@ -119,7 +119,6 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     }
     if (sequence->is_resumed || level < sequence->end) {
         rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
-        sequence->is_resumed = false;
     }
     const int32_t first = sequence->end, num_new = level - first;
     if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
@@ -160,7 +159,7 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index) {
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens_to_index) != RS_OK) {
-            rs_sequence_out_of_memory(index, first);
+            rs_sequence_leave_out(index, first);
         }
         max_tokens_to_index -= first->at.indexed > before ? first->at.indexed - before : 0;
         rs_sequence_free_unneeded(index, first);

@@ -61,9 +61,9 @@ static void check_valid(const rs_index *index) {
     }
 }
 
-static void check_freed(rs_automaton *a, rs_memory *memory) {
-    rs_automaton_free(a);
-    CHECK(memory->num_bytes == 0);
+static void check_freed(rs_automaton *a, const rs_memory *memory) {
+    rs_automaton_free(a, memory);
+    CHECK(memory->account->num_bytes == 0);
 }
 
 typedef struct {
@@ -130,12 +130,12 @@ static uint64_t fingerprint(const rs_automaton *a) {
 /* ---- tests ---- */
 
 /* What rs_automaton_extend does, after it has failed at its first, second, ... allocation and changed nothing. */
-static int64_t extend_with_failures(rs_automaton *a, uint32_t *last, int32_t token) {
+static int64_t extend_with_failures(rs_automaton *a, const rs_memory *memory, uint32_t *last, int32_t token) {
     const uint64_t before = fingerprint(a);
     const uint32_t last_before = *last;
     for (int64_t nth = 1;; nth++) {
         fail_allocation(nth);
-        rs_status status = rs_automaton_extend(a, last, token);
+        rs_status status = rs_automaton_extend(a, memory, last, token);
         fail_allocation(0);
         CHECK(rs_automaton_check(a) == NULL);
         if (status == RS_OK) {
@@ -146,13 +146,13 @@ static int64_t extend_with_failures(rs_automaton *a, uint32_t *last, int32_t tok
 }
 
 static void test_extensions_that_fail(uint32_t alphabet) {
-    rs_memory memory = {.num_bytes = 0};
+    rs_memory memory = {.account = &(rs_account){.num_bytes = 0}};
     rs_automaton a;
     uint32_t last[2] = {RS_ROOT, RS_ROOT};
     int64_t num_failures = 0;
     CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     for (int i = 0; i < 600; i++) {
-        num_failures += extend_with_failures(&a, last + random_below(2), (int32_t)random_below(alphabet));
+        num_failures += extend_with_failures(&a, &memory, last + random_below(2), (int32_t)random_below(alphabet));
     }
     CHECK(num_failures > 5);
     check_freed(&a, &memory);
@@ -307,7 +307,7 @@ static void test_allocation_failures(uint32_t alphabet) {
         live(&l);
         /* Only the tables and what was learned stay. */
         const rs_index *i = l.index;
-        CHECK(i->memory.num_bytes == sizeof *i + i->groups_capacity * sizeof *i->groups +
+        CHECK(i->account.num_bytes == sizeof *i + i->groups_capacity * sizeof *i->groups +
                                          i->slots_capacity * sizeof *i->slots +
                                          i->queue_capacity * sizeof *i->queue +
                                          i->contexts.capacity * sizeof *i->contexts.buckets +
@@ -427,12 +427,12 @@ static void test_old_prompt_in_full_index(void) {
 /* A state with more transitions than a list holds: found, in order, with allocations that fail in between. */
 static void test_many_branches(void) {
     enum { NUM = 500 };
-    rs_memory memory = {.num_bytes = 0};
+    rs_memory memory = {.account = &(rs_account){.num_bytes = 0}};
     rs_automaton a;
     CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < 2 * NUM; i++) {
-        extend_with_failures(&a, &last, i % 2 == 0 ? 0 : 1 + i * 64);
+        extend_with_failures(&a, &memory, &last, i % 2 == 0 ? 0 : 1 + i * 64);
     }
     uint32_t after_zero = *rs_automaton_find(&a, RS_ROOT, 0);
     uint32_t num;
@@ -448,12 +448,12 @@ static void test_many_branches(void) {
 /* More transitions than the narrow hash index of a block can number. */
 static void test_wide_blocks(void) {
     enum { NUM = RS_NARROW_UNITS + 1000 };
-    rs_memory memory = {.num_bytes = 0};
+    rs_memory memory = {.account = &(rs_account){.num_bytes = 0}};
     rs_automaton a;
     CHECK(rs_automaton_init(&a, &memory) == RS_OK);
     uint32_t last = RS_ROOT;
     for (int32_t i = 0; i < NUM; i++) {
-        CHECK(rs_automaton_extend(&a, &last, 3 * i) == RS_OK);
+        CHECK(rs_automaton_extend(&a, &memory, &last, 3 * i) == RS_OK);
     }
     CHECK(rs_block_units(a.states[RS_ROOT].block) > RS_NARROW_UNITS);
     CHECK(rs_automaton_check(&a) == NULL);
@@ -565,9 +565,9 @@ static void test_checks(void) {
             *state = kept;
         }
     }
-    index->memory.num_bytes++;
+    index->account.num_bytes++;
     CHECK(rs_index_check(index) != NULL);
-    index->memory.num_bytes--;
+    index->account.num_bytes--;
     check_valid(index);
     rs_index_free(index);
 }
