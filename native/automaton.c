@@ -16,8 +16,8 @@
  * Invariants, which rs_automaton_check of tests/checks.c checks:
  * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
  * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
- * - What rs_automaton_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
- *   memory for all of it. */
+ * - What rs_automaton_extend adds to a state's transitions is that state's latest, so that it can take it back where there
+ *   is no memory for all of it. */
 #include "automaton.h"
 
 #include <string.h>

@@ -6,7 +6,7 @@
  *                     |          +-- free_group, a list through next_closed; and so is given_up
  *
  * Invariants: an id is a slot of its table; every closed slot is in free_group once, or in given_up while nobody knows that
- * the group was given up; a group has as many running sequences as it says, and is idle while it has none. */
+ * the group was given up; between calls num_inside counts a group's running sequences, and it is idle while that is 0. */
 #include <assert.h>
 #include <inttypes.h>
 #include <string.h>
@@ -25,15 +25,15 @@ static void unlink_idle(rs_index *index, const rs_group *group) {
     *(group->newer < 0 ? &index->newest_idle : &index->groups[group->newer].older) = group->older;
 }
 
-/* Its slot goes into this list. */
-static void close_group(rs_index *index, int32_t id, int32_t *slots) {
+/* Its slot becomes the first of this list. */
+static void close_group(rs_index *index, int32_t id, int32_t *list) {
     rs_group *group = index->groups + id;
     while (group->first != NULL) { /* a prompt comes after all that begins after it */
         rs_sequence_free(index, group->first);
     }
     rs_automaton_free(&group->automaton, &index->memory);
-    *group = (rs_group){.next_closed = *slots};
-    *slots = id;
+    *group = (rs_group){.next_closed = *list};
+    *list = id;
 }
 
 void rs_group_free(rs_index *index, int32_t group) { close_group(index, group, &index->free_group); }
@@ -85,7 +85,7 @@ rs_status rs_group_open(rs_index *index, const int32_t *prompt_token_ids, int64_
         const uint64_t num = (uint64_t)index->num_groups + 1;
         RS_TRY(rs_memory_error(memory, error, RS_RESERVE(memory, index->groups, index->groups_capacity, num)));
     }
-    rs_group opened = {.is_open = true, .num_inside = 1}; /* so that it does not make room itself */
+    rs_group opened = {.is_open = true, .num_inside = 1}; /* so that it is not given up itself */
     RS_TRY(rs_memory_error(memory, error, rs_automaton_init(&opened.automaton, memory)));
     int32_t slot = index->free_group;
     if (slot < 0) {

@@ -171,7 +171,7 @@ void rs_forget_idle_text(rs_index *index, int32_t id, rs_sequence *kept) {
     rs_automaton_reset(&group->automaton, &index->memory);
     group->num_tokens = 0;
     group->give_up_when_idle = true;
-    kept->num_after++; /* as if something began after it */
+    kept->num_after++; /* as if something began after it: so it stays, if it is a prompt */
     for (rs_sequence *each = group->first; each != NULL; each = each->next) {
         each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
         if (each->kind == RS_PROMPT) { /* prompts first: a text begins where its prompt is */

@@ -87,8 +87,8 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 
 /* ---- rows ---- */
 
-/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
- * are about a text that did not come. */
+/* From the predictions of the draft before, now that its outcome has come: up to the first that was wrong, since those after
+ * it are about another text. */
 static void learn_outcome(rs_index *index, const rs_sequence *sequence, const int32_t *new_tokens, int32_t num_new) {
     const rs_prediction *predictions = sequence->predictions;
     for (int32_t i = 0; i < sequence->num_predictions && i < num_new; i++) {

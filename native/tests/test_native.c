@@ -542,6 +542,28 @@ static void test_least_level(void) {
     free(f);
 }
 
+/* From a row that begins again with other tokens, nothing is learned about the draft before. */
+static void test_row_that_begins_again(void) {
+    rs_index *index = new_index(default_options());
+    fixture *f = new_fixture(1);
+    f->sequences[0] = open_alone(index);
+    for (int32_t i = 0; i < 20; i++) {
+        f->token_ids[0][i] = i % 3;
+    }
+    f->levels[0] = 20;
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->num_draft_tokens[0] == DRAFT_LEN);
+    rs_mixer *before = malloc(sizeof *before);
+    CHECK(before != NULL);
+    *before = index->mixer;
+    f->token_ids[0][10] = 7;
+    f->levels[0] = 15;
+    CHECK(rs_step(index, &f->batch, NULL) == RS_OK && f->batch.num_dropped == 0);
+    CHECK(memcmp(before, &index->mixer, sizeof *before) == 0);
+    free(before);
+    rs_index_free(index);
+    free(f);
+}
+
 /* The checks find what is broken. */
 static void test_checks(void) {
     rs_index *index = new_index(default_options());
@@ -647,6 +669,7 @@ int main(void) {
     test_max_branches();
     test_arguments();
     test_least_level();
+    test_row_that_begins_again();
     test_checks();
     test_checks_of_the_mixer();
     test_corpus(2);
