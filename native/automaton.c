@@ -16,44 +16,38 @@
  * Invariants, which rs_automaton_check of tests/checks.c checks:
  * - A state's strings are its longest one and that one's suffixes down to, not including, the longest of its link's.
  * - Every state but the root has exactly one transition from the prefix of its longest string (a solid one).
- * - What rs_automaton_extend adds to a state's transitions is that state's latest, so that it can take it back where there is no
- *   memory for all of it. */
+ * - What rs_automaton_extend adds to a state's transitions is that state's latest, so that it can take it back where there
+ *   is no memory for all of it. */
 #include "automaton.h"
 
 #include <string.h>
-
-static rs_status reserve_states(rs_automaton *a, uint32_t num) {
-    uint64_t needed = (uint64_t)a->num_states + num;
-    return RS_RESERVE(a->memory, a->states, a->capacity, needed);
-}
 
 static void make_root(rs_automaton *a) {
     a->states[RS_ROOT] = (rs_state){.link = RS_NO_STATE, .token = -1};
     a->num_states = 1;
 }
 
-rs_status rs_automaton_init(rs_automaton *a, rs_memory *memory) {
+rs_status rs_automaton_init(rs_automaton *a, const rs_memory *memory) {
     memset(a, 0, sizeof *a);
-    a->memory = memory;
-    RS_TRY(reserve_states(a, 1));
+    RS_TRY(RS_RESERVE(memory, a->states, a->capacity, 1));
     make_root(a);
     return RS_OK;
 }
 
-void rs_automaton_reset(rs_automaton *a) {
-    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
+void rs_automaton_reset(rs_automaton *a, const rs_memory *memory) {
+    RS_RESIZE(memory, a->pool.units, a->pool.capacity, 0);
     memset(&a->pool, 0, sizeof a->pool);
-    RS_RESIZE(a->memory, a->states, a->capacity, 1);
+    RS_RESIZE(memory, a->states, a->capacity, 1);
     make_root(a);
 }
 
-void rs_automaton_free(rs_automaton *a) {
-    RS_RESIZE(a->memory, a->states, a->capacity, 0);
-    RS_RESIZE(a->memory, a->pool.units, a->pool.capacity, 0);
+void rs_automaton_free(rs_automaton *a, const rs_memory *memory) {
+    RS_RESIZE(memory, a->states, a->capacity, 0);
+    RS_RESIZE(memory, a->pool.units, a->pool.capacity, 0);
     memset(a, 0, sizeof *a);
 }
 
-static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, uint32_t target) {
+static rs_status add_transition(rs_automaton *a, const rs_memory *memory, uint32_t state, int32_t token, uint32_t target) {
     rs_state *from = a->states + state;
     if (from->token < 0) {
         from->token = token;
@@ -61,7 +55,7 @@ static rs_status add_transition(rs_automaton *a, uint32_t state, int32_t token, 
         return RS_OK;
     }
     rs_transition transition = {.token = token, .target = target};
-    return rs_block_append(&a->pool, a->memory, &from->block, transition);
+    return rs_block_append(&a->pool, memory, &from->block, transition);
 }
 
 static void remove_last_transition(rs_automaton *a, uint32_t state) {
@@ -85,12 +79,11 @@ static void redirect(rs_automaton *a, uint32_t state, int32_t token, uint32_t fr
     }
 }
 
-/* Split off the part of `origin` that is reached from `state` and above. Room for one more state
- * is the caller's to reserve. */
-static rs_status clone_state(rs_automaton *a, uint32_t state, int32_t token, uint32_t origin) {
+/* Split off the part of `origin` that is reached from `state` and above. The caller has reserved room for a state. */
+static rs_status clone_state(rs_automaton *a, const rs_memory *memory, uint32_t state, int32_t token, uint32_t origin) {
     uint32_t block = 0;
     if (a->states[origin].block != 0) {
-        RS_TRY(rs_block_copy(&a->pool, a->memory, a->states[origin].block, &block));
+        RS_TRY(rs_block_copy(&a->pool, memory, a->states[origin].block, &block));
     }
     uint32_t clone = a->num_states++;
     a->states[clone] = a->states[origin];
@@ -111,20 +104,20 @@ static void remove_newest(rs_automaton *a, uint32_t state, uint32_t end) {
 }
 
 /* Make a state for the text `last` + token, which has occurred nowhere. */
-static rs_status create_state(rs_automaton *a, uint32_t last, int32_t token) {
+static rs_status create_state(rs_automaton *a, const rs_memory *memory, uint32_t last, int32_t token) {
     uint32_t newest = a->num_states++;
     a->states[newest] = (rs_state){.len = a->states[last].len + 1, .link = RS_ROOT, .token = -1};
     uint32_t state = last;
     uint32_t *target = NULL;
     rs_status status = RS_OK;
     while (status == RS_OK && state != RS_NO_STATE && (target = rs_automaton_find(a, state, token)) == NULL) {
-        status = add_transition(a, state, token, newest);
+        status = add_transition(a, memory, state, token, newest);
         state = status == RS_OK ? a->states[state].link : state;
     }
     if (status == RS_OK && state != RS_NO_STATE) {
         const uint32_t origin = *target;
         const bool is_solid = a->states[origin].len == a->states[state].len + 1;
-        status = is_solid ? RS_OK : clone_state(a, state, token, origin);
+        status = is_solid ? RS_OK : clone_state(a, memory, state, token, origin);
         a->states[newest].link = is_solid ? origin : a->states[origin].link; /* the clone */
     }
     if (status != RS_OK) {
@@ -141,16 +134,16 @@ static void count_suffixes(rs_automaton *a, uint32_t state) {
     }
 }
 
-rs_status rs_automaton_extend(rs_automaton *a, uint32_t *last, int32_t token) {
-    RS_TRY(reserve_states(a, 2));
+rs_status rs_automaton_extend(rs_automaton *a, const rs_memory *memory, uint32_t *last, int32_t token) {
+    RS_TRY(RS_RESERVE(memory, a->states, a->capacity, (uint64_t)a->num_states + 2));
     const uint32_t *target = rs_automaton_find(a, *last, token);
     uint32_t after = a->num_states;
     if (target == NULL) {
-        RS_TRY(create_state(a, *last, token));
+        RS_TRY(create_state(a, memory, *last, token));
     } else if (a->states[*target].len == a->states[*last].len + 1) {
         after = *target;
     } else {
-        RS_TRY(clone_state(a, *last, token, *target));
+        RS_TRY(clone_state(a, memory, *last, token, *target));
     }
     count_suffixes(a, after);
     *last = after;

@@ -1,10 +1,8 @@
-/* The generalized suffix automaton of one group, grown online (Blumer et al. 1985), by several
- * sequences in turn.
+/* The generalized suffix automaton of one group, grown online (Blumer et al. 1985), by several sequences in turn.
  *
- * A state is a class of suffixes that end at the same positions; len is the longest one's length,
- * and the suffix link leads to the class of the longest suffix that is not in the class. Every
- * sequence keeps the state of its whole text, `last`. That text is the longest string of its state
- * (nothing longer can end where the sequence begins), so cloning never moves `last`. */
+ * A state is a class of suffixes that end at the same positions; len is the longest one's length, and the suffix link leads
+ * to the class of the longest suffix that is not in it. Every sequence keeps the state of its whole text, `last`. That
+ * text is the longest string of its state (nothing longer can end where the sequence begins), so cloning never moves it. */
 #ifndef RS_AUTOMATON_H
 #define RS_AUTOMATON_H
 
@@ -25,7 +23,6 @@ typedef struct {
 } rs_state;
 
 typedef struct {
-    rs_memory *memory;
     rs_state *states;
     uint32_t num_states;
     uint32_t capacity;
@@ -38,15 +35,15 @@ typedef struct {
     uint32_t len; /* in tokens, at most the state's */
 } rs_match;
 
-rs_status rs_automaton_init(rs_automaton *automaton, rs_memory *memory);
+rs_status rs_automaton_init(rs_automaton *automaton, const rs_memory *memory);
 
-void rs_automaton_free(rs_automaton *automaton);
+void rs_automaton_free(rs_automaton *automaton, const rs_memory *memory);
 
 /* Forget all text. */
-void rs_automaton_reset(rs_automaton *automaton);
+void rs_automaton_reset(rs_automaton *automaton, const rs_memory *memory);
 
 /* Append a token to the text whose state is *last, which moves to that of the longer text. On failure nothing changes. */
-rs_status rs_automaton_extend(rs_automaton *automaton, uint32_t *last, int32_t token);
+rs_status rs_automaton_extend(rs_automaton *automaton, const rs_memory *memory, uint32_t *last, int32_t token);
 
 /* The target of the transition, NULL where there is none. Invalid after the next rs_automaton_extend. */
 static inline uint32_t *rs_automaton_find(const rs_automaton *automaton, uint32_t state, int32_t token) {

@@ -35,6 +35,3 @@ ffibuilder.set_source(
     extra_link_args=["-O3", *INLINED],
     py_limited_api=True,
 )
-
-if __name__ == "__main__":
-    ffibuilder.compile(verbose=True)

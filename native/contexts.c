@@ -16,7 +16,7 @@
 
 enum { FIRST_NUM_BUCKETS = 1 << 8, BUDGET_SHARE = 8, SPLITS_PER_TOKEN = 8 };
 
-rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory) {
+rs_status rs_contexts_init(rs_contexts *contexts, const rs_memory *memory) {
     memset(contexts, 0, sizeof *contexts);
     RS_TRY(RS_RESIZE(memory, contexts->buckets, contexts->capacity, FIRST_NUM_BUCKETS));
     memset(contexts->buckets, 0, FIRST_NUM_BUCKETS * sizeof *contexts->buckets);
@@ -96,9 +96,10 @@ static bool learn_in(rs_context_bucket *bucket, uint32_t tag, int32_t token) {
     return false;
 }
 
-static void double_capacity(rs_contexts *contexts, rs_memory *memory) {
+static void double_capacity(rs_contexts *contexts, const rs_memory *memory) {
     uint64_t capacity = 2 * (uint64_t)contexts->capacity;
-    bool fits = memory->max_bytes == 0 || capacity * sizeof *contexts->buckets <= memory->max_bytes / BUDGET_SHARE;
+    uint64_t max_bytes = memory->account->max_bytes;
+    bool fits = max_bytes == 0 || capacity * sizeof *contexts->buckets <= max_bytes / BUDGET_SHARE;
     if (fits && capacity <= RS_MAX_CONTEXT_BUCKETS) {
         /* Where there is no memory for it, the table stays as it is. */
         RS_RESIZE(memory, contexts->buckets, contexts->capacity, capacity);
@@ -124,7 +125,7 @@ static void split_bucket(rs_contexts *contexts) {
     contexts->num_buckets++;
 }
 
-static void grow(rs_contexts *contexts, rs_memory *memory) {
+static void grow(rs_contexts *contexts, const rs_memory *memory) {
     const uint32_t capacity = contexts->capacity;
     for (int i = 0; i < SPLITS_PER_TOKEN && contexts->num_buckets < capacity; i++) {
         split_bucket(contexts);
@@ -135,7 +136,7 @@ static void grow(rs_contexts *contexts, rs_memory *memory) {
     }
 }
 
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token) {
+void rs_contexts_learn(rs_contexts *contexts, const rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token) {
     for (int i = 0; i < RS_NUM_CONTEXTS; i++) {
         contexts->num_used += tags[i] != 0 && learn_in(rs_context_bucket_of(contexts, tags[i]), tags[i], token);
     }

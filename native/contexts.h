@@ -1,9 +1,8 @@
 /* What came after the last few tokens, in every text of the index but prompts and corpus: a table of hashed contexts.
  *
  * It knows what a group cannot: the wording that a policy uses under every prompt, and, under the own contexts, what one
- * sequence has generated before. It keeps the latest successors only (a successor gives way when others come instead), so it
- * ages by itself and never has to be evicted from. This is the place of Token Recycling's table of successors (arXiv
- * 2408.08696), filled from the text instead of the logits and with longer contexts than one token. */
+ * sequence has generated before. A successor gives way when others come instead, so the table ages by itself. It is like
+ * Token Recycling's (arXiv 2408.08696), but filled from text instead of logits, and has contexts of several tokens. */
 #ifndef RS_CONTEXTS_H
 #define RS_CONTEXTS_H
 
@@ -39,7 +38,7 @@ typedef struct {
     uint32_t num_used;    /* slots */
 } rs_contexts;
 
-rs_status rs_contexts_init(rs_contexts *contexts, rs_memory *memory);
+rs_status rs_contexts_init(rs_contexts *contexts, const rs_memory *memory);
 
 void rs_recent_push(rs_recent *recent, int32_t token);
 
@@ -54,7 +53,7 @@ void rs_context_tags(const rs_recent *recent, uint64_t own_salt, uint32_t tags[R
 /* The token came after these contexts. Twice the buckets when most slots are used, at most an eighth of the byte budget.
  * Idle groups leave the index for that, as for any text: in time they fill every budget, so the table would never grow
  * beside them. Where none is left and there is no memory, it stays as it is. */
-void rs_contexts_learn(rs_contexts *contexts, rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token);
+void rs_contexts_learn(rs_contexts *contexts, const rs_memory *memory, const uint32_t tags[RS_NUM_CONTEXTS], int32_t token);
 
 /* The bucket for this tag. */
 static inline rs_context_bucket *rs_context_bucket_of(const rs_contexts *contexts, uint32_t tag) {

@@ -49,8 +49,7 @@ static rs_proposal most_frequent(const rs_automaton *a, rs_match match) {
     const rs_state *state = a->states + match.state;
     uint32_t num = 0;
     const rs_transition *others = state->block == 0 ? NULL : rs_block_entries(&a->pool, state->block, &num);
-    rs_proposal best = {
-        .token = state->token, .match_len = match.len, .count = a->states[state->target].count};
+    rs_proposal best = {.token = state->token, .match_len = match.len, .count = a->states[state->target].count};
     best.total = best.count;
     for (uint32_t i = 0; i < num && i < RS_MAX_BRANCHES - 1; i++) {
         uint32_t count = a->states[others[i].target].count;
@@ -87,13 +86,6 @@ static void ask_corpus(const walk *w, rs_prediction *prediction) {
     }
 }
 
-static void ask_model(const walk *w, rs_prediction *prediction) {
-    const int32_t token = w->model.tokens[w->depth];
-    if (token >= 0) {
-        rs_prediction_add_model(prediction, w->depth, token, w->model.confidences[w->depth]);
-    }
-}
-
 static void ask(const walk *w, rs_prediction *prediction) {
     uint32_t tags[RS_NUM_CONTEXTS];
     rs_context_tags(&w->recent, w->own_salt, tags);
@@ -106,8 +98,8 @@ static void ask(const walk *w, rs_prediction *prediction) {
     if (w->index->corpus.states != NULL) {
         ask_corpus(w, prediction);
     }
-    if (w->depth < w->model.num) {
-        ask_model(w, prediction);
+    if (w->depth < w->model.num && w->model.tokens[w->depth] >= 0) {
+        rs_prediction_add_model(prediction, w->depth, w->model.tokens[w->depth], w->model.confidences[w->depth]);
     }
 }
 

@@ -1,7 +1,4 @@
-/* Error messages.
- *
- * Invariants: a message begins with the name of the argument that it is about, so that a binding can pass it on;
- * rs_fail returns the status that it is given, so that its callers fail in one line. */
+/* Error messages: each begins with the name of the argument that it is about, so that a binding can pass it on. */
 #include "error.h"
 
 #include <inttypes.h>
@@ -21,7 +18,7 @@ rs_status rs_fail(rs_error *error, rs_status status, const char *format, ...) {
 rs_status rs_memory_error(const rs_memory *memory, rs_error *error, rs_status status) {
     if (status == RS_EBUDGET) {
         return rs_fail(error, status, "max_bytes=%" PRIu64 ": reached, %" PRIu64 " bytes are in use",
-                       memory->max_bytes, memory->num_bytes);
+                       memory->account->max_bytes, memory->account->num_bytes);
     }
     return status == RS_OK ? status : rs_fail(error, status, "out of memory");
 }

@@ -24,7 +24,7 @@ static const double LEARNING_RATE = 0.0133;
 static const double MAX_WEIGHT = 4.0 / 3.0; /* no text, however adversarial, drives a weight beyond */
 static const double RIVAL_SHARE = 0.2;      /* of what an expert leaves open, for one other token */
 static const double PRIOR_COUNT = 0.5;
-enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250, NUM_SHORT = 8 /* match lengths with a cell each */ };
+enum { PRIOR_OBSERVATIONS = 2, MAX_OBSERVATIONS = 250 };
 
 static const uint32_t LENGTH_STARTS[RS_NUM_LENGTHS] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64};
 static const uint32_t TOTAL_STARTS[RS_NUM_TOTALS] = {1, 2, 3, 5, 9, 17};

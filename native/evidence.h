@@ -27,8 +27,7 @@ enum {
     RS_NUM_CELLS = RS_NUM_MATCH_CELLS + RS_NUM_CONTEXT_CELLS + RS_NUM_DEPTHS * RS_MODEL_CONFIDENCES,
     RS_NUM_SELECTORS = 3,      /* the token before, the candidate, who proposes it */
     RS_NUM_TOKEN_SETS = 256,   /* of weights: what tokens are hashed to, for each of the first two */
-    RS_NUM_WEIGHT_SETS = 2 * RS_NUM_TOKEN_SETS + (1 << RS_CORPUS_EXPERT), /* the last for all choices of experts but
-                                                                             the corpus */
+    RS_NUM_WEIGHT_SETS = 2 * RS_NUM_TOKEN_SETS + (1 << RS_CORPUS_EXPERT), /* the last: experts but the corpus */
     RS_NUM_STRETCHED = 1024,
     RS_OWN = 0, RS_RIVAL, RS_NUM_SIDES /* what an expert says for its own token, and against any other one */
 };

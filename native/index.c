@@ -12,14 +12,16 @@ rs_status rs_index_new(const rs_options *options, rs_index **index, rs_error *er
         return rs_fail(error, RS_EINVAL, "num_speculative_tokens=%" PRId32 ": must be between 1 and %d",
                        options->num_speculative_tokens, (int)RS_MAX_SPECULATIVE_TOKENS);
     }
-    rs_memory memory = {.max_bytes = options->max_bytes};
+    rs_account account = {.max_bytes = options->max_bytes};
+    const rs_memory memory = {.account = &account};
     rs_index *made = NULL;
     RS_TRY(rs_memory_error(&memory, error, RS_NEW(&memory, made)));
     memset(made, 0, sizeof *made);
     made->options = *options;
-    made->memory = memory;
-    made->memory.make_room = rs_give_up_idle;
-    made->memory.owner = made;
+    made->account = account;
+    made->account.make_room = rs_give_up_idle;
+    made->account.owner = made;
+    made->memory.account = &made->account;
     made->free_group = made->given_up = made->oldest_idle = made->newest_idle = made->free_slot = -1;
     rs_mixer_init(&made->mixer);
     rs_status status = rs_memory_error(&made->memory, error, rs_contexts_init(&made->contexts, &made->memory));
@@ -36,24 +38,19 @@ rs_status rs_corpus_add(rs_index *index, const int32_t *token_ids, int64_t num_t
     if (index->num_groups > 0) {
         return rs_fail(error, RS_EINVAL, "corpus: must be whole before the first group is opened");
     }
-    const bool is_first = index->corpus.states == NULL;
-    rs_status status = is_first ? rs_automaton_init(&index->corpus, &index->memory) : RS_OK;
+    rs_status status = index->corpus.states == NULL ? rs_automaton_init(&index->corpus, &index->memory) : RS_OK;
     uint32_t last = RS_ROOT;
     for (int64_t i = 0; i < num_tokens && status == RS_OK; i++) {
-        status = rs_automaton_extend(&index->corpus, &last, token_ids[i]);
+        status = rs_automaton_extend(&index->corpus, &index->memory, &last, token_ids[i]);
     }
     return rs_memory_error(&index->memory, error, status);
 }
 
 void rs_index_free(rs_index *index) {
     for (uint32_t i = 0; i < index->num_groups; i++) {
-        if (index->groups[i].open) {
-            rs_group_free(index, (int32_t)i);
-        }
+        rs_group_free(index, (int32_t)i);
     }
-    if (index->corpus.states != NULL) {
-        rs_automaton_free(&index->corpus);
-    }
+    rs_automaton_free(&index->corpus, &index->memory);
     RS_RESIZE(&index->memory, index->groups, index->groups_capacity, 0);
     RS_RESIZE(&index->memory, index->slots, index->slots_capacity, 0);
     RS_RESIZE(&index->memory, index->queue, index->queue_capacity, 0);
@@ -62,10 +59,10 @@ void rs_index_free(rs_index *index) {
 }
 
 void rs_index_stats(const rs_index *index, rs_stats *stats) {
-    *stats = (rs_stats){.num_texts_left_out = index->num_texts_left_out, .num_bytes = index->memory.num_bytes};
+    *stats = (rs_stats){.num_texts_left_out = index->num_texts_left_out, .num_bytes = index->account.num_bytes};
     for (uint32_t i = 0; i < index->num_groups; i++) {
         const rs_group *group = index->groups + i;
-        if (group->open) {
+        if (group->is_open) {
             stats->num_groups++;
             stats->num_states += group->automaton.num_states;
             stats->num_tokens += group->num_tokens;

@@ -7,24 +7,25 @@
 #include <stdlib.h>
 
 /* Free something that nobody needs; false where there is nothing. */
-static bool make_room(const rs_memory *memory) { return memory->make_room != NULL && memory->make_room(memory->owner); }
+static bool make_room(const rs_account *in) { return in->make_room != NULL && in->make_room(in->owner); }
 
-rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size) {
+rs_status rs_resize(const rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size) {
+    rs_account *account = memory->account;
     uint64_t old_bytes = (uint64_t)*capacity * element_size;
     if (new_size == 0) {
         free(*pointer);
         *pointer = NULL;
         *capacity = 0;
-        memory->num_bytes -= old_bytes;
+        account->num_bytes -= old_bytes;
         return RS_OK;
     }
     if (new_size > UINT32_MAX || new_size > SIZE_MAX / element_size) {
         return RS_ENOMEM;
     }
     uint64_t new_bytes = new_size * element_size;
-    while (memory->max_bytes != 0 &&
-           memory->num_bytes - old_bytes + new_bytes + memory->kept_free > memory->max_bytes) {
-        if (!make_room(memory)) {
+    while (account->max_bytes != 0 &&
+           account->num_bytes - old_bytes + new_bytes + memory->kept_free > account->max_bytes) {
+        if (!make_room(account)) {
             return RS_EBUDGET;
         }
     }
@@ -33,17 +34,17 @@ rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint6
         if (new_bytes <= old_bytes) {
             return RS_OK;
         }
-        if (!make_room(memory)) {
+        if (!make_room(account)) {
             return RS_ENOMEM;
         }
     }
     *pointer = moved;
     *capacity = (uint32_t)new_size;
-    memory->num_bytes = memory->num_bytes - old_bytes + new_bytes;
+    account->num_bytes = account->num_bytes - old_bytes + new_bytes;
     return RS_OK;
 }
 
-rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size) {
+rs_status rs_reserve(const rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size) {
     if (needed <= *capacity) {
         return RS_OK;
     }

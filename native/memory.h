@@ -9,19 +9,24 @@
 #include "rollout_spec_native.h"
 
 typedef struct {
-    uint64_t num_bytes;      /* allocated */
-    uint64_t max_bytes;      /* 0: no limit */
-    uint64_t kept_free;      /* of these, what the allocation that runs must leave free */
+    uint64_t num_bytes; /* allocated */
+    uint64_t max_bytes; /* 0: no limit */
     bool (*make_room)(void *owner); /* frees something; false: nothing. NULL: nobody is asked */
     void *owner;
+} rs_account;
+
+/* What somebody may allocate: all that is left of the account but `kept_free` bytes. */
+typedef struct {
+    rs_account *account;
+    uint64_t kept_free;
 } rs_memory;
 
 /* Resize the array *pointer from *capacity to new_size elements; 0 frees it. *capacity is new_size then. On failure
  * nothing changes. Only growth fails: where the allocator refuses to shrink the array, it keeps its size. */
-rs_status rs_resize(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size);
+rs_status rs_resize(const rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t new_size, size_t element_size);
 
 /* Make room for `needed` elements; grows geometrically. */
-rs_status rs_reserve(rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size);
+rs_status rs_reserve(const rs_memory *memory, void **pointer, uint32_t *capacity, uint64_t needed, size_t element_size);
 
 /* Return the status from the function that this stands in, unless it is RS_OK. */
 #define RS_TRY(status)                    \

@@ -73,8 +73,7 @@ typedef struct {
     const int32_t *model_tokens;     /* [num_sequences][m]; negative: it proposes nothing from there on */
     const int32_t *model_confidences; /* [num_sequences][m], 0 .. RS_MODEL_CONFIDENCES - 1, where there is a token */
     int32_t *draft_tokens;           /* out [num_sequences][K]; beyond num_draft_tokens unspecified */
-    float *survivals;                /* out [num_sequences][K]: the estimated probability that the draft up to and with
-                                        this token is accepted */
+    float *survivals;                /* out [num_sequences][K]: how likely the draft is accepted up to and with this token */
     int32_t *num_draft_tokens;       /* out [num_sequences]; -1: the row is dropped, its sequence is closed */
     int32_t num_dropped;             /* out: rows */
     int32_t num_unindexed;           /* out: rows that draft nothing, as something of them is unindexed */

@@ -6,21 +6,12 @@
  *                      indexed          unindexed
  *
  * Invariants: every closed slot is in the list of free ones once. */
-#include "index.h"
-
+#include <assert.h>
 #include <string.h>
 
-/* ---- their slots ---- */
+#include "index.h"
 
-void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
-    sequence->at = (rs_position){.indexed = 0};
-    if (sequence->prompt != NULL) {
-        sequence->at = sequence->prompt->at;
-        sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
-    }
-    sequence->counted_end = counted_end;
-    rs_queue_move(index, sequence);
-}
+/* ---- their slots ---- */
 
 static rs_status reserve_predictions(rs_index *index, rs_sequence *sequence) {
     return RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity,
@@ -32,16 +23,9 @@ static void free_predictions(rs_index *index, rs_sequence *sequence) {
     RS_RESIZE(&index->memory, sequence->predictions, sequence->predictions_capacity, 0);
 }
 
-/* Free a prompt that is not its group's any more, and after which nothing begins. */
-static void free_if_old(rs_index *index, rs_sequence *prompt) {
-    if (prompt != NULL && prompt->num_after == 0 && index->groups[prompt->group].prompt != prompt) {
-        rs_sequence_free(index, prompt);
-    }
-}
-
 /* Memory for one like `sequence`, but for its tokens. Its predictions stay reserved on failure. */
-static rs_status reserve(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
-    rs_memory *memory = &index->memory;
+static rs_status reserve_sequence(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
+    const rs_memory *memory = &index->memory;
     RS_TRY(RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1));
     if (index->free_slot < 0) {
         RS_TRY(RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1));
@@ -53,7 +37,7 @@ static rs_status reserve(rs_index *index, rs_sequence *sequence, rs_sequence **m
 }
 
 /* It gets a slot, and is the first of its group. */
-static void link(rs_index *index, rs_sequence *sequence) {
+static void link_sequence(rs_index *index, rs_sequence *sequence) {
     rs_group *group = index->groups + sequence->group;
     sequence->id = index->free_slot; /* only now: idle groups may have made room, and given back theirs */
     if (sequence->id < 0) {
@@ -75,18 +59,19 @@ static void link(rs_index *index, rs_sequence *sequence) {
 
 rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const int32_t *tokens, int64_t num_tokens,
                           rs_sequence **made) {
+    assert(index->groups[group].num_inside > 0);
     rs_sequence *const old = index->groups[group].prompt, *const prompt = kind == RS_PROMPT ? NULL : old;
     rs_sequence sequence = {.kind = kind, .group = group, .prompt = prompt};
     sequence.start = sequence.end = prompt == NULL ? 0 : prompt->end;
     *made = NULL;
-    rs_status status = reserve(index, &sequence, made);
+    rs_status status = reserve_sequence(index, &sequence, made);
     if (status != RS_OK) {
         free_predictions(index, &sequence);
         index->num_texts_left_out++;
         return status;
     }
     **made = sequence;
-    link(index, *made);
+    link_sequence(index, *made);
     rs_sequence_restart(index, *made, 0);
     status = rs_sequence_write(index, *made, tokens, num_tokens);
     if (status != RS_OK) {
@@ -95,7 +80,9 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
         index->num_texts_left_out++;
     } else if (kind == RS_PROMPT) {
         index->groups[group].prompt = *made;
-        free_if_old(index, old);
+        if (old != NULL) {
+            rs_sequence_free_unneeded(index, old);
+        }
     }
     return status;
 }
@@ -115,13 +102,22 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     RS_DELETE(&index->memory, sequence);
     if (prompt != NULL) {
         prompt->num_after--;
-        free_if_old(index, prompt);
+        rs_sequence_free_unneeded(index, prompt);
+    }
+}
+
+void rs_sequence_free_unneeded(rs_index *index, rs_sequence *sequence) {
+    const bool is_old = sequence->num_after == 0 && index->groups[sequence->group].prompt != sequence;
+    const bool is_done = sequence->at.indexed == sequence->end || sequence->is_left_out;
+    if ((sequence->kind == RS_PROMPT && is_old) || (sequence->kind == RS_CLOSING && is_done)) {
+        rs_sequence_free(index, sequence);
     }
 }
 
 /* ---- their texts ---- */
 
 rs_status rs_sequence_run(rs_index *index, rs_sequence *sequence) {
+    assert(index->groups[sequence->group].num_inside > 0);
     RS_TRY(reserve_predictions(index, sequence));
     sequence->kind = RS_RUNNING;
     sequence->is_resumed = true;
@@ -136,7 +132,7 @@ void rs_sequence_stop(rs_index *index, rs_sequence *sequence, rs_kind kind) {
     rs_queue_move(index, sequence);
 }
 
-void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
+void rs_sequence_leave_out(rs_index *index, rs_sequence *sequence) {
     sequence->is_left_out = index->groups[sequence->group].give_up_when_idle = true;
     index->num_texts_left_out++;
     rs_queue_move(index, sequence);
@@ -145,24 +141,22 @@ void rs_sequence_out_of_memory(rs_index *index, rs_sequence *sequence) {
 void rs_sequence_cut(rs_index *index, rs_sequence *sequence, int32_t level) {
     sequence->end = level;
     sequence->num_predictions = 0;
+    sequence->is_resumed = false;
     if (level < sequence->at.indexed) {
         rs_sequence_restart(index, sequence, level);
-        return;
-    }
-    if (level < sequence->counted_end) {
+    } else if (level < sequence->counted_end) {
         sequence->counted_end = level;
     }
     rs_queue_move(index, sequence);
 }
 
 rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_t *tokens, int64_t num_tokens) {
+    const rs_memory memory = rs_memory_for(index, sequence);
     const uint64_t num_before = (uint64_t)(sequence->end - sequence->start);
     rs_status status;
-    rs_keep_free(index, sequence);
     do {
-        status = RS_RESERVE(&index->memory, sequence->tokens, sequence->tokens_capacity, num_before + (uint64_t)num_tokens);
-    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
-    rs_keep_free(index, NULL);
+        status = RS_RESERVE(&memory, sequence->tokens, sequence->tokens_capacity, num_before + (uint64_t)num_tokens);
+    } while (status != RS_OK && rs_make_room_for(index, sequence));
     RS_TRY(status);
     if (num_tokens > 0) {
         memcpy(sequence->tokens + num_before, tokens, (size_t)num_tokens * sizeof *tokens);
@@ -172,10 +166,41 @@ rs_status rs_sequence_write(rs_index *index, rs_sequence *sequence, const int32_
     return RS_OK;
 }
 
+void rs_forget_idle_text(rs_index *index, int32_t id, rs_sequence *kept) {
+    rs_group *group = index->groups + id;
+    rs_automaton_reset(&group->automaton, &index->memory);
+    group->num_tokens = 0;
+    group->give_up_when_idle = true;
+    kept->num_after++; /* as if something began after it: so it stays, if it is a prompt */
+    for (rs_sequence *each = group->first; each != NULL; each = each->next) {
+        each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
+        if (each->kind == RS_PROMPT) { /* prompts first: a text begins where its prompt is */
+            rs_sequence_restart(index, each, 0);
+        }
+    }
+    for (rs_sequence **each = &group->first; *each != NULL;) {
+        if ((*each)->kind == RS_CLOSING) {
+            rs_sequence_free(index, *each); /* and perhaps its prompt, further on */
+        } else {
+            rs_sequence_restart(index, *each, 0);
+            each = &(*each)->next;
+        }
+    }
+    kept->num_after--;
+}
+
 /* ---- indexing ---- */
+
+void rs_sequence_restart(rs_index *index, rs_sequence *sequence, int32_t counted_end) {
+    sequence->at = sequence->prompt == NULL ? (rs_position){.indexed = 0} : sequence->prompt->at;
+    sequence->at.indexed = sequence->start; /* also before all of the prompt is indexed */
+    sequence->counted_end = counted_end;
+    rs_queue_move(index, sequence);
+}
 
 /* Index what the sequence's text goes on with, or go after it where it is indexed there already. */
 static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence, int64_t num_tokens) {
+    const rs_memory memory = rs_memory_for(index, sequence);
     rs_position *at = &sequence->at;
     const int32_t *tokens = sequence->tokens + (at->indexed - sequence->start);
     for (int64_t i = 0; i < num_tokens; i++) {
@@ -183,11 +208,11 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
         if (at->indexed < sequence->counted_end) {
             at->last = *rs_automaton_find(&group->automaton, at->last, token);
         } else {
-            RS_TRY(rs_automaton_extend(&group->automaton, &at->last, token));
+            RS_TRY(rs_automaton_extend(&group->automaton, &memory, &at->last, token));
             if (sequence->kind != RS_PROMPT) {
                 uint32_t tags[RS_NUM_CONTEXTS];
                 rs_context_tags(&at->recent, rs_own_salt(sequence->serial), tags);
-                rs_contexts_learn(&index->contexts, &index->memory, tags, token);
+                rs_contexts_learn(&index->contexts, &memory, tags, token);
             }
             group->num_tokens++;
         }
@@ -203,15 +228,11 @@ static rs_status append(rs_index *index, rs_group *group, rs_sequence *sequence,
 rs_status rs_sequence_index(rs_index *index, rs_sequence *sequence, int64_t max_tokens_to_index) {
     rs_group *group = index->groups + sequence->group;
     rs_status status;
-    rs_keep_free(index, sequence);
     do {
         const int64_t num_left = sequence->end - sequence->at.indexed;
-        status = RS_OK;
-        if (!rs_waits_for_prompt(sequence)) {
-            status = append(index, group, sequence, num_left < max_tokens_to_index ? num_left : max_tokens_to_index);
-        }
-    } while (status != RS_OK && rs_is_urgent(sequence) && rs_forget_most_idle_text(index));
-    rs_keep_free(index, NULL);
+        const int64_t num = num_left < max_tokens_to_index ? num_left : max_tokens_to_index;
+        status = rs_waits_for_prompt(sequence) ? RS_OK : append(index, group, sequence, num);
+    } while (status != RS_OK && rs_make_room_for(index, sequence));
     rs_queue_move(index, sequence);
     if (sequence->kind == RS_PROMPT && sequence->at.indexed == sequence->end) {
         for (rs_sequence *each = group->first; each != NULL; each = each->next) {

@@ -87,8 +87,8 @@ static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) 
 
 /* ---- rows ---- */
 
-/* From the predictions that the new tokens are the outcome of: up to the first that was wrong, since those after it
- * are about a text that did not come. */
+/* From the predictions of the draft before, now that its outcome has come: up to the first that was wrong, since those after
+ * it are about another text. */
 static void learn_outcome(rs_index *index, const rs_sequence *sequence, const int32_t *new_tokens, int32_t num_new) {
     const rs_prediction *predictions = sequence->predictions;
     for (int32_t i = 0; i < sequence->num_predictions && i < num_new; i++) {
@@ -119,7 +119,6 @@ static bool take_row(rs_index *index, const rs_batch *batch, int32_t i) {
     }
     if (sequence->is_resumed || level < sequence->end) {
         rs_sequence_cut(index, sequence, common_level(sequence, tokens, level));
-        sequence->is_resumed = false;
     }
     const int32_t first = sequence->end, num_new = level - first;
     if (rs_check_tokens(tokens + first, num_new, "", NULL) != RS_OK) {
@@ -160,12 +159,10 @@ bool rs_catch_up(rs_index *index, int64_t max_tokens_to_index) {
         const int32_t group = first->group, before = first->at.indexed;
         rs_group_enter(index, group);
         if (rs_sequence_index(index, first, max_tokens_to_index) != RS_OK) {
-            rs_sequence_out_of_memory(index, first);
+            rs_sequence_leave_out(index, first);
         }
         max_tokens_to_index -= first->at.indexed > before ? first->at.indexed - before : 0;
-        if (first->kind == RS_CLOSING && first->queued == 0) {
-            rs_sequence_free(index, first);
-        }
+        rs_sequence_free_unneeded(index, first);
         rs_group_leave(index, group);
     }
     return index->num_queued > 0;

@@ -29,7 +29,7 @@ static uint32_t pop_free(rs_pool *pool, uint32_t k) {
 }
 
 /* The offset of 2^k free units, split off a larger free block or from the top of the pool. */
-static rs_status take_units(rs_pool *pool, rs_memory *memory, uint32_t k, uint32_t *offset) {
+static rs_status take_units(rs_pool *pool, const rs_memory *memory, uint32_t k, uint32_t *offset) {
     for (uint32_t j = k; j < RS_NUM_BLOCK_SIZES; j++) {
         if (pool->free_blocks[j] != 0) {
             *offset = pop_free(pool, j);
@@ -122,7 +122,7 @@ static uint32_t units_for(uint32_t num_entries) {
 }
 
 /* A block with room for `room` entries, the entries of `block` (0: none) copied into it. */
-static rs_status rehouse(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t room, uint32_t *result) {
+static rs_status rehouse(rs_pool *pool, const rs_memory *memory, uint32_t block, uint32_t room, uint32_t *result) {
     uint32_t num_units = units_for(room);
     uint32_t offset;
     RS_TRY(take_units(pool, memory, log2_of(num_units), &offset));
@@ -146,7 +146,7 @@ static rs_status rehouse(rs_pool *pool, rs_memory *memory, uint32_t block, uint3
     return RS_OK;
 }
 
-rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_transition transition) {
+rs_status rs_block_append(rs_pool *pool, const rs_memory *memory, uint32_t *block, rs_transition transition) {
     uint32_t num = 0;
     uint32_t room = 0;
     if (*block != 0) {
@@ -188,7 +188,7 @@ void rs_block_remove_last(rs_pool *pool, uint32_t *block) {
     }
 }
 
-rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t *copy) {
+rs_status rs_block_copy(rs_pool *pool, const rs_memory *memory, uint32_t block, uint32_t *copy) {
     uint32_t num;
     rs_block_entries(pool, block, &num);
     return rehouse(pool, memory, block, num, copy);

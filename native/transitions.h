@@ -61,12 +61,12 @@ static inline rs_transition *rs_block_find(const rs_pool *pool, uint32_t block, 
 }
 
 /* Append a transition on a token that is not in *block (0: make a block). May move the block. */
-rs_status rs_block_append(rs_pool *pool, rs_memory *memory, uint32_t *block, rs_transition transition);
+rs_status rs_block_append(rs_pool *pool, const rs_memory *memory, uint32_t *block, rs_transition transition);
 
 /* Take back the latest append; frees the block (*block = 0) when it was its only one. */
 void rs_block_remove_last(rs_pool *pool, uint32_t *block);
 
 /* A copy with the same entries, in the smallest block they fit in. */
-rs_status rs_block_copy(rs_pool *pool, rs_memory *memory, uint32_t block, uint32_t *copy);
+rs_status rs_block_copy(rs_pool *pool, const rs_memory *memory, uint32_t block, uint32_t *copy);
 
 #endif

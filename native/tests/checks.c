@@ -176,7 +176,7 @@ static uint64_t key_of(const rs_sequence *sequence) {
     return is_urgent ? (uint64_t)(sequence->end - sequence->at.indexed) : UINT64_MAX;
 }
 
-static bool goes_first(const rs_entry *one, const rs_entry *other) {
+static bool goes_first(const rs_queue_entry *one, const rs_queue_entry *other) {
     return one->key != other->key ? one->key < other->key : one->sequence->serial < other->sequence->serial;
 }
 
@@ -188,7 +188,7 @@ static bool queue_holds(const rs_index *index) {
     }
     bool holds = num == index->num_queued;
     for (uint32_t at = 0; at < index->num_queued && holds; at++) {
-        const rs_entry *entry = index->queue + at, *above = index->queue + (at - (at > 0)) / 2;
+        const rs_queue_entry *entry = index->queue + at, *above = index->queue + (at - (at > 0)) / 2;
         holds = can_be_indexed(entry->sequence) && entry->sequence->queued == at + 1 &&
                 entry->key == key_of(entry->sequence) && !goes_first(entry, above);
     }
@@ -204,20 +204,20 @@ static bool groups_hold(const rs_index *index) {
         int32_t num_running = 0;
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             num_running += each->kind == RS_RUNNING;
-            if (!group->open || each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
+            if (!group->is_open || each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
                 return false;
             }
         }
-        num_closed += !group->open;
-        num_idle += group->open && num_running == 0;
+        num_closed += !group->is_open;
+        num_idle += group->is_open && num_running == 0;
         if (num_running != group->num_inside) {
             return false;
         }
     }
     const int32_t lists[] = {index->free_group, index->given_up};
     for (int i = 0; i < 2; i++) {
-        for (int32_t id = lists[i]; id >= 0; id = index->groups[id].next_free) {
-            if (index->groups[id].open || num_closed-- == 0) {
+        for (int32_t id = lists[i]; id >= 0; id = index->groups[id].next_closed) {
+            if (index->groups[id].is_open || num_closed-- == 0) {
                 return false;
             }
         }
@@ -314,11 +314,11 @@ static uint64_t num_bytes_of(const rs_index *index) {
 }
 
 static const char *check_bytes(const rs_index *index) {
-    const rs_memory *memory = &index->memory;
-    if (num_bytes_of(index) != memory->num_bytes) {
+    const rs_account *account = &index->account;
+    if (num_bytes_of(index) != account->num_bytes) {
         return "index: num_bytes is wrong";
     }
-    return memory->max_bytes == 0 || memory->num_bytes <= memory->max_bytes ? NULL : "index: over budget";
+    return account->max_bytes == 0 || account->num_bytes <= account->max_bytes ? NULL : "index: over budget";
 }
 
 const char *rs_index_check(const rs_index *index) {
@@ -333,7 +333,7 @@ const char *rs_index_check(const rs_index *index) {
         }
     }
     for (uint32_t i = 0; i < index->num_groups; i++) {
-        const char *broken = index->groups[i].open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
+        const char *broken = index->groups[i].is_open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
         if (broken != NULL) {
             return broken;
         }
