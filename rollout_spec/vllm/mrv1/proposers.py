@@ -65,7 +65,7 @@ class ModelPasses:
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
-# Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
+# Before SpecDecodeBaseProposer: _sample_draft_tokens
 class SharedNoiseModel(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
@@ -79,7 +79,7 @@ class SharedNoiseModel(SpecDecodeBaseProposer):
         return self.passes.draw(logits, sampling_metadata), None
 
 
-# Before SpecDecodeBaseProposer, 1: propose
+# Before SpecDecodeBaseProposer: propose
 class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside a `BatchProposer`.
 

@@ -1,9 +1,10 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after.
-`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and
-`propose_draft_token_ids`, which asks our drafter. A model that drafts is asked before the wait, since its
-tokens stay on the device.
+The line above a class says before which of vLLM's it stands, and with which methods. "GPUModelRunner, 2" runs
+before "GPUModelRunner, 1", which its `super()` calls. A method reads in the order in which things happen:
+what we do before, vLLM's own, what we do after. `sample_tokens` calls `_sample`, `_bookkeeping_sync`, which
+waits for the tokens, and `propose_draft_token_ids`, which asks our drafter. A model that drafts is asked
+before the wait, since its tokens stay on the device.
 """
 
 import dataclasses
@@ -204,10 +205,7 @@ def check_model_drafter() -> None:
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
-    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded.
-
-    Of two classes with one method, that which is put later runs first.
-    """
+    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
     runner = worker.model_runner
     proposer = _proposer_for(runner, config) if config.enabled else None
     catch_up: CatchUp | None = None

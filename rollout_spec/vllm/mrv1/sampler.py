@@ -83,7 +83,7 @@ class RowSampling:
         return keys, np.resize(batch.num_tokens_no_spec, num_rows)
 
 
-# Before Sampler, 1: forward
+# Before Sampler: forward
 class KeyedSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 

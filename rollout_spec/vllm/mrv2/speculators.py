@@ -88,7 +88,7 @@ class SuffixSpeculator(BaseSpeculator):
         return self.host.no_drafts(input_batch)
 
 
-# Before DraftModelSpeculator, 1: sample_draft
+# Before DraftModelSpeculator: sample_draft
 class SharedNoiseModel(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise."""
 
@@ -113,7 +113,7 @@ class SharedNoiseModel(DraftModelSpeculator):
         return tokens
 
 
-# Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
+# Before DraftModelSpeculator: init_cudagraph_manager, propose
 class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside `BatchProposer`, which has the last word.
 
