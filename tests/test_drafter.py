@@ -52,7 +52,7 @@ class Batch:
         next_step = NextStep(model, takes_drafts, room and np.array(room, np.int32))
         nums = list(map(len, tokens))
         drafts = self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, work, next_step)
-        self.drafts_wanted = drafts.drafts_wanted
+        self.drafts_wanted = self.drafter.to_come.drafts_wanted
         return drafts.lists()
 
 

@@ -173,7 +173,7 @@ class TwoDraftersRunner(GPUModelRunner):
         if getattr(output, "req_ids", None):
             drafts = _draft_beside_model(self, output.sampled_token_ids)
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(drafts.num_model_tokens))
+            attach(output, Report(self.rollout_spec_proposer.to_come.num_model_tokens))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

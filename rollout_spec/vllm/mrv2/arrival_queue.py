@@ -23,7 +23,6 @@ class ArrivalQueue:
         self._arrivals = deque[Arrival]()  # the oldest first
         self._batch, self._has_failed = HostBatch(runner), False
         self.proposer = BatchProposer(runner, config, self._batch, self.take_in)
-        self.answer = Drafts.none(0)  # the drafter's last
 
     def add(self, arrival: Arrival) -> None:
         """A step's tokens are on their way."""
@@ -74,14 +73,14 @@ class ArrivalQueue:
             # A step for which a model has drafted nothing gets no drafts of the text either.
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self.proposer.most_model_tokens)
             may_end = any((tokens == end).any() for end in self.proposer.requests.end_token_ids)
-            self.answer = self.proposer.draft(
+            return self.proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, arrival.work,
                 NextStep(model_drafts, takes_drafts, next_step.room), may_end, arrival.ended,
             )  # fmt: skip
         except Exception as error:
             self._fail(error)
-        return self.answer
+            return Drafts.none(len(self._batch.input_batch.req_ids))
 
     def _fail(self, error: Exception) -> None:
         self.proposer.fail(error)
-        self._has_failed, self.answer = True, Drafts.none(len(self._batch.input_batch.req_ids))
+        self._has_failed = True

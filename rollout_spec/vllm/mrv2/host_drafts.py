@@ -145,6 +145,6 @@ class HostDrafts:
                 self.for_scheduler.drafts = DraftTokenIds(names, drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
-            answer, nums_drafts = self._arrivals.answer, step.nums_drafts if step.plan.is_ahead else None
-            attach(said, Report(answer.num_model_tokens, nums_drafts, answer.drafts_wanted))
+            to_come, nums_drafts = self.proposer.to_come, step.nums_drafts if step.plan.is_ahead else None
+            attach(said, Report(to_come.num_model_tokens, nums_drafts, to_come.drafts_wanted))
         return output
