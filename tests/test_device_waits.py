@@ -274,7 +274,7 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
     keep_from_fused_kernel(module)
     engine = Engine(SAMPLED)
-    generators = engine.row_sampling.begin_step([0] * len(DRAFTS))
+    generators = engine.row_sampling.generators_of_step([0] * len(DRAFTS))
     keyed = dataclasses.replace(engine.sampling, generators=generators)
     assert [module.mixed_sample_eligible(each, False) for each in (engine.sampling, keyed)] == [True, False]
     keep_from_fused_kernel(SimpleNamespace())  # of another vLLM

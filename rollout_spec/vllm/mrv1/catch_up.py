@@ -12,7 +12,7 @@ class CatchUp:
         self._catch_up = catch_up  # asks before each piece of text whether there is time
         self._may_wait = False
 
-    def begin_step(self) -> None:
+    def expect_wait(self) -> None:
         self._may_wait = True
 
     def before_wait(self) -> None:

@@ -31,15 +31,15 @@ class ModelPasses:
 
     A runner makes them before it asks its model, which draws, and beside our drafter takes what was drawn.
 
-    sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
-    num_tokens: that the model drafts beside our drafter; 0: the first pass drafts nothing. Alone it drafts
-        as many as vLLM asks for.
+    sampled: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
+    num_model_tokens: that the model drafts for every row beside our drafter; 0: the first pass drafts
+        nothing. Alone it drafts as many as vLLM asks for.
     """
 
-    def __init__(self, sampling: RowSampling, sampled_token_ids: torch.Tensor, num_tokens: int = 0) -> None:
-        self.num_tokens = num_tokens
-        nums_sampled = (sampled_token_ids >= 0).sum(1)
-        rows = sampling.keys_and_positions(len(sampled_token_ids))
+    def __init__(self, sampling: RowSampling, sampled: torch.Tensor, num_model_tokens: int = 0) -> None:
+        self.num_model_tokens = num_model_tokens
+        nums_sampled = (sampled >= 0).sum(1)
+        rows = sampling.keys_and_positions(len(sampled))
         self._keys, first = to_device(np.array(rows, np.int64), nums_sampled.device)
         self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -89,4 +89,4 @@ class ModelBesideDrafter(SharedNoiseModel):
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.passes is not None
-        return super().propose(self.passes.num_tokens, *args, **kwargs)
+        return super().propose(self.passes.num_model_tokens, *args, **kwargs)

@@ -122,7 +122,7 @@ class CatchingUpRunner(GPUModelRunner):
     catch_up: CatchUp
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        self.catch_up.begin_step()
+        self.catch_up.expect_wait()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:

@@ -47,20 +47,20 @@ class ArrivalQueue:
         """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
         A model's drafts are not in `next_step`: they come with the tokens."""
         self.take_in(all_but=1)
-        names = [*self._batch.input_batch.req_ids]
+        request_ids = [*self._batch.input_batch.req_ids]
         if not self._arrivals:
-            return names, Drafts.none(len(names))
-        return names, self._draft_after(self._arrivals.popleft(), next_step)
+            return request_ids, Drafts.none(len(request_ids))
+        return request_ids, self._draft_after(self._arrivals.popleft(), next_step)
 
-    def draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
+    def draft_for(self, request_ids: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
         """The same for requests that have so much room; and how many tokens each has, None: nobody knows."""
-        rows = self._batch.rows(names)
+        rows = self._batch.rows(request_ids)
         room_of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         if not self._has_failed:
             room_of_rows[rows] = room
         _, drafts = self.draft_for_rows(NextStep(room=room_of_rows))
         if self._has_failed:
-            return Drafts.none(len(names)), None
+            return Drafts.none(len(request_ids)), None
         return Drafts(drafts.tokens[rows], drafts.lengths[rows]), self._batch.levels[rows]
 
     def _draft_after(self, arrival: Arrival, next_step: NextStep) -> Drafts:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -20,6 +20,9 @@ from rollout_spec.vllm.proposing.kept_counters import KeptCounters
 from rollout_spec.vllm.proposing.live_requests import LiveRequests
 from rollout_spec.vllm.proposing.other_ranks import OtherRanks
 
+if TYPE_CHECKING:
+    from rollout_spec.vllm.mrv2.host_batch import HostBatch
+
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -28,12 +31,12 @@ class BatchProposer:
 
     Args:
         runner: vLLM's, before it loads its model.
-        batch: what has the requests and their rows, with MRV2 its `HostBatch`; None: the runner itself.
+        batch: with MRV2, what has the requests and their rows; None: the runner itself has.
         index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
     """
 
     def __init__(
-        self, runner: Any, config: SpecConfig, batch: Any = None,
+        self, runner: Any, config: SpecConfig, batch: "HostBatch | None" = None,
         index_arrivals: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, runner if batch is None else batch
