@@ -28,9 +28,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
-from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
-from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner
+from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, CatchUp
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand

@@ -8,6 +8,7 @@ before the wait, since its tokens stay on the device.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from rollout_spec.vllm.both_runners import top_k_top_p
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
-from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
@@ -68,7 +68,7 @@ CATCH_UP = Patch(
 LAST_TOKENS = Patch(
     name="vllm-rows-end-apart",
     reason="vLLM drops the drafts of the whole batch, and verifies K zeros for every row, while any row is "
-    "within K tokens of max_model_len: that protects drafters that run a model, ours stops each row",
+    "within K tokens of max_model_len: ours stops each row there, and a model's positions vLLM clamps",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.effective_drafter_max_model_len",
     until="vLLM leaves a custom proposer its last tokens",
 )
@@ -113,6 +113,25 @@ class PromptsRunner(GPUModelRunner):
         if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
             kwargs["force_uniform_decode"] = False
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
+class CatchUp:
+    """Lets the host index text while it waits for the device: once in a step, where it waits first."""
+
+    def __init__(self, catch_up: Callable[[Callable[[], bool]], None]) -> None:
+        self._catch_up = catch_up  # asks before each piece of text whether there is time
+        self._may_wait = False
+
+    def expect_wait(self) -> None:
+        self._may_wait = True
+
+    def before_wait(self) -> None:
+        """All that the host is about to wait for has been launched."""
+        if self._may_wait:
+            self._may_wait = False
+            event = torch.cuda.Event()
+            event.record()
+            self._catch_up(lambda: not event.query())
 
 
 # Before GPUModelRunner, 3: _sample, _bookkeeping_sync
