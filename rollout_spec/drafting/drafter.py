@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome, passes_for
-from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Opening
+from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Gate, Opening
 from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
 from rollout_spec.drafting.history import History
@@ -122,7 +122,7 @@ class Drafter:
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self.counters = EngineCounters()
-        self._gate: AutoGate | FixedGate = (
+        self._gate: Gate = (
             AutoGate(self.counters, self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
             else FixedGate(self.counters, config.batch_threshold, config.min_survival, most_model_tokens)
@@ -134,11 +134,8 @@ class Drafter:
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
+        self.request_ids: Collection[str] = self._requests.keys()  # of those that run
         self._tracked: _TrackedRows | None = None  # of the last batch; None: some are others now
-
-    @property
-    def request_ids(self) -> Collection[str]:
-        return self._requests.keys()
 
     @property
     def to_come(self) -> StepsToCome:

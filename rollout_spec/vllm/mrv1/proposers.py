@@ -51,9 +51,8 @@ class ModelPasses:
             is_sampled = metadata.temperature > 0
             scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
             seeds = noise.seeds_at(self._keys, self._positions + len(self._drafted))
-            num = coupled.num_noise_values(logits.shape[1])
-            noise_values = noise.exponential(seeds, num, logits.device)
-            tokens = torch.where(is_sampled, coupled.race(scaled, noise_values), tokens)
+            drawn = coupled.race(scaled, coupled.race_noise(seeds, logits))
+            tokens = torch.where(is_sampled, drawn, tokens)
         self._drafted.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
 

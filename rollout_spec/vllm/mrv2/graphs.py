@@ -8,16 +8,16 @@ the KV cache, which 0.33's have up to 8 tokens a row; FlashAttention 3's with ti
 """
 
 import contextlib
-import inspect
 from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, misfit, put_before, temporarily
+from rollout_spec.patches import Patch, guard_parameters, put_before, temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
@@ -43,9 +43,8 @@ class DraftGraphs(CudaGraphManager):
 
 def check_graphs() -> None:
     """Raise a PatchError if the installed vLLM captures and chooses graphs in another way."""
-    names = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
-    if tuple(inspect.signature(BatchExecutionDescriptor).parameters)[:4] != names:
-        raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
+    fields = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
+    guard_parameters(GRAPHS, cudagraph_utils, "BatchExecutionDescriptor", fields)
 
 
 def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,6 @@
 """Full graphs for steps with drafts on the MRV2 of vLLM 0.29 and later.
 
-It knows graphs by the longest row that they take (`max_query_len`), for a feature of its own, and finds ours
-by it.
+It has graphs for rows of up to `max_query_len` tokens, for a feature of its own. Ours are such graphs.
 """
 
 import contextlib
@@ -49,8 +48,7 @@ class GraphsRunner(GPUModelRunner):
 
 def bind_graphs(runner: Any) -> None:
     """Let a runner capture and find graphs of ours. Raises PatchError."""
-    fields = {"max_query_len": runner.decode_query_len}
-    put_before(GraphsRunner, runner, GRAPHS, graph_fields=fields)
+    put_before(GraphsRunner, runner, GRAPHS, graph_fields={"max_query_len": runner.decode_query_len})
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -77,11 +77,10 @@ class SuffixSpeculator(BaseSpeculator):
     def __init__(self) -> None:
         self.model = torch.nn.Module()  # of no layer: vLLM 0.24 prepares the communication of a speculator's
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is no model to capture."""
-
     def capture(self, *_: Any, **__: Any) -> None:
         """There is no model to capture."""
+
+    init_cudagraph_manager = capture
 
     @torch.inference_mode()
     def propose(self, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:

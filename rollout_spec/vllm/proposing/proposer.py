@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -15,13 +15,11 @@ from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
+from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.proposing.kept_counters import KeptCounters
 from rollout_spec.vllm.proposing.live_requests import LiveRequests
 from rollout_spec.vllm.proposing.other_ranks import OtherRanks
-
-if TYPE_CHECKING:
-    from rollout_spec.vllm.mrv2.host_batch import HostBatch
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,7 +34,7 @@ class BatchProposer:
     """
 
     def __init__(
-        self, runner: Any, config: SpecConfig, batch: "HostBatch | None" = None,
+        self, runner: Any, config: SpecConfig, batch: HostBatch | None = None,
         index_arrivals: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, runner if batch is None else batch
