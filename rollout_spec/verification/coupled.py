@@ -92,14 +92,8 @@ def coupled_verify(
         if is_sampled is not True:
             requests = to_device(step_noise.draft_requests, own.device)
             own = torch.where(is_sampled[requests], own, blocks.argmax(target_logits))
-    return matching_prefixes(
-        own,
-        draft_token_ids,
-        bonus_token_ids,
-        step_noise.num_draft_tokens,
-        max_spec_len,
-        step_noise.before_wait,
-    )
+    counts, before_wait = step_noise.num_draft_tokens, step_noise.before_wait
+    return matching_prefixes(own, draft_token_ids, bonus_token_ids, counts, max_spec_len, before_wait)
 
 
 def shortfall(

@@ -1,7 +1,6 @@
 """What a request says of itself in `SamplingParams.extra_args`, and the noise key that follows.
 
-The noise key decides which tokens coupled verification gives a request, in any engine and any batch. A
-request's name is what its sender calls it there; its id is vLLM's, in one engine.
+The noise key decides which tokens coupled verification gives a request, in any engine and any batch.
 """
 
 import contextlib
@@ -13,8 +12,8 @@ from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
-# The request's name, any JSON value. verl's agent loop puts the sample's name here. Its client replaces it by
-# the call's name, and keeps the sample's under SAMPLE_KEY.
+# The request's name (its id is vLLM's), any JSON value. verl's agent loop puts the sample's name here. Its
+# client replaces it by the call's name, and keeps the sample's under SAMPLE_KEY.
 NAME_KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt

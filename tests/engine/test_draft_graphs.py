@@ -113,13 +113,14 @@ def runner_with(
     monkeypatch.setattr(graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append))
     other = AttentionCGSupport[more], "SomeOther"
     runner: Any = kind(
-        vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
+        vllm_config=config, attn_groups=[[group]], speculator=speculator, said=said,
         model_state=SomeState(other), cudagraph_manager=None, host_drafts=None,
         block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
     runner.why_no_graphs = patch_graphs_for_drafts(runner)
+    runner.decode_query_len = 1 + K  # vLLM sets it when it loads the model
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
 

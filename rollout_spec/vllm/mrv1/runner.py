@@ -21,7 +21,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import Drafts, NextStep, passes_for
+from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm.both_runners import top_k_top_p
@@ -190,22 +190,18 @@ class TwoDraftersRunner(GPUModelRunner):
         self.drafter.passes = self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
-            drafts = _draft_beside_model(self, output.sampled_token_ids)
+            batch, proposer, passes = self.input_batch, self.rollout_spec_proposer, self.drafter.passes
+            of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
+            # A step for which a model has drafted nothing gets no drafts of the text either.
+            next_step = NextStep(of_model, takes_drafts=of_model is not None)
+            nums, work = np.array(list(map(len, output.sampled_token_ids)), np.int32), proposer.busiest_work
+            drafts = proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(self.rollout_spec_proposer.to_come.num_model_tokens))
+            attach(output, Report(proposer.to_come.num_model_tokens))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.drafts
-
-
-def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[int]]) -> Drafts:
-    batch, proposer, passes = runner.input_batch, runner.rollout_spec_proposer, runner.drafter.passes
-    of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
-    # A step for which a model has drafted nothing gets no drafts of the text either.
-    next_step = NextStep(of_model, takes_drafts=of_model is not None)
-    nums, work = np.array(list(map(len, sampled_token_ids)), np.int32), proposer.busiest_work
-    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
 
 
 def check_runner() -> None:

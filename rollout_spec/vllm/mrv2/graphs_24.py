@@ -40,7 +40,7 @@ class PlanningState(ModelState):
 class GraphsRunner(GPUModelRunner):
     """Its steps with drafts may take these graphs."""
 
-    graph_fields: dict[str, int]
+    graph_fields: dict[str, int]  # by which vLLM finds these graphs: see `graphs.add_graphs`
     taken_in: Any = None  # the next step's SchedulerOutput, which gets its drafts later; None: a dummy run
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:

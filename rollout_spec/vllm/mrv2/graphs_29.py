@@ -19,7 +19,7 @@ from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 class GraphsRunner(GPUModelRunner):
     """It replays full graphs for steps with drafts, and none of these for a prompt's chunk: 0.29 would."""
 
-    graph_fields: dict[str, int]
+    graph_fields = property(lambda self: {"max_query_len": self.decode_query_len})  # see `graphs.add_graphs`
     has_prompt = False  # the step that begins
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -48,7 +48,7 @@ class GraphsRunner(GPUModelRunner):
 
 def bind_graphs(runner: Any) -> None:
     """Let a runner capture and find graphs of ours. Raises PatchError."""
-    put_before(GraphsRunner, runner, GRAPHS, graph_fields={"max_query_len": runner.decode_query_len})
+    put_before(GraphsRunner, runner, GRAPHS)
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.vllm.mrv2 import sampler_24
-from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 
 HAS_VERIFY = hasattr(RejectionSampler, "_verify")
 VERIFY_NAMES = list(inspect.signature(RejectionSampler._verify).parameters)[1:] if HAS_VERIFY else []
@@ -47,7 +46,7 @@ OF_SPECULATOR: tuple[tuple[Any, ...], ...] = (
     (gumbel, "gumbel_sample",
      ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
 )  # fmt: skip
-HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, MRV2_DISPATCH)).parameters
+HAS_QUERY_LENS = hasattr(BatchExecutionDescriptor, "max_query_len")
 HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 
 
