@@ -107,6 +107,8 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
     [draft] = batch.step([[10]])
     assert draft[:3] == [11, 10, 11][: 3 * (batch_threshold != 0)]
     assert batch.drafts_wanted == (batch_threshold != 0)
+    batch.step([[]])  # no row decodes, so the gate is not asked
+    assert batch.drafts_wanted == (batch_threshold != 0)
 
 
 def test_no_drafts_are_wanted_in_a_step_that_is_measured():
