@@ -110,8 +110,8 @@ def body_digest(function: Any) -> str:
 def put_before(ours: type, instance: Any, patch: Patch, **added: Any) -> None:
     """Let a class of ours stand before an object's own class: its methods override and call `super()`.
 
-    A line above the class says before which class and methods, and as which: of two, the one put later runs
-    first. What a platform has made of the object's class stays below. Idempotent.
+    A line above the class says before which class, with which methods, and, where several stand there, as
+    which: the one put last runs first. What a platform has made of its class stays below. Idempotent.
 
     added: attributes that our methods need of the object, which the class declares.
 

@@ -28,9 +28,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
-from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
-from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner
+from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, CatchUp
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
@@ -274,7 +273,7 @@ def test_a_fused_kernel_draws_for_no_row_that_has_a_key(vllm):
     module.mixed_sample_eligible = lambda sm, predict_bonus_token: True
     keep_from_fused_kernel(module)
     engine = Engine(SAMPLED)
-    generators = engine.row_sampling.begin_step([0] * len(DRAFTS))
+    generators = engine.row_sampling.generators_of_step([0] * len(DRAFTS))
     keyed = dataclasses.replace(engine.sampling, generators=generators)
     assert [module.mixed_sample_eligible(each, False) for each in (engine.sampling, keyed)] == [True, False]
     keep_from_fused_kernel(SimpleNamespace())  # of another vLLM

@@ -52,7 +52,7 @@ class Batch:
         next_step = NextStep(model, takes_drafts, room and np.array(room, np.int32))
         nums = list(map(len, tokens))
         drafts = self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, work, next_step)
-        self.drafts_wanted = drafts.drafts_wanted
+        self.drafts_wanted = self.drafter.to_come.drafts_wanted
         return drafts.lists()
 
 
@@ -106,6 +106,8 @@ def test_an_open_gate_alone_waits_for_drafts(batch_threshold, most_model_tokens)
     assert sum(nums) == 20 and batch.drafter.counters.num_draft_tokens == 0, "each is on or off"
     [draft] = batch.step([[10]])
     assert draft[:3] == [11, 10, 11][: 3 * (batch_threshold != 0)]
+    assert batch.drafts_wanted == (batch_threshold != 0)
+    batch.step([[]])  # no row decodes, so the gate is not asked
     assert batch.drafts_wanted == (batch_threshold != 0)
 
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
-from rollout_spec.drafting.drafts import Drafts
+from rollout_spec.drafting.drafts import Drafts, StepsToCome
 from rollout_spec.verification import coupled, noise
 from rollout_spec.vllm.mrv1.runner import bind_model_drafter
 from rollout_spec.vllm.mrv2 import host_drafts, speculators
@@ -222,9 +222,8 @@ def test_where_the_host_has_failed_no_draft_and_no_length_follows_from_it(fails,
         runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
         after_sampling(runner, accelerator.put, ["a"], [6])
         runner.execute_model(planned(scheduled(drafts=room), Plan(None, 1, K), ["a"]))
-        assert report_of(
-            after_sampling(runner, accelerator.put, ["a"], [7]).model_runner_output
-        ).drafts_wanted
+        output = after_sampling(runner, accelerator.put, ["a"], [7]).model_runner_output
+        assert report_of(output).drafts_wanted
         monkeypatch.setattr(f"rollout_spec.vllm.mrv2.host_batch.HostBatch.{fails}", lambda *_: 1 // 0)
         rows[:2] = 20
         runner.execute_model(planned(scheduled(("new",), room), Plan(None, 1, K), ["a", "new"]))
@@ -282,6 +281,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     given: list[Any] = []
     beside = SimpleNamespace(
         drafts_here=True, most_model_tokens=2, busiest_work=None, note_passes=lambda *_: None,
+        to_come=StepsToCome(),
         draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
     )  # fmt: skip
     accelerator = with_model(Engine(temperature), beside)

@@ -22,7 +22,7 @@ from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monkeypatch):
     # That of CPUs switches asynchronous scheduling off.
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda *_: None))
-    enable.decide_scheduling()
+    enable.offer_async_scheduling()
     settings = SchedulerConfig.default_factory(scheduler_cls=asked, async_scheduling=is_asynchronous)
     decided = VllmConfig(scheduler_config=settings).scheduler_config
     assert decided.async_scheduling == is_asynchronous

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, passes_for
-from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Opening
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome, passes_for
+from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Gate, Opening
 from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
 from rollout_spec.drafting.history import History
@@ -83,6 +83,7 @@ class _LastStep(NamedTuple):
     request_ids: Sequence[str] = ()  # of the step's rows
     ended: float | None = None  # by the drafter's clock; None: the time until the next one's is no step's
     drafts: Drafts = Drafts.none(0)  # for the next one
+    to_come: StepsToCome = StepsToCome()
     promised: float = 0.0  # of their tokens, by the gate
     model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
 
@@ -121,7 +122,7 @@ class Drafter:
         self._max_draft_tokens = config.max_draft_tokens
         self._has_model = most_model_tokens > 0
         self.counters = EngineCounters()
-        self._gate: AutoGate | FixedGate = (
+        self._gate: Gate = (
             AutoGate(self.counters, self._pad_to, most_model_tokens)
             if isinstance(config.batch_threshold, str)
             else FixedGate(self.counters, config.batch_threshold, config.min_survival, most_model_tokens)
@@ -133,11 +134,13 @@ class Drafter:
         self._groups = Groups(self.index, self.history, self.counters)
         self._num_texts_left_out = 0  # ever, as counted so far
         self._requests: dict[str, _Request] = {}
+        self.request_ids: Collection[str] = self._requests.keys()  # of those that run
         self._tracked: _TrackedRows | None = None  # of the last batch; None: some are others now
 
     @property
-    def request_ids(self) -> Collection[str]:
-        return self._requests.keys()
+    def to_come(self) -> StepsToCome:
+        """What the last call of `draft` wants."""
+        return self._last.to_come
 
     def add(
         self,
@@ -225,7 +228,7 @@ class Drafter:
         else:  # the gate is not asked, and wants what it wanted
             self._index_and_propose(batch, tracked, Opening(None))
             none = Drafts.none(num_rows, self._num_speculative_tokens)
-            left = _LastStep(drafts=last.drafts._replace(tokens=none.tokens, lengths=none.lengths))
+            left = _LastStep(drafts=none, to_come=last.to_come)
         if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * (step.seconds or 0.0), MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
@@ -264,16 +267,15 @@ class Drafter:
         if not opening.is_open:
             return _LastStep(drafts=drafts)
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
-        wanted = not opening.probe_in_two
-        drafts = drafts._replace(drafts_wanted=wanted, num_model_tokens=opening.num_model_tokens)
+        to_come = StepsToCome(not opening.probe_in_two, opening.num_model_tokens)
         if next_step.takes_drafts:
-            return self._take(self._choose(proposed), proposed, tracked, batch, drafts)
+            left = self._take(self._choose(proposed), proposed, tracked, batch, drafts)
+            return left._replace(to_come=to_come)
         if self._has_model:  # a gate that weighed the text's drafts alone might wrongly close
             self.counters.num_steps_on += 1
-            return _LastStep(drafts=drafts)
-        # The steps after that get room if it would have had some.
-        has_some = bool(self._choose(proposed).lengths.any())
-        return _LastStep(drafts=drafts._replace(drafts_wanted=wanted and has_some))
+        elif not self._choose(proposed).lengths.any():  # a step with room would have stayed empty
+            to_come = to_come._replace(drafts_wanted=False)
+        return _LastStep(drafts=drafts, to_come=to_come)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""

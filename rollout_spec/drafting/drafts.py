@@ -10,15 +10,10 @@ from rollout_spec.drafting.native import Float32Array, Int32Array, InvalidArgume
 
 
 class Drafts(NamedTuple):
-    """Drafts for the rows of a batch, and what the steps after this one are to have."""
+    """Drafts for the rows of a batch."""
 
     tokens: Int32Array  # [num_rows, K]: row i holds lengths[i] draft tokens, the rest is unspecified
     lengths: Int32Array  # [num_rows], most often 0
-    # Whether a step that is scheduled from now on, one or two ahead, is to have room for drafts.
-    drafts_wanted: bool = False
-    # How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
-    # ranks share a model all take the same passes: the scheduler tells them.
-    num_model_tokens: int = 0
 
     @classmethod
     def none(cls, num_rows: int, width: int = 1) -> Drafts:
@@ -27,6 +22,16 @@ class Drafts(NamedTuple):
     def lists(self) -> list[list[int]]:
         tokens, end = self.tokens[np.arange(self.tokens.shape[1]) < self.lengths[:, None]].tolist(), 0
         return [tokens[end : (end := end + num)] for num in self.lengths.tolist()]
+
+
+class StepsToCome(NamedTuple):
+    """What a drafter wants of the steps that are not scheduled yet."""
+
+    # Whether the first of them, which is one or two ahead, is to have room for drafts.
+    drafts_wanted: bool = False
+    # How many tokens a model is to draft for every row in the next step; 0: none, see `passes_for`. Where
+    # ranks share a model all take the same passes: the scheduler tells them.
+    num_model_tokens: int = 0
 
 
 class ModelDrafts(NamedTuple):

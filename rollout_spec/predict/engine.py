@@ -152,7 +152,7 @@ class Engine:
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
             next_step = NextStep(model, self._model is None or model is not None)
             drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, work, next_step)
-            return drafts.lists(), drafts.num_model_tokens
+            return drafts.lists(), self.drafter.to_come.num_model_tokens
         if model is None:
             return [[] for _ in batch.requests], 0
         room = (batch.nums_left - 1).tolist()

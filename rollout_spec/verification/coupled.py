@@ -30,7 +30,8 @@ class StepNoise:
         keys: int64 [batch_size], each request's (`noise.make_key`).
         positions: int64 [batch_size], of each request's first token in this step.
         num_draft_tokens: per request, 0 included.
-        before_wait: called before the host waits for the device.
+        before_wait: called each time before the host waits for the device in this step: it can do something
+            useful meanwhile. All that waits in verification is given the step's noise, and this with it.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepNoise:
     def _noise(self, logits: torch.Tensor) -> torch.Tensor:
         """All rows' noise; computed together, when the first logits come."""
         if self._noise_values is None:
-            self._noise_values = _noise_values(self._seeds, logits)
+            self._noise_values = race_noise(self._seeds, logits)
         return self._noise_values
 
 
@@ -91,14 +92,8 @@ def coupled_verify(
         if is_sampled is not True:
             requests = to_device(step_noise.draft_requests, own.device)
             own = torch.where(is_sampled[requests], own, blocks.argmax(target_logits))
-    return matching_prefixes(
-        own,
-        draft_token_ids,
-        bonus_token_ids,
-        step_noise.num_draft_tokens,
-        max_spec_len,
-        step_noise.before_wait,
-    )
+    counts, before_wait = step_noise.num_draft_tokens, step_noise.before_wait
+    return matching_prefixes(own, draft_token_ids, bonus_token_ids, counts, max_spec_len, before_wait)
 
 
 def shortfall(
@@ -115,21 +110,16 @@ def shortfall(
         keys, positions: as for `noise.row_seeds`.
         token_ids: int64 [n].
     """
-    noise_values = _noise_values(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
+    values = race_noise(noise.row_seeds(keys.cpu(), positions.cpu()), logits)
     peaks = blocks.block_peaks(logits)
     top = peaks.amax(dim=-1, keepdim=True)
     masses = _block_masses(logits, torch.ones_like(peaks, dtype=torch.bool), top)
     block = (token_ids // BLOCK_SIZE).unsqueeze(-1)
     # Far below the row's largest logit all values underflow to 0: such a block has its own peak for a unit.
     peak = peaks.gather(-1, block)
-    scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), noise_values)
-    missed = torch.cat(
-        [
-            _missed(masses / noise_values[:, BLOCK_SIZE:], block),
-            _missed(scores, (token_ids % BLOCK_SIZE).unsqueeze(-1)),
-        ],
-        dim=-1,
-    )
+    scores = _token_scores(logits, block, torch.where(peak < top - WINNING_DISTANCE, peak, top), values)
+    of_block = _missed(masses / values[:, BLOCK_SIZE:], block)
+    missed = torch.cat([of_block, _missed(scores, (token_ids % BLOCK_SIZE).unsqueeze(-1))], dim=-1)
     # Not a number: nothing of its block can be drawn, or the logits have no number.
     return torch.where(missed >= 0, missed, torch.inf).amax(dim=-1)
 
@@ -139,14 +129,10 @@ def _missed(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return logarithms.amax(dim=-1, keepdim=True) - logarithms.gather(-1, chosen)
 
 
-def num_noise_values(vocab_size: int) -> int:
-    """How many values of noise a token takes: one for each token of a block, one for each block."""
-    return BLOCK_SIZE + -(-vocab_size // BLOCK_SIZE)
-
-
-def _noise_values(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The noise of `race`, where the logits are."""
-    return noise.exponential(seeds, num_noise_values(logits.shape[-1]), logits.device)
+def race_noise(seeds: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The noise of a `race` of these logits, on their device: for each token of a block, then each block."""
+    num_blocks = -(-logits.shape[-1] // BLOCK_SIZE)
+    return noise.exponential(seeds, BLOCK_SIZE + num_blocks, logits.device)
 
 
 def race(
@@ -154,19 +140,18 @@ def race(
 ) -> torch.Tensor:
     """Draw one token a row.
 
-    Two races of probability / Exp(1) noise (Gumbel's trick in linear space): one between blocks of 128
-    tokens, by their sums, one between the tokens of the block that won. A race is won in proportion to the
-    masses that run, so a token is drawn with (its block's share) x (its share of the block): the softmax. A
-    row needs noise for vocab_size / 128 + 128 runners instead of one for every token. Ties go to the lowest
-    token id.
+    In a race each runner's score is its probability / its Exp(1) noise, and the largest score wins: a runner
+    wins as often as is its share of all probabilities (Gumbel's trick in linear space). The first race is
+    between blocks of 128 tokens, with their sums, the second between the tokens of the block that has won. So
+    a token is drawn with (its block's share) x (its share of the block): the softmax. That takes noise for
+    vocab_size / 128 + 128 runners a row, not for every token. Ties go to the lowest token id.
 
     A block's sum lies between its largest probability and 128 times that. So most blocks cannot win, and
     only the others are summed.
 
     Args:
         logits: float32 [n, vocab_size]; -inf where a token must not be drawn.
-        noise_values: Exp(1) noise, float32 [n, num_noise_values(vocab_size)]: of a block's tokens,
-            then of the blocks.
+        noise_values: `race_noise`: float32 [n, 128 + number of blocks].
         before_wait: see `StepNoise`.
 
     Returns int64 [n]. A row's token does not depend on the other rows.

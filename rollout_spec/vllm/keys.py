@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
-# The request's name, any JSON value. verl's agent loop puts the sample's name here. Its client replaces it by
-# the call's name, and keeps the sample's under SAMPLE_KEY.
+# The request's name (its id is vLLM's), any JSON value. verl's agent loop puts the sample's name here. Its
+# client replaces it by the call's name, and keeps the sample's under SAMPLE_KEY.
 NAME_KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
@@ -102,28 +102,28 @@ class RequestKeys:
     def __init__(self, *engine: int) -> None:
         self._engine = engine
         self._num_unnamed = 0
-        self._keys: dict[str, int] = {}  # by the request's name
-        self._live: dict[str, Any] = {}  # MRV1's requests in the last step, by name
+        self._keys: dict[str, int] = {}  # by the request's id
+        self._live: dict[str, Any] = {}  # MRV1's requests in the last step, by id
 
     def rows(self, request_ids: list[str], live: dict[str, Any]) -> list[int]:
         """The keys of a batch's rows. `live`: every request in the engine, in the order of their arrival."""
-        # A caller may give the name of a request that has ended to a new one.
-        self.remove([name for name, request in self._live.items() if live.get(name) is not request])
+        # A caller may give the id of a request that has ended to a new one.
+        self.remove([each for each, request in self._live.items() if live.get(each) is not request])
         self._live = dict(live)
-        for name in [name for name in live if name not in self._keys]:
-            self.of(name, live[name].sampling_params)
-        return [self._keys[name] for name in request_ids]
+        for request_id in [each for each in live if each not in self._keys]:
+            self.of(request_id, live[request_id].sampling_params)
+        return [self._keys[request_id] for request_id in request_ids]
 
-    def of(self, name: str, params: Any) -> int:
+    def of(self, request_id: str, params: Any) -> int:
         """The key of one request, which it keeps until `remove`; params: its sampling parameters."""
-        if name not in self._keys:
-            self._keys[name] = self.new_key(params)
-        return self._keys[name]
+        if request_id not in self._keys:
+            self._keys[request_id] = self.new_key(params)
+        return self._keys[request_id]
 
-    def remove(self, names: Collection[str]) -> None:
-        """Requests have ended; their names may come again."""
-        for name in names:
-            self._keys.pop(name, None)
+    def remove(self, request_ids: Collection[str]) -> None:
+        """Requests have ended; their ids may come again."""
+        for request_id in request_ids:
+            self._keys.pop(request_id, None)
 
     def forget(self) -> None:
         """The next request is the first one."""

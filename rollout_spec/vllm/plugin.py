@@ -89,7 +89,7 @@ def connect() -> None:
     ascend.refuse_unknown_pair()
     _patch_init_device()
     enable.offer_mrv2()
-    enable.decide_scheduling()
+    enable.offer_async_scheduling()
     _patch_get_child_info()
     for module, apply in _patched_at_import():
         when_imported(module, apply)

@@ -76,7 +76,7 @@ def count_replays(cudagraph_utils):
     def run_and_count(self, desc):
         has_drafts = getattr(desc, "max_query_len", None) is not None or desc.uniform_token_count == -1
         kind = "drafts" if has_drafts else "plain"
-        replays[f"{type(self).__name__} {kind}"] += 1
+        replays[f"{type(self).__name__.removeprefix('DraftGraphs')} {kind}"] += 1
         return run(self, desc)
 
     manager.run_fullgraph = run_and_count

@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.vllm.mrv2 import graphs, graphs_24
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR
 from rollout_spec.vllm.mrv2.runner import DraftingRunner, patch_graphs_for_drafts
+from rollout_spec.vllm.mrv2.signatures import HAS_QUERY_LENS
 
 SIZES = [1, 2, 4, 8, 16, 24, 32]
 ROWS = 16
@@ -65,7 +66,7 @@ class SomeRunner(model_runner.GPUModelRunner):
 
     def update_requests(self, scheduler_output): ...
 
-    if graphs.HAS_QUERY_LENS:
+    if HAS_QUERY_LENS:
 
         def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
             return SomeBatch()
@@ -112,14 +113,14 @@ def runner_with(
     monkeypatch.setattr(graphs, "logger", SimpleNamespace(info_once=said.append, warning_once=said.append))
     other = AttentionCGSupport[more], "SomeOther"
     runner: Any = kind(
-        vllm_config=config, decode_query_len=1 + K, attn_groups=[[group]], speculator=speculator, said=said,
-        model_state=SomeState(other), cudagraph_manager=None,
-        host_drafts=None,
+        vllm_config=config, attn_groups=[[group]], speculator=speculator, said=said,
+        model_state=SomeState(other), cudagraph_manager=None, host_drafts=None,
         block_tables=BlockTables.__new__(BlockTables),
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
     runner.why_no_graphs = patch_graphs_for_drafts(runner)
+    runner.decode_query_len = 1 + K  # vLLM sets it when it loads the model
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
 
@@ -138,7 +139,7 @@ def graph_of(runner, rows, num_prompts=0, rank=0):
     output = SimpleNamespace(num_scheduled_tokens=nums, total_num_scheduled_tokens=sum(rows))
     output.scheduled_spec_decode_tokens = drafts
     num_ranks = runner.vllm_config.parallel_config.data_parallel_size
-    if graphs.HAS_QUERY_LENS:
+    if HAS_QUERY_LENS:
         uniform, more = runner.gather_batch_req_state(output, False)[1], {"max_query_len": max(rows)}
     else:
         runner.update_requests(output)
@@ -154,7 +155,7 @@ def is_for_drafts(graph):
 
 def planned(runner, graph):
     """For how many tokens of a row attention is planned in a step that replays this graph."""
-    given = [None] * (1 + graphs.HAS_QUERY_LENS)
+    given = [None] * (1 + HAS_QUERY_LENS)
     return runner.model_state.prepare_attn(runner.prepare_inputs(*given, graph))
 
 
@@ -213,7 +214,7 @@ def test_where_they_cannot_be_it_is_said(changed, reason, monkeypatch):
         assert all("steps with drafts run without" in line for line in runner.said[1:])
 
 
-@pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="we refuse it on MRV2 of vLLM 0.24")
+@pytest.mark.skipif(not HAS_QUERY_LENS, reason="we refuse it on MRV2 of vLLM 0.24")
 def test_a_policy_with_mamba_2_keeps_its_graphs_of_longest_drafts(monkeypatch):
     runner = runner_with(monkeypatch, architecture="NemotronHForCausalLM")
     assert table(runner) == ["PIECEWISE", "PIECEWISE", "FULL"]
@@ -250,7 +251,7 @@ def test_how_many_graphs_come_and_in_which_order(monkeypatch):
     ("rows", "num_prompts", "mode"),
     [
         # The other rank's step is a plain one, which 0.24 tells no other of.
-        (([1 + K, 1, 4], [1, 1]), 0, "FULL" if graphs.HAS_QUERY_LENS else "PIECEWISE"),
+        (([1 + K, 1, 4], [1, 1]), 0, "FULL" if HAS_QUERY_LENS else "PIECEWISE"),
         (([1 + K, 1, 4], [1, 2]), 0, "FULL"),
         (([1, 1], [1, 1]), 0, "FULL"),
         (([1, 3], [1, 4, 2]), 1, "PIECEWISE"),  # of the first rank, the last row
@@ -285,7 +286,7 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     assert len({planned(runner, graph) for runner, graph in zip(runners, found, strict=True)}) == 1
 
 
-@pytest.mark.skipif(graphs.HAS_QUERY_LENS, reason="vLLM 0.29 and later know such graphs themselves")
+@pytest.mark.skipif(HAS_QUERY_LENS, reason="vLLM 0.29 and later know such graphs themselves")
 def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
     runner = runner_with(monkeypatch)
     graph_of(runner, [3, 2])
@@ -293,7 +294,7 @@ def test_a_dummy_run_after_a_step_with_drafts_is_a_plain_step(monkeypatch):
     assert graph.uniform_token_count == 1
 
 
-@pytest.mark.skipif(not graphs.HAS_QUERY_LENS, reason="vLLM 0.24 puts shorter rows first by itself")
+@pytest.mark.skipif(not HAS_QUERY_LENS, reason="vLLM 0.24 puts shorter rows first by itself")
 def test_rows_of_one_token_come_before_a_prompts_chunk_of_any_length_in_a_plain_step(monkeypatch):
     """Attention that decodes rows of one length takes those after the first others for prompts."""
     runner = runner_with(monkeypatch)

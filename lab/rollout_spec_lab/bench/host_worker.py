@@ -113,7 +113,7 @@ class SimulatedEngine:
         self.clock = Clock()
         self.stopwatch = Stopwatch(self.clock.host_s)
         # Before `make_engine`, which binds what is replaced here.
-        self.stopwatch.time(RowSampling, "begin_step")
+        self.stopwatch.time(RowSampling, "generators_of_step")
         vars(proposer)["Drafter"] = functools.partial(Drafter, clock=self.clock.now)
         if on_mrv2:
             from rollout_spec.vllm.mrv2.host_drafts import HostDrafts

@@ -192,12 +192,11 @@ def compare_to_cpu(device: torch.device, vocab_size: int) -> dict[str, Any]:
     largest_shortfall: of the tokens that differ, the error of a logit that makes one win.
     """
     noise.check(device)
-    cpu, number = torch.device("cpu"), coupled.num_noise_values(vocab_size)
-    seeds = noise.row_seeds(np.arange(1024) * 7919, np.arange(1024))
-    words = [noise.random_words(seeds, number, where).cpu() for where in (cpu, device)]
-    noise_values = [noise.exponential(seeds, number, where).cpu() for where in (cpu, device)]
-    ulps = (noise_values[0].view(torch.int32) - noise_values[1].view(torch.int32)).abs()
     logits = Step(32, 7, vocab_size, device).logits.float()
+    seeds, places = noise.row_seeds(np.arange(1024) * 7919, np.arange(1024)), (logits.cpu(), logits)
+    here, there = (coupled.race_noise(seeds, each).cpu() for each in places)
+    words = [noise.random_words(seeds, here.shape[1], each.device).cpu() for each in places]
+    ulps = (here.view(torch.int32) - there.view(torch.int32)).abs()
     keys, positions = torch.arange(len(logits)) * 104729, torch.arange(len(logits))
     found: dict[str, Any] = {
         "words": words[0].numel(), "words_that_differ": int((words[0] != words[1]).sum()),

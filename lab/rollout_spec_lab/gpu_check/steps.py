@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 
-from rollout_spec.drafting.drafts import Drafts
+from rollout_spec.drafting.drafts import Drafts, StepsToCome
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import random_prompts
@@ -51,7 +51,7 @@ class Timing:
         self._engine = make_engine(EngineJob(**job["engine_job"]))
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
         self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
-        runner.drafter.draft = self._drafts.step
+        runner.drafter.draft, runner.drafter.to_come = self._drafts.step, StepsToCome(drafts_wanted=True)
         self._watch, self._waits = Watch(self._engine), Waits(runner)
         cache = core.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -126,11 +126,8 @@ class ForcedDrafts:
     def step(self, nums_new_tokens: Any, *_: Any, **__: Any) -> Drafts:
         all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
         num_drafts, num_rows = next(self._left, 0) if all_decode else 0, len(nums_new_tokens)
-        return Drafts(
-            np.zeros((num_rows, max(self._nums)), np.int32),
-            np.full(num_rows, num_drafts, np.int32),
-            drafts_wanted=True,
-        )
+        tokens = np.zeros((num_rows, max(self._nums)), np.int32)
+        return Drafts(tokens, np.full(num_rows, num_drafts, np.int32))
 
 
 class Waits:

@@ -1,12 +1,11 @@
 """When to draft, and how much: speculation pays in the long tail, when few requests are left running.
 
-In every engine step in which rows decode a gate is asked twice: `begin` before anything is drafted, then
-`choose`; `FixedGate` says what goes in and comes out. A token's survival is the probability that a draft is
-accepted up to and with it. A gate is open for a step that it lets have drafts, else closed, and counts both.
+A token's survival is the probability that a draft is accepted up to and with it. A gate is open for a step
+that it lets have drafts, else closed, and counts both.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,20 @@ class Choice(NamedTuple):
     pads: bool = True  # whether, where drafts are padded, the step has some in all rows
 
 
+class Gate(Protocol):
+    """It is asked twice in every engine step in which rows decode."""
+
+    def begin(self, step: EndedStep) -> Opening:
+        """A step has ended, and nothing is drafted yet for the next one: may it have drafts?"""
+
+    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
+        """How much of each draft to verify in it, where `begin` has named a survival.
+
+        survivals: float32 [n, K], falling along a row.
+        lengths: int32 [n], draft tokens of each row: the most.
+        """
+
+
 class FixedGate:
     """A fixed threshold on the number of decoding requests (the CANN recipe's rule).
 
@@ -60,18 +73,12 @@ class FixedGate:
         self._open = Opening(min_survival, num_model_tokens=most_model_tokens)
 
     def begin(self, step: EndedStep) -> Opening:
-        """A step has ended."""
         if step.num_rows <= self._batch_threshold:
             return self._open
         self.counters.num_steps_off_threshold += 1
         return Opening(None)
 
     def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
-        """How much of each draft to verify, where `begin` has named a survival.
-
-        survivals: float32 [n, K], falling along a row.
-        lengths: int32 [n], draft tokens of each row: the most.
-        """
         self.counters.num_steps_on += 1
         return Choice(lengths)
 
@@ -94,8 +101,8 @@ class AutoGate:
         self.counters, self._pad_to = counters, pad_to
         self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
-        self._step: EndedStep  # that ended last
-        self._probes = Probes()  # in the step that runs, and soon after
+        self._step: EndedStep  # that `begin` was told of: `choose` decides on a step like it
+        self._probes = Probes()  # as `begin` has set them, for the step that `choose` decides on
         self._price = 0.0  # the least survival that the last step with drafts took
         self._least_tried = 0.0  # survival: half the price, and half of that after each refusal
         self._pass_cost = 0.0  # tokens a row that the time of a model's pass gives otherwise

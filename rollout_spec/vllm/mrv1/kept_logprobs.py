@@ -49,9 +49,6 @@ class KeptVerifier(RejectionSampler):
         if not self.is_logits_logprobs_mode:
             kept = self.sampler.compute_logprobs(kept)
         found = self.sampler.gather_logprobs(kept, max_num_logprobs, tokens)
-        return LogprobsTensors(
-            *(
-                part.new_zeros(rows.size, *part.shape[1:]).index_put_((places,), part)
-                for part in (found.logprob_token_ids, found.logprobs, found.selected_token_ranks)
-            )
-        )
+        parts = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
+        placed = [each.new_zeros(rows.size, *each.shape[1:]).index_put_((places,), each) for each in parts]
+        return LogprobsTensors(*placed)

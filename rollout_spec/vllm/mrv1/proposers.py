@@ -31,15 +31,15 @@ class ModelPasses:
 
     A runner makes them before it asks its model, which draws, and beside our drafter takes what was drawn.
 
-    sampled_token_ids: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
-    num_tokens: that the model drafts beside our drafter; 0: the first pass drafts nothing. Alone it drafts
-        as many as vLLM asks for.
+    sampled: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
+    num_model_tokens: that the model drafts for every row beside our drafter; 0: the first pass drafts
+        nothing. Alone it drafts as many as vLLM asks for.
     """
 
-    def __init__(self, sampling: RowSampling, sampled_token_ids: torch.Tensor, num_tokens: int = 0) -> None:
-        self.num_tokens = num_tokens
-        nums_sampled = (sampled_token_ids >= 0).sum(1)
-        rows = sampling.keys_and_positions(len(sampled_token_ids))
+    def __init__(self, sampling: RowSampling, sampled: torch.Tensor, num_model_tokens: int = 0) -> None:
+        self.num_model_tokens = num_model_tokens
+        nums_sampled = (sampled >= 0).sum(1)
+        rows = sampling.keys_and_positions(len(sampled))
         self._keys, first = to_device(np.array(rows, np.int64), nums_sampled.device)
         self._positions = first + nums_sampled
         self._drafted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -51,9 +51,8 @@ class ModelPasses:
             is_sampled = metadata.temperature > 0
             scaled = logits / torch.where(is_sampled, metadata.temperature, 1.0).unsqueeze(1)
             seeds = noise.seeds_at(self._keys, self._positions + len(self._drafted))
-            num = coupled.num_noise_values(logits.shape[1])
-            noise_values = noise.exponential(seeds, num, logits.device)
-            tokens = torch.where(is_sampled, coupled.race(scaled, noise_values), tokens)
+            drawn = coupled.race(scaled, coupled.race_noise(seeds, logits))
+            tokens = torch.where(is_sampled, drawn, tokens)
         self._drafted.append((tokens, coupled.log_odds(logits, tokens)))
         return tokens
 
@@ -65,7 +64,7 @@ class ModelPasses:
         return ModelDrafts(tokens.astype(np.int32), log_odds.astype(np.float32))
 
 
-# Before SpecDecodeBaseProposer, 1: _sample_draft_tokens
+# Before SpecDecodeBaseProposer: _sample_draft_tokens
 class SharedNoiseModel(SpecDecodeBaseProposer):
     """A model that draws its drafts with the target's noise."""
 
@@ -79,7 +78,7 @@ class SharedNoiseModel(SpecDecodeBaseProposer):
         return self.passes.draw(logits, sampling_metadata), None
 
 
-# Before SpecDecodeBaseProposer, 1: propose
+# Before SpecDecodeBaseProposer: propose
 class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside a `BatchProposer`.
 
@@ -89,4 +88,4 @@ class ModelBesideDrafter(SharedNoiseModel):
 
     def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.passes is not None
-        return super().propose(self.passes.num_tokens, *args, **kwargs)
+        return super().propose(self.passes.num_model_tokens, *args, **kwargs)

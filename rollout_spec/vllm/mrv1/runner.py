@@ -1,12 +1,14 @@
 """What we change in vLLM's MRV1: classes that stand before the runner's own.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after.
-`sample_tokens` calls `_sample`, `_bookkeeping_sync`, which waits for the tokens, and
-`propose_draft_token_ids`, which asks our drafter. A model that drafts is asked before the wait, since its
-tokens stay on the device.
+The line above a class says before which of vLLM's it stands, and with which methods. "GPUModelRunner, 2" runs
+before "GPUModelRunner, 1", which its `super()` calls. A method reads in the order in which things happen:
+what we do before, vLLM's own, what we do after. `sample_tokens` calls `_sample`, `_bookkeeping_sync`, which
+waits for the tokens, and `propose_draft_token_ids`, which asks our drafter. A model that drafts is asked
+before the wait, since its tokens stay on the device.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,13 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import Drafts, NextStep, passes_for
+from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
 from rollout_spec.vllm.both_runners import top_k_top_p
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
-from rollout_spec.vllm.mrv1.catch_up import CatchUp
 from rollout_spec.vllm.mrv1.prompt_rows import in_prompt
 from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, ModelPasses, SharedNoiseModel
 from rollout_spec.vllm.mrv1.sampler import RowSampling
@@ -67,7 +68,7 @@ CATCH_UP = Patch(
 LAST_TOKENS = Patch(
     name="vllm-rows-end-apart",
     reason="vLLM drops the drafts of the whole batch, and verifies K zeros for every row, while any row is "
-    "within K tokens of max_model_len: that protects drafters that run a model, ours stops each row",
+    "within K tokens of max_model_len: ours stops each row there, and a model's positions vLLM clamps",
     upstream="vllm/v1/worker/gpu_model_runner.py, GPUModelRunner.effective_drafter_max_model_len",
     until="vLLM leaves a custom proposer its last tokens",
 )
@@ -114,6 +115,25 @@ class PromptsRunner(GPUModelRunner):
         return super()._determine_batch_execution_and_padding(*args, **kwargs)
 
 
+class CatchUp:
+    """Lets the host index text while it waits for the device: once in a step, where it waits first."""
+
+    def __init__(self, catch_up: Callable[[Callable[[], bool]], None]) -> None:
+        self._catch_up = catch_up  # asks before each piece of text whether there is time
+        self._may_wait = False
+
+    def expect_wait(self) -> None:
+        self._may_wait = True
+
+    def before_wait(self) -> None:
+        """All that the host is about to wait for has been launched."""
+        if self._may_wait:
+            self._may_wait = False
+            event = torch.cuda.Event()
+            event.record()
+            self._catch_up(lambda: not event.query())
+
+
 # Before GPUModelRunner, 3: _sample, _bookkeeping_sync
 class CatchingUpRunner(GPUModelRunner):
     """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
@@ -121,7 +141,7 @@ class CatchingUpRunner(GPUModelRunner):
     catch_up: CatchUp
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        self.catch_up.begin_step()
+        self.catch_up.expect_wait()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,22 +190,18 @@ class TwoDraftersRunner(GPUModelRunner):
         self.drafter.passes = self.drafts = None
         output = super().sample_tokens(grammar_output)
         if getattr(output, "req_ids", None):
-            drafts = _draft_beside_model(self, output.sampled_token_ids)
+            batch, proposer, passes = self.input_batch, self.rollout_spec_proposer, self.drafter.passes
+            of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
+            # A step for which a model has drafted nothing gets no drafts of the text either.
+            next_step = NextStep(of_model, takes_drafts=of_model is not None)
+            nums, work = np.array(list(map(len, output.sampled_token_ids)), np.int32), proposer.busiest_work
+            drafts = proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
-            attach(output, Report(drafts.num_model_tokens))
+            attach(output, Report(proposer.to_come.num_model_tokens))
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.drafts
-
-
-def _draft_beside_model(runner: TwoDraftersRunner, sampled_token_ids: list[list[int]]) -> Drafts:
-    batch, proposer, passes = runner.input_batch, runner.rollout_spec_proposer, runner.drafter.passes
-    of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
-    # A step for which a model has drafted nothing gets no drafts of the text either.
-    next_step = NextStep(of_model, takes_drafts=of_model is not None)
-    nums, work = np.array(list(map(len, sampled_token_ids)), np.int32), proposer.busiest_work
-    return proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
 
 
 def check_runner() -> None:
@@ -204,10 +220,7 @@ def check_model_drafter() -> None:
 
 
 def bind(worker: Any, config: SpecConfig) -> None:
-    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded.
-
-    Of two classes with one method, that which is put later runs first.
-    """
+    """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
     runner = worker.model_runner
     proposer = _proposer_for(runner, config) if config.enabled else None
     catch_up: CatchUp | None = None

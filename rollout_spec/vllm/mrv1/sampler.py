@@ -62,7 +62,7 @@ class RowSampling:
         sampler.topk_topp_sampler = KeyedTopKTopPSampler(sampler.logprobs_mode)
         logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
-    def begin_step(self, num_draft_tokens: list[int]) -> RowGenerators:
+    def generators_of_step(self, num_draft_tokens: list[int]) -> RowGenerators:
         """The noise of the rows that a step samples. The batch's own generators are cleared."""
         rows = self.keys_and_positions(len(num_draft_tokens))
         # Nothing draws from the generators, and on the CPU vLLM fails on a seeded request whose prompt
@@ -83,7 +83,7 @@ class RowSampling:
         return keys, np.resize(batch.num_tokens_no_spec, num_rows)
 
 
-# Before Sampler, 1: forward
+# Before Sampler: forward
 class KeyedSampler(Sampler):
     """It gives a plain step its `RowGenerators`, and the tokens after drafts the number of these drafts."""
 
@@ -95,7 +95,7 @@ class KeyedSampler(Sampler):
     ) -> Any:  # fmt: skip
         generators = sampling_metadata.generators
         if not isinstance(generators, RowGenerators):
-            generators = self.sampling.begin_step([0] * logits.shape[0])
+            generators = self.sampling.generators_of_step([0] * logits.shape[0])
             sampling_metadata = dataclasses.replace(sampling_metadata, generators=generators)
         elif predict_bonus_token:
             sampling_metadata = counting_drafts(sampling_metadata, generators.step_noise.num_draft_tokens)
@@ -111,7 +111,7 @@ class CoupledVerifier(RejectionSampler):
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> Any:
-        generators = self.sampling.begin_step(metadata.num_draft_tokens)
+        generators = self.sampling.generators_of_step(metadata.num_draft_tokens)
         sampling_metadata = dataclasses.replace(sampling_metadata, generators=generators)
         return super().forward(metadata, draft_probs, logits, sampling_metadata)
 

@@ -7,5 +7,6 @@ It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it. A 
 whose classes stand before vLLM's; they call `host_drafts`. Its `arrival_queue` waits for `arrivals`, has
 their tokens in `host_batch`, and drafts after them; `room` puts drafts into a step. `sampler` stands before
 vLLM's own. `speculators` has ours, and what stands before a model's. `graphs` captures; `graphs_24` and
-`sampler_24` have what only vLLM 0.24 needs. `shortfall` is for `certify`.
+`graphs_29` have vLLM of their versions find what was captured. `sampler_24` has what only 0.24 needs.
+`shortfall` is for `certify`.
 """

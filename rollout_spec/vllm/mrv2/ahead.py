@@ -10,7 +10,8 @@ each row room for them, as vLLM does for a model's drafts, and the worker takes 
 
 A step with room waits for the tokens of the step before, and drafts after them; one without waits for
 nothing. A step's report says `drafts_wanted`, and two steps later there is room. A step that the gate
-measures must have none, so the gate foresees it that far ahead (`probe_in_two`).
+measures must have none, so the gate foresees it that far ahead (`probe_in_two`). `schedules_ahead` decides
+which engines have this scheduler.
 """
 
 from typing import Any

@@ -23,7 +23,6 @@ class ArrivalQueue:
         self._arrivals = deque[Arrival]()  # the oldest first
         self._batch, self._has_failed = HostBatch(runner), False
         self.proposer = BatchProposer(runner, config, self._batch, self.take_in)
-        self.answer = Drafts.none(0)  # the drafter's last
 
     def add(self, arrival: Arrival) -> None:
         """A step's tokens are on their way."""
@@ -48,20 +47,20 @@ class ArrivalQueue:
         """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
         A model's drafts are not in `next_step`: they come with the tokens."""
         self.take_in(all_but=1)
-        names = [*self._batch.input_batch.req_ids]
+        request_ids = [*self._batch.input_batch.req_ids]
         if not self._arrivals:
-            return names, Drafts.none(len(names))
-        return names, self._draft_after(self._arrivals.popleft(), next_step)
+            return request_ids, Drafts.none(len(request_ids))
+        return request_ids, self._draft_after(self._arrivals.popleft(), next_step)
 
-    def draft_for(self, names: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
+    def draft_for(self, request_ids: list[str], room: Int32Array) -> tuple[Drafts, Int32Array | None]:
         """The same for requests that have so much room; and how many tokens each has, None: nobody knows."""
-        rows = self._batch.rows(names)
+        rows = self._batch.rows(request_ids)
         room_of_rows = np.zeros(len(self._batch.input_batch.req_ids), np.int32)
         if not self._has_failed:
             room_of_rows[rows] = room
         _, drafts = self.draft_for_rows(NextStep(room=room_of_rows))
         if self._has_failed:
-            return Drafts.none(len(names)), None
+            return Drafts.none(len(request_ids)), None
         return Drafts(drafts.tokens[rows], drafts.lengths[rows]), self._batch.levels[rows]
 
     def _draft_after(self, arrival: Arrival, next_step: NextStep) -> Drafts:
@@ -74,14 +73,14 @@ class ArrivalQueue:
             # A step for which a model has drafted nothing gets no drafts of the text either.
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self.proposer.most_model_tokens)
             may_end = any((tokens == end).any() for end in self.proposer.requests.end_token_ids)
-            self.answer = self.proposer.draft(
+            return self.proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, arrival.work,
                 NextStep(model_drafts, takes_drafts, next_step.room), may_end, arrival.ended,
             )  # fmt: skip
         except Exception as error:
             self._fail(error)
-        return self.answer
+            return Drafts.none(len(self._batch.input_batch.req_ids))
 
     def _fail(self, error: Exception) -> None:
         self.proposer.fail(error)
-        self._has_failed, self.answer = True, Drafts.none(len(self._batch.input_batch.req_ids))
+        self._has_failed = True

@@ -54,7 +54,7 @@ class Arrival:
         return self._on_host
 
 
-# Before AsyncOutput, 1: get_output
+# Before AsyncOutput: get_output
 class TimedOutput(AsyncOutput):
     """A step's output. vLLM copies its tokens to the host too: when they are there, the step has ended.
 

@@ -1,4 +1,7 @@
-"""Lets vLLM choose MRV2, and asynchronous scheduling, for an engine with our drafter. Imports no runner."""
+"""Lets vLLM choose MRV2, and asynchronous scheduling, for an engine with our drafter. Imports no runner.
+
+Nothing is decided here: `refusals.checks` says what MRV2 cannot do, and `ahead` which engines schedule ahead.
+"""
 
 from typing import Any
 
@@ -40,8 +43,8 @@ def offer_mrv2() -> None:
         return others + unsupported_on_mrv2(self)
 
 
-def decide_scheduling() -> None:
-    """Decide on asynchronous scheduling where vLLM does: an engine core completes its configuration again."""
+def offer_async_scheduling() -> None:
+    """Let `ahead` decide where vLLM decides: an engine core completes its configuration again."""
     from vllm.config import VllmConfig
 
     @wrap(VllmConfig, "__post_init__", _AHEAD)

@@ -1,28 +1,24 @@
 """Full CUDA graphs: for plain steps as without a drafter, and for steps with drafts where attention allows.
 
 `both_runners.cuda_graphs` says why vLLM's own do not fit. Steps with drafts get graphs for 1 to K + 1 tokens
-in each row. vLLM 0.29 and later choose by the longest row (`max_query_len`), for a feature of their own; 0.24
-learns it (`graphs_24`). Graphs of plain steps are tried first: in one for K + 1 tokens a row, attention takes
-kernels that are slower for one token (Triton's without a split of the KV cache, which 0.33's have up to 8
-tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
+in each row. How vLLM finds them depends on its version: `graphs_24` and `graphs_29` each have a
+`GraphsRunner`, and `bind_graphs`, which puts it before a runner. Graphs of plain steps are tried first: in
+one for K + 1 tokens a row, attention takes kernels that are slower for one token (Triton's without a split of
+the KV cache, which 0.33's have up to 8 tokens a row; FlashAttention 3's with tiles of 128 rows, not 64).
 """
 
 import contextlib
-import inspect
-import weakref
 from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.patches import Patch, misfit, put_before, temporarily, wrap
+from rollout_spec.patches import Patch, guard_parameters, put_before, temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.mrv2 import graphs_24
-from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
@@ -36,14 +32,19 @@ GRAPHS = Patch(
     "GPUModelRunner.execute_model",
     until="vLLM captures them for every drafter",
 )
-HAS_QUERY_LENS = "max_query_len" in inspect.signature(getattr(model_runner, MRV2_DISPATCH)).parameters
+
+
+# Before CudaGraphManager
+class DraftGraphs(CudaGraphManager):
+    """The graphs of a runner. They know it: where vLLM asks for a graph it names the manager alone."""
+
+    runner: Any  # a `GraphsRunner`
 
 
 def check_graphs() -> None:
     """Raise a PatchError if the installed vLLM captures and chooses graphs in another way."""
-    names = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
-    if tuple(inspect.signature(BatchExecutionDescriptor).parameters)[:4] != names:
-        raise misfit(GRAPHS, f"BatchExecutionDescriptor begins with others than {', '.join(names)}")
+    fields = "cg_mode", "num_tokens", "num_reqs", "uniform_token_count"
+    guard_parameters(GRAPHS, cudagraph_utils, "BatchExecutionDescriptor", fields)
 
 
 def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
@@ -57,16 +58,14 @@ def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
     why_no_graphs: what speaks against them whatever the runner's configuration is.
     """
     manager = runner.cudagraph_manager
+    if why_no_graphs is None:
+        put_before(DraftGraphs, manager, GRAPHS, runner=runner)
     # There are no full graphs, or the same for all steps; or Mamba 2's, with K draft tokens in every row.
     if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
         return
     why_no_graphs = why_no_graphs or _why_no_graphs(runner)
     if why_no_graphs is None:
-        if not HAS_QUERY_LENS:
-            longest = runner.decode_query_len
-            put_before(graphs_24.PlanningState, runner.model_state, GRAPHS, longest_query_len=longest)
-            graphs_24.planning[manager] = runner.model_state
-        num = add_graphs(manager, runner.decode_query_len)
+        num = add_graphs(manager, runner.decode_query_len, runner.graph_fields)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")
         return
     logger.info_once(f"rollout_spec: steps with drafts have no full CUDA graphs: {why_no_graphs}")
@@ -93,13 +92,15 @@ def _why_no_graphs(runner: Any) -> str | None:
     return f"{refusing[0]} does not allow rows of different lengths in one graph" if refusing else None
 
 
-def add_graphs(manager: Any, query_len: int) -> int:
-    """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many."""
+def add_graphs(manager: Any, query_len: int, fields: dict[str, int]) -> int:
+    """Let a `CudaGraphManager` capture graphs for 1 to `query_len` tokens a row too. Returns how many.
+
+    fields: by which a `BatchExecutionDescriptor` says that a graph is one of these.
+    """
     most_reqs, captured = manager.max_num_reqs, manager._capture_descs.setdefault(CUDAGraphMode.FULL, [])
-    kind = {"max_query_len": query_len} if HAS_QUERY_LENS else {"uniform_token_count": graphs_24.VARYING}
     num, last, sizes = 0, 0, manager.compilation_config.cudagraph_capture_sizes
     for size in few_sizes(sorted(size for size in sizes if 1 < size <= most_reqs * query_len)):
-        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_reqs), **kind)
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, size, min(size, most_reqs), **fields)
         captured.append(desc)
         for key in ((num_tokens, 0) for num_tokens in range(last + 1, size + 1)):
             # Full ones first: that is how vLLM tries them.
@@ -123,25 +124,3 @@ def few_sizes(sizes: list[int]) -> list[int]:
         larger = [size for size in sizes if size > last]
         chosen.append(max((size for size in larger if size <= most), default=larger[0]))
     return chosen[1:]
-
-
-# Managers of runners whose step has a prompt's chunk: vLLM asks for a graph by the manager alone.
-_with_prompt: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def note_prompt(manager: Any, has_prompt: bool) -> None:
-    """Whether the step that a runner with this manager begins has a prompt's chunk."""
-    (_with_prompt.add if has_prompt else _with_prompt.discard)(manager)
-
-
-def patch_dispatch() -> None:
-    """Let steps with drafts take these graphs, and none with a prompt's chunk: vLLM 0.29 would."""
-    if not HAS_QUERY_LENS:
-        graphs_24.patch_dispatch(GRAPHS)
-        return
-
-    @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
-    def dispatch_without_prompts(dispatch: Any, cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if cudagraph_manager in _with_prompt:
-            kwargs["max_query_len"] = None
-        return dispatch(cudagraph_manager, *args, **kwargs)

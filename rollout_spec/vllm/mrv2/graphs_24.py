@@ -7,7 +7,6 @@ piece.
 """
 
 import dataclasses
-import weakref
 from typing import Any
 
 import numpy as np
@@ -16,36 +15,14 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 
-from rollout_spec.patches import Patch, temporarily, wrap
+from rollout_spec.patches import put_before, temporarily, wrap
+from rollout_spec.vllm.mrv2.graphs import GRAPHS, DraftGraphs
 from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
 
 VARYING = -1
 
 
-# Before GPUModelRunner, 3: update_requests, prepare_inputs
-class VaryingRunner(GPUModelRunner):
-    """Its steps with drafts may take these graphs."""
-
-    def update_requests(self, scheduler_output: Any) -> None:
-        super().update_requests(scheduler_output)
-        _steps[self.cudagraph_manager] = self.req_states, scheduler_output  # which may get its drafts later
-
-    def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
-        batch = super().prepare_inputs(scheduler_output, batch_desc)
-        if batch_desc.uniform_token_count == VARYING:
-            batch.max_query_len = self.decode_query_len
-        return batch
-
-
-def _varies(states: Any, scheduler_output: Any) -> bool:
-    """Whether a step has drafts, and no prompt."""
-    if not scheduler_output.scheduled_spec_decode_tokens:
-        return False
-    rows = [states.req_id_to_index[name] for name in scheduler_output.num_scheduled_tokens]
-    return not (states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any()
-
-
-# Before ModelState, 1: prepare_attn
+# Before ModelState: prepare_attn
 class PlanningState(ModelState):
     """It plans attention for rows of up to K + 1 tokens, where a graph is for these."""
 
@@ -59,30 +36,57 @@ class PlanningState(ModelState):
         return super().prepare_attn(input_batch, *others, **more)
 
 
-# By a runner's manager, which is all that vLLM hands to what is patched below: what plans its attention; and
-# the step that it has taken in, with the states of its requests.
-planning: weakref.WeakKeyDictionary[Any, PlanningState] = weakref.WeakKeyDictionary()
-_steps: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+# Before GPUModelRunner, 3: initialize_kv_cache, update_requests, prepare_inputs
+class GraphsRunner(GPUModelRunner):
+    """Its steps with drafts may take these graphs."""
+
+    graph_fields: dict[str, int]  # by which vLLM finds these graphs: see `graphs.add_graphs`
+    taken_in: Any = None  # the next step's SchedulerOutput, which gets its drafts later; None: a dummy run
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)
+        put_before(PlanningState, self.model_state, GRAPHS, longest_query_len=self.decode_query_len)
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        super().update_requests(scheduler_output)
+        self.taken_in = scheduler_output
+
+    def prepare_inputs(self, scheduler_output: Any, batch_desc: Any) -> Any:
+        batch = super().prepare_inputs(scheduler_output, batch_desc)
+        if batch_desc.uniform_token_count == VARYING:
+            batch.max_query_len = self.decode_query_len
+        return batch
 
 
-def patch_dispatch(patch: Patch) -> None:
-    """Let the manager of a runner capture and find graphs of ours."""
+def _varies(runner: GraphsRunner) -> bool:
+    """Whether the step that begins has drafts, and no prompt."""
+    step, runner.taken_in = runner.taken_in, None
+    if step is None or not step.scheduled_spec_decode_tokens:
+        return False
+    states = runner.req_states
+    rows = [states.req_id_to_index[name] for name in step.num_scheduled_tokens]
+    return not (states.num_computed_prefill_tokens[rows] < states.prefill_len.np[rows]).any()
 
-    @wrap(model_runner, MRV2_DISPATCH, patch)
+
+def bind_graphs(runner: Any) -> None:
+    """Let a runner capture and find graphs of ours. Raises PatchError."""
+    put_before(GraphsRunner, runner, GRAPHS, graph_fields={"uniform_token_count": VARYING})
+
+    @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_varying(
         dispatch: Any, cudagraph_manager: Any, num_reqs: int, num_tokens: int, uniform_token_count: Any,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if cudagraph_manager in _steps and _varies(*_steps.pop(cudagraph_manager)):  # not in a dummy run
+        if isinstance(cudagraph_manager, DraftGraphs) and _varies(cudagraph_manager.runner):
             uniform_token_count = VARYING
         return dispatch(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
-    @wrap(CudaGraphManager, "capture", patch)
+    @wrap(CudaGraphManager, "capture", GRAPHS)
     def capture_planned(capture: Any, self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         def create_planned(desc: Any, warmup: bool) -> Any:
             if desc.uniform_token_count != VARYING:
                 return create_forward_fn(desc, warmup)
-            with temporarily(planning[self], "is_captured", True):
+            with temporarily(self.runner.model_state, "is_captured", True):
                 return create_forward_fn(desc, warmup)
 
         return capture(self, create_planned, *args, **kwargs)

@@ -23,7 +23,7 @@ class HostBatch:
     """The requests of an MRV2 and their tokens, on the host: what the proposer reads of MRV1.
 
     Attributes:
-        requests: by name, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
+        requests: by id, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
         tokens: int32 [rows, max_model_len], row i holds those of `input_batch.req_ids[i]`.
         levels: int32 [rows], how many.
     """

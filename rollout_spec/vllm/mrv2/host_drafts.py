@@ -70,11 +70,9 @@ class HostDrafts:
         self.proposer = self._arrivals.proposer
         self.launching = threading.Lock()  # held while a step begins that waits for drafts
         self.step = RunningStep(Plan(), None, self.proposer.most_model_tokens)
-        self._num_tokens = config.num_speculative_tokens
         # What the device gets; who has the tokens of the last step knows that its copy has ended.
-        self._sent = torch.zeros(
-            runner.max_num_reqs, self._num_tokens, dtype=torch.int64, pin_memory=torch_utils.PIN_MEMORY
-        )
+        shape = runner.max_num_reqs, config.num_speculative_tokens
+        self._sent = torch.zeros(shape, dtype=torch.int64, pin_memory=torch_utils.PIN_MEMORY)
         self.for_scheduler = DraftsForScheduler()
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -91,12 +89,12 @@ class HostDrafts:
         if output is None:
             return
         if output.scheduled_spec_decode_tokens:
-            index, names = self._runner.req_states.req_id_to_index, [*output.num_scheduled_tokens]
-            rows = np.array([index[name] for name in names])
+            index, request_ids = self._runner.req_states.req_id_to_index, [*output.num_scheduled_tokens]
+            rows = np.array([index[request_id] for request_id in request_ids])
             is_ahead = self.step.plan.is_ahead
-            drafts = self._fill(output, rows) if is_ahead else drafts_in(output, self._num_tokens)
-            nums = zip(names, drafts.lengths.tolist(), strict=True)
-            self.step.nums_drafts = {name: num for name, num in nums if num}
+            drafts = self._fill(output, rows) if is_ahead else drafts_in(output, self._sent.shape[1])
+            nums = zip(request_ids, drafts.lengths.tolist(), strict=True)
+            self.step.nums_drafts = {request_id: num for request_id, num in nums if num}
             if self.step.nums_drafts:
                 self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
                 self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
@@ -122,7 +120,7 @@ class HostDrafts:
     def no_drafts(self, input_batch: Any) -> torch.Tensor:
         """What a speculator has for the runner's rows: drafts come when the next step begins."""
         # A new one each time: vLLM 0.33 writes into it.
-        shape = input_batch.num_reqs, self._num_tokens
+        shape = input_batch.num_reqs, self._sent.shape[1]
         return torch.zeros(shape, dtype=torch.int64, device=self._runner.device)
 
     def take_model_drafts(self, tokens: torch.Tensor, log_odds: torch.Tensor) -> None:
@@ -141,10 +139,10 @@ class HostDrafts:
             self._arrivals.add(arrival)
             put_before(TimedOutput, output, SPECULATOR, arrival=arrival, launching=self.launching)
             if not step.plan.is_ahead:
-                names, drafts = self._arrivals.draft_for_rows(TAKES_ANY)
-                self.for_scheduler.drafts = DraftTokenIds(names, drafts.lists())
+                request_ids, drafts = self._arrivals.draft_for_rows(TAKES_ANY)
+                self.for_scheduler.drafts = DraftTokenIds(request_ids, drafts.lists())
         said = output.model_runner_output if isinstance(output, AsyncOutput) else output
         if isinstance(said, ModelRunnerOutput):
-            answer, nums_drafts = self._arrivals.answer, step.nums_drafts if step.plan.is_ahead else None
-            attach(said, Report(answer.num_model_tokens, nums_drafts, answer.drafts_wanted))
+            to_come, nums_drafts = self.proposer.to_come, step.nums_drafts if step.plan.is_ahead else None
+            attach(said, Report(to_come.num_model_tokens, nums_drafts, to_come.drafts_wanted))
         return output

@@ -8,11 +8,11 @@ from rollout_spec.drafting.drafts import Drafts
 from rollout_spec.drafting.native import Int32Array
 
 
-def drafts_in(output: Any, num_tokens: int) -> Drafts:
-    """The drafts, `num_tokens` wide, of a scheduler that has waited for them; -1 stands for none."""
+def drafts_in(output: Any, width: int) -> Drafts:
+    """The drafts, in rows of `width`, of a scheduler that has waited for them; -1 stands for none."""
     given = output.scheduled_spec_decode_tokens
     lists = [[token for token in given.get(name, ()) if token >= 0] for name in output.num_scheduled_tokens]
-    tokens = [draft + [0] * (num_tokens - len(draft)) for draft in lists]
+    tokens = [draft + [0] * (width - len(draft)) for draft in lists]
     return Drafts(np.array(tokens, np.int32), np.array(list(map(len, lists)), np.int32))
 
 

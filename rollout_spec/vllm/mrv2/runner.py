@@ -1,9 +1,11 @@
 """What we change in vLLM's MRV2: classes that stand before the runner's own, and before its worker's.
 
-A method reads in the order in which things happen: what we do before, vLLM's own, what we do after. In a step
-vLLM calls `execute_model`, in it `finish_requests`, `add_requests`, `update_requests`, `apply_staged_writes`,
-from 0.29 on `gather_batch_req_state`, then `MRV2_DISPATCH` and `prepare_inputs`; then `sample_tokens`, in it
-the speculator's `propose`.
+The line above a class says before which of vLLM's it stands, and with which methods. "GPUModelRunner, 2" runs
+before "GPUModelRunner, 1", which its `super()` calls; 3 is in `graphs_24` or `graphs_29`. A method reads in
+the order in which things happen: what we do before, vLLM's own, what we do after. In a step vLLM calls
+`execute_model`, in it `finish_requests`, `add_requests`, `update_requests`, `apply_staged_writes`, from 0.29
+on `gather_batch_req_state`, then `MRV2_DISPATCH` and `prepare_inputs`; then `sample_tokens`, in it the
+speculator's `propose`.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -26,9 +28,8 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.patches import Patch, PatchError, guard_all, guard_class, put_before, temporarily, wrap
 from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.keys import RequestKeys, keys_of
-from rollout_spec.vllm.mrv2 import graphs, sampler, speculators
+from rollout_spec.vllm.mrv2 import graphs, graphs_24, graphs_29, sampler, signatures, speculators
 from rollout_spec.vllm.mrv2.arrivals import TimedOutput
-from rollout_spec.vllm.mrv2.graphs_24 import VaryingRunner
 from rollout_spec.vllm.mrv2.host_drafts import SPECULATOR, HostDrafts
 from rollout_spec.vllm.options import drafts_with_model, names_our_proposer
 from rollout_spec.vllm.proposing.other_ranks import MRV2_DISPATCH
@@ -114,7 +115,7 @@ class DraftingRunner(GPUModelRunner):
         return self.host_drafts.report(super().sample_tokens(grammar_output))
 
 
-# Before BlockTables, 1: apply_staged_writes
+# Before BlockTables: apply_staged_writes
 class WaitingTables(BlockTables):
     """They are on their way while the runner waits for drafts. Next it reads how long its rows are."""
 
@@ -125,36 +126,7 @@ class WaitingTables(BlockTables):
         self.host_drafts.give_drafts()
 
 
-# Before GPUModelRunner, 3: gather_batch_req_state, prepare_inputs
-class GraphsRunner(GPUModelRunner):
-    """It replays full graphs for steps with drafts, from vLLM 0.29 on."""
-
-    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        # vLLM puts rows of `decode_query_len` tokens first. Some attention decodes rows of the first one's
-        # length only, and takes others for prompts, with lengths that the host counts, which are ahead.
-        is_plain = not scheduler_output.scheduled_spec_decode_tokens
-        with graphs.for_plain_steps(self) if is_plain else contextlib.nullcontext():
-            gathered = super().gather_batch_req_state(scheduler_output, dummy_run)
-        if self.cudagraph_manager is not None:
-            state = gathered[0]  # None of no batch
-            graphs.note_prompt(self.cudagraph_manager, state is not None and state.has_prefill)
-        return gathered
-
-    def prepare_inputs(
-        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *others: Any
-    ) -> Any:
-        batch = super().prepare_inputs(scheduler_output, batch_req_state, batch_desc, *others)
-        # Attention is planned as for the graph: FlashAttention 3's plan for one token a row has another
-        # layout than the one for K + 1 that the graph was captured with (`is_causal` in its
-        # `mha_fwd_get_scheduler_metadata`). A plain step takes such a graph where another rank has drafts.
-        # A graph for any step is captured with one row of all its tokens.
-        is_for_any = batch_desc.cg_mode == CUDAGraphMode.FULL and batch_desc.uniform_token_count is None
-        if is_for_any or batch_desc.max_query_len is not None:
-            batch.max_query_len = batch_desc.max_query_len or batch_desc.num_tokens
-        return batch
-
-
-# Before WorkerBase, 1: compile_or_warm_up_model
+# Before WorkerBase: compile_or_warm_up_model
 class ForgettingWorker(WorkerBase):
     """It warms up with few requests, and nothing is learned from them."""
 
@@ -238,8 +210,7 @@ def patch_graphs_for_drafts(runner: Any) -> str | None:
     """Let steps with drafts have full graphs, or return why they cannot with this vLLM."""
     try:
         graphs.check_graphs()
-        put_before(GraphsRunner if graphs.HAS_QUERY_LENS else VaryingRunner, runner, graphs.GRAPHS)
-        graphs.patch_dispatch()
+        (graphs_29 if signatures.HAS_QUERY_LENS else graphs_24).bind_graphs(runner)
     except PatchError as error:
         return str(error)
     return None

@@ -44,7 +44,7 @@ def couple(sampler: Sampler, verifier: RejectionSampler | None, keys: RequestKey
     logger.info("rollout_spec: each token's random numbers depend only on its request and position")
 
 
-# Before Sampler, 1: add_request
+# Before Sampler: add_request
 class KeyedSampler(Sampler):
     """It draws a request's tokens with the request's key for a seed; one that was preempted keeps it."""
 
@@ -59,7 +59,7 @@ class KeyedSampler(Sampler):
         super().add_request(req_idx, *prompt_len, params)
 
 
-# Before RejectionSampler, 1: _verify
+# Before RejectionSampler: _verify
 class CoupledVerifier(RejectionSampler):
     """It verifies with the tokens that plain steps would draw."""
 
@@ -70,7 +70,7 @@ class CoupledVerifier(RejectionSampler):
         return verify_by_sampling(self, {"verify_draft_sampled": given["draft_sampled"], **given})
 
 
-# Before RejectionSampler, 1: __call__
+# Before RejectionSampler: __call__
 class CoupledVerifier24(RejectionSampler):
     """The same on vLLM 0.24."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -45,6 +46,7 @@ OF_SPECULATOR: tuple[tuple[Any, ...], ...] = (
     (gumbel, "gumbel_sample",
      ("logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature")),
 )  # fmt: skip
+HAS_QUERY_LENS = hasattr(BatchExecutionDescriptor, "max_query_len")
 HAS_SALT = "is_drafting" in inspect.signature(gumbel.gumbel_sample).parameters
 
 

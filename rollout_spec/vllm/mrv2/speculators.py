@@ -64,7 +64,7 @@ def send_drafts_to_host(speculator: DraftModelSpeculator, host: HostDrafts) -> N
         record(PASS_BY_PASS)
     num_rows, most = speculator.max_num_reqs, speculator.num_speculative_steps
     log_odds = torch.zeros(num_rows, most, device=speculator.device)
-    put_before(ModelBesideDrafter, speculator, SHARED_NOISE, host=host, num_tokens=most, log_odds=log_odds)
+    put_before(ModelBesideDrafter, speculator, SHARED_NOISE, host=host, log_odds=log_odds)
 
 
 class SuffixSpeculator(BaseSpeculator):
@@ -77,18 +77,17 @@ class SuffixSpeculator(BaseSpeculator):
     def __init__(self) -> None:
         self.model = torch.nn.Module()  # of no layer: vLLM 0.24 prepares the communication of a speculator's
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is no model to capture."""
-
     def capture(self, *_: Any, **__: Any) -> None:
         """There is no model to capture."""
+
+    init_cudagraph_manager = capture
 
     @torch.inference_mode()
     def propose(self, input_batch: Any, *_: Any, **__: Any) -> torch.Tensor:
         return self.host.no_drafts(input_batch)
 
 
-# Before DraftModelSpeculator, 1: sample_draft
+# Before DraftModelSpeculator: sample_draft
 class SharedNoiseModel(DraftModelSpeculator):
     """A model that draws its drafts with the target's noise."""
 
@@ -113,7 +112,7 @@ class SharedNoiseModel(DraftModelSpeculator):
         return tokens
 
 
-# Before DraftModelSpeculator, 1: init_cudagraph_manager, propose
+# Before DraftModelSpeculator: init_cudagraph_manager, propose
 class ModelBesideDrafter(SharedNoiseModel):
     """A model that drafts beside `BatchProposer`, which has the last word.
 
@@ -123,7 +122,6 @@ class ModelBesideDrafter(SharedNoiseModel):
     """
 
     host: HostDrafts  # gets its drafts
-    num_tokens: int  # the most that it drafts
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # Its first pass has graphs for the steps for which the target has: see `graphs`.
@@ -131,7 +129,7 @@ class ModelBesideDrafter(SharedNoiseModel):
             super().init_cudagraph_manager(cudagraph_mode)
         manager = getattr(self, "prefill_cudagraph_manager", None)
         if manager is not None:  # by one token a row vLLM 0.32 knows the manager of the other passes
-            manager.decode_query_len = self.num_tokens + 1
+            manager.decode_query_len = self.num_speculative_steps + 1
 
     def propose(self, input_batch: Any, *given: Any, dummy_run: bool = False, **more: Any) -> torch.Tensor:
         more.pop("num_speculative_tokens", None)  # the engine's

@@ -24,7 +24,7 @@ class LiveRequests:
         if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
             return
         known = drafter.request_ids
-        # A caller may give the name of one that has ended to a new one.
+        # A caller may give the id of one that has ended to a new one.
         for request_id in [r for r in known if self._requests.get(r) is not live.get(r)]:
             drafter.remove(request_id)
         self._requests = dict(live)

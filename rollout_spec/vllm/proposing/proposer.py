@@ -9,12 +9,13 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
+from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.proposing.kept_counters import KeptCounters
 from rollout_spec.vllm.proposing.live_requests import LiveRequests
@@ -28,12 +29,12 @@ class BatchProposer:
 
     Args:
         runner: vLLM's, before it loads its model.
-        batch: what has the requests and their rows, with MRV2 its `HostBatch`; None: the runner itself.
+        batch: with MRV2, what has the requests and their rows; None: the runner itself has.
         index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
     """
 
     def __init__(
-        self, runner: Any, config: SpecConfig, batch: Any = None,
+        self, runner: Any, config: SpecConfig, batch: HostBatch | None = None,
         index_arrivals: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, runner if batch is None else batch
@@ -47,6 +48,7 @@ class BatchProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(runner.vllm_config) else 0
         self.drafter = self.new_drafter()  # None: not `drafts_here`, or it has failed
+        self.to_come = StepsToCome()  # what the last call of `draft` wants
         self.requests = LiveRequests()
         self._counters = KeptCounters()
         self._other_ranks = OtherRanks(runner)
@@ -119,6 +121,7 @@ class BatchProposer:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
                 self._counters.log(self.drafter)
+                self.to_come = self.drafter.to_come
                 return drafts
             if self.drafts_here:
                 self._counters.count_failed_step()
@@ -127,12 +130,13 @@ class BatchProposer:
             self._counters.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
+        self.to_come = StepsToCome()
         return Drafts.none(len(nums_new))
 
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""
         self._counters.keep(self.drafter)
-        self.drafter = None
+        self.drafter, self.to_come = None, StepsToCome()
         self._counters.count_failed_step()
         self._counters.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
