@@ -83,7 +83,7 @@ class HostBatch:
         # Rows that have left get nothing. A step scheduled before we knew that a row ends may give it extra
         # tokens: cut them at `_max_levels`.
         most = np.where(rows < 0, 0, np.maximum(self._max_levels - self.levels, 0)[rows])
-        return AppendPlaces(rows, rows * self.max_model_len + self.levels[rows], most)
+        return AppendPlaces(rows, rows * self.tokens.shape[1] + self.levels[rows], most)
 
     def extend(self, places: AppendPlaces, tokens: Any, nums: Any) -> npt.NDArray[np.int32]:
         """Append a step's tokens; returns how many each row of `self.tokens` got.
