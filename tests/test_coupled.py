@@ -227,9 +227,8 @@ def test_a_rows_scores_are_the_same_bits_among_others(torch_device, vocab_size, 
     keys = torch.arange(33, device=torch_device)
 
     def scores(rows):
-        noise_values = coupled._noise_values(
-            noise.row_seeds(keys[rows].cpu(), keys[rows].cpu()), logits[rows]
-        )
+        seeds = noise.row_seeds(keys[rows].cpu(), keys[rows].cpu())
+        noise_values = coupled._noise_values(seeds, logits[rows])
         peaks = blocks.block_peaks(logits[rows])
         top = peaks.amax(dim=-1, keepdim=True)
         masses = coupled._block_masses(logits[rows], torch.ones_like(peaks, dtype=torch.bool), top)
