@@ -1,9 +1,10 @@
-"""For trainings: weight syncs that find samples at work, and ends of samples that are written down."""
+"""For trainings: a batch, weight syncs that find samples at work, ends of samples that are written down."""
 
 import asyncio
 import os
 from pathlib import Path
 
+import verl.utils.tensordict_utils as tu
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from rollout_spec.trace import DIR_VARIABLE
@@ -45,3 +46,14 @@ def note_ends(server):
         await end(self, sample)
 
     server.SpecHttpServer.end_sample = end_sample
+
+
+def batch_of(prompts, indices, step, validate=False, **columns):
+    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
+    if indices is not None:
+        tu.assign_non_tensor_stack(batch, "index", indices)
+    tu.assign_non_tensor_data(batch, "global_steps", step)
+    if validate:
+        tu.assign_non_tensor_data(batch, "validate", True)
+    return batch

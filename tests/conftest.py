@@ -22,16 +22,15 @@ settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), re
 # What `make test-ascend` brings.
 collect_ignore = [] if importlib.util.find_spec("vllm_ascend") else ["ascend"]
 TRAINING, LONG = "test_training.py", ("test_async_training.py", "test_faults.py")
-# What takes longest goes first, so that at the end no process works on while the others have nothing to do.
+# These come first, because they take torch for a GPU's: vLLM replaces parts of it where its CPU engine runs.
+ON_A_GPU = ("device_waits", "host_drafts", "ascend")
+# Then what takes longest, so that at the end no process works on while the others have nothing to do.
 # The training takes most of the memory at its end: what starts a Ray of its own has ended by then.
-# Before all of them what takes torch for a GPU's: vLLM replaces parts of it where its CPU engine runs.
-FIRST = [
-    f"test_{name}.py"
-    for name in (
-        "device_waits", "host_drafts", "ascend", "training", "any_manager", "verl_history", "mrv2",
-        "parallel", "requests", "model_drafter", "certify", "bench_host", "sampling",
-    )
-]  # fmt: skip
+LONGEST = (
+    "training", "any_manager", "verl_history", "mrv2", "parallel", "requests", "model_drafter", "certify",
+    "bench_host", "sampling",
+)  # fmt: skip
+FIRST = [f"test_{name}.py" for name in (*ON_A_GPU, *LONGEST)]
 
 
 def pytest_configure():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -356,29 +356,17 @@ def group_of(texts):
     return group
 
 
-@dataclass
 class SequenceOracle:
     """One sequence: its text, how much of it is indexed, and the draft that is not verified yet."""
 
-    group: GroupOracle
-    experience: Experience
-    said: Text = ()  # with its start
-    text: Text = ()  # of it, what is indexed
-    num_followed: int = 0  # of it, tokens that were indexed before and are not counted again
-    last_draft: list[int] = field(default_factory=list)
-    survivals: list[float] = field(default_factory=list)
-    predictions: list[Prediction] = field(default_factory=list)
-    own_salt: int = 0
-
-    def __post_init__(self):
-        self.prompt = self.group.prompt
-        self.said = self.text = self.start
-        self.serial = self.experience.next_serial()
+    def __init__(self, group, experience):
+        self.group, self.experience, self.prompt = group, experience, group.prompt
+        self.start = self.said = self.prompt.text
+        self.text = self.start  # of what is said, what is indexed
+        self.num_followed = 0  # of it, tokens that were indexed before and are not counted again
+        self.last_draft, self.survivals, self.predictions = list[int](), list[float](), list[Prediction]()
+        self.serial = experience.next_serial()
         self.own_salt = ~(self.serial << 8) & BITS64
-
-    @property
-    def start(self):
-        return self.prompt.text
 
     @property
     def num_unindexed(self):

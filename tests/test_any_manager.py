@@ -2,20 +2,13 @@
 
 import itertools
 import json
-import pathlib
 from collections import Counter
-from typing import NamedTuple
 
 import pytest
 
-from rollout_spec import trace
-from rollout_spec.drafting.history_pieces import read_file
-from rollout_spec.trace import read_trace
-from rollout_spec.verl.trainer_history import FILE
 from tests.agents import ENDED
 from tests.gateways import NUM_TOKENS, NUM_TURNS
-from tests.text import merged
-from tests.trainings import GIVEN, NUM_PROMPTS, TOOLS, command, execute, hook, managed_by
+from tests.trainings import GIVEN, NUM_PROMPTS, TOOLS, Run, command, execute, hook, managed_by, responses_of
 
 NUM_SAMPLES = 4
 NUM_STEPS = 2  # with the same prompts
@@ -28,66 +21,39 @@ CASES = [
 ]
 
 
-class Run(NamedTuple):
-    folder: pathlib.Path
-    metrics: list[dict[str, float]]  # of the steps
-
-    @property
-    def texts(self):
-        """Of each recorded text of a sample the name of its first call, and how many tokens were said."""
-        return [
-            named
-            for file in sorted((self.folder / trace.FOLDER).glob("rollouts-*.jsonl"))
-            for line in read_trace(file)
-            for named in zip(line.names, line.num_generated, strict=True)
-        ]
-
-    @property
-    def ended(self):
-        file = self.folder / ENDED
-        names = file.read_text().splitlines() if file.exists() else []
-        return {name for name in names if "'val'" not in name}
-
-    def of_steps(self, metric):
-        return [step.get(f"rollout/spec_{metric}", 0) for step in self.metrics]
-
-    def total(self, metric):
-        return sum(self.of_steps(metric))
+def told_ends(folder):
+    file = folder / ENDED
+    names = file.read_text().splitlines() if file.exists() else []
+    return {name for name in names if "'val'" not in name}
 
 
 def train(folder, policy, manager, mode, method="sam", *overrides):
     options = [
-        f"trainer.total_training_steps={NUM_STEPS}",
-        f"trainer.default_local_dir={folder}",
         "trainer.test_freq=1",
         "trainer.save_freq=1",
         "data.max_response_length=160",
-        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         "actor_rollout_ref.rollout.calculate_log_probs=false",
         f"reward.custom_reward_function.path={TOOLS}",
         *managed_by(manager, mode, folder),
         *overrides,
     ]
     hook(folder, '__import__("tests.agents").agents.note_ends(it)', after="rollout_spec.verl.server")
-    training = command(folder, policy, *options, method=method, mode=mode, num_train=NUM_PROMPTS)
-    return Run(folder, [*execute(training, folder).values()])
+    sizes = {"num_train": NUM_PROMPTS, "num_steps": NUM_STEPS, "num_samples": NUM_SAMPLES}
+    training = command(folder, policy, *options, method=method, mode=mode, **sizes)
+    return Run(folder, execute(training, folder), responses_of(folder))
 
 
 @pytest.mark.parametrize(("manager", "mode"), CASES)
 def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
     run = train(tmp_path, policy, manager, mode)
     log = (tmp_path / "train.log").read_text()
-    histories = [
-        merged(*read_file(tmp_path / f"global_step_{step}" / FILE)) for step in range(1, NUM_STEPS + 1)
-    ]
-    num_said = sum(num for _, num in run.texts)
+    histories, ended = [run.history(step) for step in range(1, NUM_STEPS + 1)], told_ends(tmp_path)
+    num_said = sum(response.num_generated for response in run.responses)
     totals = {name: run.total(name) for name in ("generated_tokens", "num_resumed", "num_interrupted")}
-    kept = (
-        f"{[len(history._texts) for history in histories]} prompts in the history, {len(run.ended)} ends told"
-    )
+    kept = f"{[len(history._texts) for history in histories]} prompts in the history, {len(ended)} ends told"
     rates = run.of_steps("tokens_per_step")
     print(f"{manager}, {mode}: {totals}, {num_said} recorded, {kept}; {rates} tokens per step")
-    kinds = {name[0] if manager == "unknown" else name[2] for name, _ in run.texts}
+    kinds = {response.name[2 * (manager != "unknown")] for response in run.responses}
     assert kinds <= {"prompt" if manager == "unknown" else "train"}
     assert ("does not say of which rows" in log) == (manager == "unknown")
     assert "has neither a name" not in log and "have seen no request" not in log
@@ -100,7 +66,7 @@ def test_any_manager_trains_with_drafts(manager, mode, policy, tmp_path):
         lost = NUM_STEPS * (NUM_TURNS - 1)  # turns of the session that dies
         num_unknown = ((NUM_TURNS + 1) * num_sessions - lost) * NUM_TOKENS
         assert totals["generated_tokens"] == (num_unknown if manager == "unknown" else num_said)
-        assert len(run.ended) == (manager != "unknown") * num_sessions
+        assert len(ended) == (manager != "unknown") * num_sessions
 
 
 @pytest.mark.long

@@ -1,12 +1,10 @@
 """verl's asynchronous trainers with drafting, on one engine and two: samples are interrupted and go on."""
 
 import json
-import pathlib
-from typing import NamedTuple
 
 import pytest
 
-from tests.trainings import NUM_PROMPTS, Response, command, execute, hook, responses_of, saved, smollm2
+from tests.trainings import NUM_PROMPTS, Run, command, execute, hook, responses_of, smollm2
 
 NUM_STEPS = 3
 NUM_SAMPLES = 8
@@ -16,34 +14,19 @@ NUM_REPLICAS = 2
 pytestmark = pytest.mark.timeout(1800)
 
 
-class Run(NamedTuple):
-    folder: pathlib.Path
-    metrics: dict[int, dict[str, float]]  # by training step
-    responses: list[Response]
-    last_steps: tuple[int, ...]  # of each process
-
-    def ended(self, kind):
-        return [response for response in self.responses if response.kind == kind]
-
-    def total(self, metric):
-        return sum(metrics.get(f"rollout/spec_{metric}", 0.0) for metrics in self.metrics.values())
-
-
 def train(folder, mode, *overrides, until=(NUM_STEPS,)):
     """Train up to each of these steps, from the checkpoint of the one before."""
     options = [
         "rollout.spec.history=100",  # more than a prompt gets
-        f"trainer.default_local_dir={folder}",
         f"data.max_response_length={LENGTH}",
-        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         "actor_rollout_ref.rollout.temperature=0.3",
         # Not even a batch fits at once, so that a weight sync finds some at work.
         "actor_rollout_ref.rollout.max_num_seqs=6",
         *overrides,
     ]
-    metrics = {}
+    metrics, own = {}, {"mode": mode, "num_samples": NUM_SAMPLES}
     for last in until:
-        training = command(folder, smollm2(), *options, f"trainer.total_training_steps={last}", mode=mode)
+        training = command(folder, smollm2(), *options, **own, num_steps=last)
         metrics |= execute(training, folder, f"train-{last}.log")
     return Run(folder, metrics, responses_of(folder), until)
 
@@ -138,7 +121,7 @@ def test_the_trainers_own_engine_serves_beside_the_other(separate):
 
 
 def test_a_run_that_resumes_has_the_history_of_its_checkpoint(separate):
-    before, after = (saved(separate.folder, step) for step in (2, 3))
+    before, after = (separate.saved(step) for step in (2, 3))
     first = [response for response in separate.responses if response.version == 0]
     for group in {response.group for response in first}:
         num_ended = sum(response.group == group for response in first)

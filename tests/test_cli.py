@@ -1,6 +1,5 @@
 """The command line as a user meets it: exit codes, one-line errors, JSON, and nothing left running."""
 
-import argparse
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import pytest
 from rollout_spec.cli import COMMANDS, build_parser, main
 from rollout_spec.doctor import diagnosis
 from rollout_spec.trace import to_line
+from tests.distributions import check_parser, parsers
 
 FOLDER = Path(__file__).parent
 TRACE = str(FOLDER / "data/demo_trace.jsonl.gz")
@@ -89,27 +89,6 @@ MISTAKES = [
 @pytest.mark.parametrize(("line", "message"), MISTAKES)
 def test_a_users_mistake_is_one_line_and_exit_code_2(line, message, refused):
     assert message.format(**FILES) in refused(*shlex.split(line.format(**FILES)))
-
-
-def parsers(parser, name="rollout-spec"):
-    yield name, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command, sub in action.choices.items():
-                yield from parsers(sub, f"{name} {command}")
-
-
-def check_parser(name, parser, whole):
-    """Its arguments are in groups, there is `--json` where it prints figures, and one example that parses."""
-    positional, optional, *_ = parser._action_groups
-    outside = [a for group in (positional, optional) for a in group._group_actions]
-    known = (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)
-    assert all(isinstance(action, known) for action in outside), outside
-    has_commands = any(isinstance(action, argparse._SubParsersAction) for action in parser._actions)
-    assert has_commands or "--json" in parser._option_string_actions
-    title, command = parser.epilog.splitlines()
-    assert title == "example:" and f"{command} ".startswith(f"  {name} ")
-    whole.parse_args(command.split()[1:])  # exits where it cannot
 
 
 PARSERS = dict(parsers(build_parser()))

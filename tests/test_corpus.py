@@ -13,8 +13,7 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.drafting import index as index_module
 from rollout_spec.drafting.index import make_index
 from rollout_spec.trace import read_trace
-from tests.test_replay import write_trace
-from tests.text import int32, save_corpus, speak
+from tests.text import int32, save_corpus, speak, write_trace
 
 
 @pytest.mark.parametrize(

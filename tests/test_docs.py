@@ -8,24 +8,23 @@ from pathlib import Path
 import pytest
 
 from docs.generate import DOCS, PAGES, PART, renewed
+from rollout_spec import metrics
 from rollout_spec.cli import build_parser
 from rollout_spec.config import SpecConfig
-from rollout_spec.metrics import METRICS, PREFIX, EngineCounters, RequestCounters, RolloutReport
 from rollout_spec.verl.model_drafter import OPTION
 from rollout_spec_lab import cli as lab
-from tests.test_cli import parsers
-from tests.test_metrics import logged
+from tests.distributions import parsers
 
 ROOT = Path(__file__).parents[1]
 
 TEXTS = [ROOT / "README.md", *PAGES, *sorted(ROOT.glob("recipes/*/README.md"))]
 PARSERS = {"rollout-spec": build_parser(), "rollout-spec-lab": lab.build_parser()}
-COUNTERS = EngineCounters(
+COUNTERS = metrics.EngineCounters(
     num_steps=2, num_steps_on=1, num_row_steps=2, num_draft_tokens=2, num_timed_steps=1, timed_seconds=1.0,
     num_drafted_steps=1, drafted_seconds=1.0, num_model_passes=1, num_model_draft_tokens=1,
 )  # fmt: skip
-REPORT = RolloutReport(COUNTERS, RequestCounters(9, 4, 3, 6, 2), 9, rollout_seconds=1.0)
-LOGGED = {PREFIX + name for name in logged(REPORT, REPORT)}
+REPORT = metrics.RolloutReport(COUNTERS, metrics.RequestCounters(9, 4, 3, 6, 2), 9, rollout_seconds=1.0)
+LOGGED = metrics.rollout_metrics([REPORT, REPORT]).keys()
 
 
 def test_what_comes_from_the_code_is_up_to_date():
@@ -38,14 +37,14 @@ def test_every_command_has_its_arguments_on_a_page_and_every_metric_its_line():
     shown = {part.removeprefix("arguments ") for part in parts if part.startswith("arguments ")}
     commands = {name for top, parser in PARSERS.items() for name, _ in parsers(parser, top)}
     assert shown == {name for name in commands if not any(other.startswith(f"{name} ") for other in commands)}
-    assert sorted(PREFIX + metric.name for metric in METRICS) == sorted(LOGGED)
+    assert sorted(metrics.PREFIX + metric.name for metric in metrics.METRICS) == sorted(LOGGED)
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_metrics_and_options_that_are_named_exist(page):
     text = page.read_text()
-    metrics = set(re.findall(r"rollout/spec_[a-z_]+", text)) - {PREFIX}
-    assert metrics <= LOGGED | {PREFIX + "accept_rate", PREFIX + "accept_length"}, metrics - LOGGED
+    named = set(re.findall(r"rollout/spec_[a-z_]+", text)) - {metrics.PREFIX}
+    assert named <= LOGGED | {f"{metrics.PREFIX}accept_{name}" for name in ("rate", "length")}, named - LOGGED
     options = set(re.findall(r"rollout\.spec\.([a-z_]+)", text))
     assert options <= {field.name for field in dataclasses.fields(SpecConfig)} | {OPTION}, options
 

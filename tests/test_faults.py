@@ -24,7 +24,6 @@ pytestmark = pytest.mark.timeout(900)
 def train(folder, model, mode, fault, *overrides):
     """Train until the fault (of `tests/faults.py`) ends it; `seconds`: from the fault to the end."""
     options = [
-        "trainer.total_training_steps=3",
         "data.max_response_length=300",
         # Not even a batch fits at once: when the first ones end, others run and wait.
         "actor_rollout_ref.rollout.max_num_seqs=6",
@@ -33,7 +32,8 @@ def train(folder, model, mode, fault, *overrides):
     ]
     log, others, memory = folder / "train.log", descendants(os.getpid()), set(os.listdir("/dev/shm"))
     env = environment_of(folder) | {faults.FAULT: fault}
-    with started(command(folder, model, *options, mode=mode), log, env) as process:
+    training = command(folder, model, *options, mode=mode, num_steps=3, num_samples=8)
+    with started(training, log, env) as process:
         began = time.monotonic()
         while process.poll() is None:
             if faults.MARK not in log.read_text():

@@ -8,40 +8,13 @@ import pytest
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting import groups as groups_module
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History, group_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, InvalidArgument
-from rollout_spec.metrics import EngineCounters
 from tests.native.checks import check_index
-from tests.text import int32, merged, speak
+from tests.text import Rows, int32, merged, speak
 
 PROMPT = list(range(20))
-
-
-class Rows:
-    """Requests one after the other, each of which says its text in one step and ends."""
-
-    def __init__(self, index, history):
-        self.index, self.history, self.counters = index, history, EngineCounters()
-        self.groups = Groups(index, history, self.counters)
-
-    def add(self, prompt, group=None, num_group_tokens=None, sample=None):
-        return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
-
-    def say(self, sequence, row):
-        no = int32(0)
-        return self.index.index_and_draft(int32(sequence.handle), int32(*row)[None], no, int32(len(row)), no)
-
-    def end(self, sequence, row):
-        self.say(sequence, row)
-        self.groups.park(sequence, is_aborted=False)
-        return sequence
-
-    def index_all(self):
-        while self.groups.has_waiting or self.index.has_unindexed:
-            self.index.catch_up()
-            self.groups.hand_on_next_text()
 
 
 @pytest.fixture

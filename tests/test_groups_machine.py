@@ -10,8 +10,7 @@ from rollout_spec.drafting.history import History, group_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from tests.native.checks import check_index
 from tests.oracle import group_of, num_alike
-from tests.test_groups import Rows
-from tests.text import int32
+from tests.text import Rows, int32
 
 
 class WatchedIndex(SuffixIndex):

@@ -28,13 +28,12 @@ from rollout_spec.vllm.mrv2.runner import DraftingRunner, WaitingTables
 from rollout_spec.vllm.mrv2.speculators import gumbel
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.step_notes import Plan, Report, attach, report_of
-from tests import test_device_waits as waits
+from tests import vllm_doubles as doubles
 from tests.accelerator import DEVICE, Accelerator
 from tests.drawn import keyed_sample
-from tests.test_device_waits import VOCAB_SIZE, Engine, bare, flat, vllm  # noqa: F401 (a fixture)
-from tests.test_proposer import K, vllm_config
+from tests.vllm_doubles import VOCAB_SIZE, K, Samplers, bare, flat, vllm_config, vllm_on_a_gpu  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("vllm", "one_device")
+pytestmark = pytest.mark.usefixtures("vllm_on_a_gpu", "one_device")
 NOTHING = SimpleNamespace(wait_stream=lambda _: None, record=lambda *_: None, synchronize=lambda: None)
 
 
@@ -222,8 +221,8 @@ def test_where_the_host_has_failed_no_draft_and_no_length_follows_from_it(fails,
         runner.execute_model(planned(scheduled(("a",)), Plan(None, 0, 0), ["a"]))
         after_sampling(runner, accelerator.put, ["a"], [6])
         runner.execute_model(planned(scheduled(drafts=room), Plan(None, 1, K), ["a"]))
-        output = after_sampling(runner, accelerator.put, ["a"], [7]).model_runner_output
-        assert report_of(output).drafts_wanted
+        output = after_sampling(runner, accelerator.put, ["a"], [7])
+        assert report_of(output.model_runner_output).drafts_wanted
         monkeypatch.setattr(f"rollout_spec.vllm.mrv2.host_batch.HostBatch.{fails}", lambda *_: 1 // 0)
         rows[:2] = 20
         runner.execute_model(planned(scheduled(("new",), room), Plan(None, 1, K), ["a", "new"]))
@@ -264,10 +263,10 @@ def with_model(engine, proposer=None):
     return engine.counted(lambda: runner.sample_tokens(None))
 
 
-@pytest.mark.parametrize("temperature", [waits.GREEDY, waits.SOME_GREEDY, waits.SAMPLED])
+@pytest.mark.parametrize("temperature", [doubles.GREEDY, doubles.SOME_GREEDY, doubles.SAMPLED])
 def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     """What it draws on the device is what the target draws at these positions from the same logits."""
-    engine = Engine(temperature)
+    engine = Samplers(temperature)
     accelerator, drafts = with_model(engine), engine.output.value.tolist()
     keys = torch.tensor([noise.make_key("arrival", 0, number) for number in (1, 2, 3)])
     hot, ends = torch.tensor(temperature), torch.tensor([9 + 1, 10 + 1, 11 + 2])
@@ -276,7 +275,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
         drawn = keyed_sample(logits / hot.clamp(min=1e-9).unsqueeze(1), keys, ends + number)
         assert [row[number] for row in drafts] == torch.where(hot > 0, drawn, logits.argmax(dim=-1)).tolist()
     # The rows' keys go to the device in one copy; each pass with a sampled row has its race.
-    races = [waits.RACE] * 2 if any(temperature) else []
+    races = [doubles.RACE] * 2 if any(temperature) else []
     assert (accelerator.waits, accelerator.num_sent) == (races, 1)
     given: list[Any] = []
     beside = SimpleNamespace(
@@ -284,7 +283,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
         to_come=StepsToCome(),
         draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
     )  # fmt: skip
-    accelerator = with_model(Engine(temperature), beside)
+    accelerator = with_model(Samplers(temperature), beside)
     assert given[0].tokens.tolist() == drafts
     assert np.isfinite(given[0].log_odds).all()
     fetched = "rollout_spec.vllm.mrv1.proposers.<genexpr>"

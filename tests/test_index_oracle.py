@@ -45,14 +45,11 @@ def assert_drafts(result, row, oracle, *asked):
     assert result.survivals[row, :num] == pytest.approx(oracle.survivals, rel=1e-5)
 
 
-def index_with_corpus(given, **options):
+def index_with_corpus(given, max_bytes=0, **options):
     """`max_bytes` is what it has besides the corpus."""
-    max_bytes = options.pop("max_bytes", 0)
-    index = SuffixIndex(**options)
-    before = index.stats().num_bytes
-    for text in given:
-        index.add_to_corpus(int32(*text))
-    max_bytes += (index.stats().num_bytes - before) * (max_bytes > 0)
+    if max_bytes:
+        empty, whole = (index_with_corpus(texts, **options).stats().num_bytes for texts in ([], given))
+        max_bytes += whole - empty
     index = SuffixIndex(**options, max_bytes=max_bytes)
     for text in given:
         index.add_to_corpus(int32(*text))

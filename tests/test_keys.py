@@ -1,37 +1,25 @@
 """Noise keys: a request's name decides, else its seed, else its turn; and callers may send anything."""
 
 import sys
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_spec.verification.noise import make_key
-from rollout_spec.vllm.keys import (
-    CALL_KEY,
-    CALL_TOKENS_KEY,
-    GROUP_KEY,
-    GROUP_TOKENS_KEY,
-    NAME_KEY,
-    SAMPLE_KEY,
-    RequestKeys,
-    RequestNames,
-    key_of_name,
-    keys_of,
-    read_names,
-    with_numbered_key,
-)
+from rollout_spec.vllm import keys as request_keys
+from rollout_spec.vllm.keys import CALL_TOKENS_KEY, GROUP_KEY, GROUP_TOKENS_KEY, NAME_KEY, key_of_name
 
 
 def request(seed=None, **extra_args):
-    params = types.SimpleNamespace(seed=seed, extra_args=extra_args or None)
-    return types.SimpleNamespace(sampling_params=params)
+    params = SimpleNamespace(seed=seed, extra_args=extra_args or None)
+    return SimpleNamespace(sampling_params=params)
 
 
 def test_the_names_in_a_request_are_those_that_callers_send():
     """Clients in other languages write them; a server of another version reads them."""
     assert [NAME_KEY, GROUP_KEY] == ["rollout_spec_key", "rollout_spec_group"]
-    assert [SAMPLE_KEY, CALL_KEY] == ["rollout_spec_sample", "rollout_spec_call"]
+    assert [request_keys.SAMPLE_KEY, request_keys.CALL_KEY] == ["rollout_spec_sample", "rollout_spec_call"]
     assert [GROUP_TOKENS_KEY, CALL_TOKENS_KEY] == ["rollout_spec_group_tokens", "rollout_spec_call_tokens"]
 
 
@@ -53,7 +41,7 @@ def test_different_names_give_different_keys_also_where_json_cannot_write_them()
 
 
 def test_a_seed_comes_after_a_name_and_before_the_turn():
-    keys = RequestKeys(3)
+    keys = request_keys.RequestKeys(3)
     live = {
         "named": request(4, **{NAME_KEY: "a"}), "seeded": request(4), "also": request(4), "zero": request(0),
         "empty name": request(4, **{NAME_KEY: None}), "unnamed": request(),
@@ -66,7 +54,7 @@ def test_a_seed_comes_after_a_name_and_before_the_turn():
 
 
 def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers():
-    keys, live = RequestKeys(3), {"a": request(), "b": request()}
+    keys, live = request_keys.RequestKeys(3), {"a": request(), "b": request()}
     arrivals = [make_key("arrival", 3, number) for number in range(1, 7)]
     assert keys.rows(["b"], live) == arrivals[1:2]
     assert keys.rows(["b", "a"], live) == [arrivals[1], arrivals[0]]
@@ -82,29 +70,29 @@ def test_unnamed_requests_are_numbered_as_they_come_and_keep_their_numbers():
     assert keys.rows(["a"], live) == arrivals[5:6]
     live["a"] = request(**{NAME_KEY: 2})
     assert keys.rows(["a"], live) == [key_of_name(2)]
-    assert RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
+    assert request_keys.RequestKeys(4).rows(["b"], {"b": request()}) != arrivals[:1]
 
 
 def test_data_parallel_ranks_number_requests_apart():
     """The first as an engine that has no other; also requests without parameters, or fields in them."""
     found = []
     for rank in range(3):
-        parallel = types.SimpleNamespace(data_parallel_index=rank)
-        runner = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=3), parallel_config=parallel)
-        found.append(keys_of(runner).new_key(None))
+        parallel = SimpleNamespace(data_parallel_index=rank)
+        runner = SimpleNamespace(model_config=SimpleNamespace(seed=3), parallel_config=parallel)
+        found.append(request_keys.keys_of(runner).new_key(None))
     assert len({*found}) == 3
-    assert found[0] == RequestKeys(3).new_key(types.SimpleNamespace()) == make_key("arrival", 3, 1)
+    assert found[0] == request_keys.RequestKeys(3).new_key(SimpleNamespace()) == make_key("arrival", 3, 1)
 
 
 def test_each_of_n_samples_has_a_key_of_its_own_where_it_has_a_name():
-    params = types.SimpleNamespace(extra_args={NAME_KEY: "a", "other": 1}, n=2)
-    first, second = (with_numbered_key(params, index) for index in range(2))
+    params = SimpleNamespace(extra_args={NAME_KEY: "a", "other": 1}, n=2)
+    first, second = (request_keys.with_numbered_key(params, index) for index in range(2))
     assert first.extra_args == {NAME_KEY: ["a", 0], "other": 1} and first.n == 2
     assert second.extra_args == {NAME_KEY: ["a", 1], "other": 1}
     assert params.extra_args == {NAME_KEY: "a", "other": 1}
     for unnamed in (None, {}, {"other": 1}, {NAME_KEY: None}, "text", [NAME_KEY]):
-        params = types.SimpleNamespace(extra_args=unnamed)
-        assert with_numbered_key(params, 1) is params and params.extra_args is unnamed
+        params = SimpleNamespace(extra_args=unnamed)
+        assert request_keys.with_numbered_key(params, 1) is params and params.extra_args is unnamed
 
 
 HUGE = 10**5000  # more digits than Python writes
@@ -120,8 +108,8 @@ NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KE
             (key_of_name("a"), "g", 3, 5),
         ),
         ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
-        ({SAMPLE_KEY: 5, CALL_KEY: 2}, (None, None, None, None, "5", 2)),
-        ({SAMPLE_KEY: [5], CALL_KEY: -2}, (None, None, None, None)),
+        ({request_keys.SAMPLE_KEY: 5, request_keys.CALL_KEY: 2}, (None, None, None, None, "5", 2)),
+        ({request_keys.SAMPLE_KEY: [5], request_keys.CALL_KEY: -2}, (None, None, None, None)),
         ({GROUP_TOKENS_KEY: 3, CALL_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
         ({NAME_KEY: HUGE, GROUP_KEY: "g", CALL_TOKENS_KEY: 2}, (None, "g", None, 2)),
@@ -135,16 +123,16 @@ NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KE
     ids=lambda said: type(said).__name__,
 )
 def test_what_a_request_says_of_itself(extra_args, names):
-    assert read_names(extra_args) == RequestNames(*names)
+    assert request_keys.read_names(extra_args) == request_keys.RequestNames(*names)
 
 
 def test_a_name_that_cannot_be_written_is_none():
     nested: list[Any] = []
     for _ in range(200_000):
         nested = [nested]
-    assert read_names({NAME_KEY: nested}).key is None
+    assert request_keys.read_names({NAME_KEY: nested}).key is None
     while nested:  # freed one by one: all at once would need as deep a stack
         nested = nested.pop()
-    keys = RequestKeys(3)
+    keys = request_keys.RequestKeys(3)
     assert keys.new_key(request(4, **{NAME_KEY: HUGE}).sampling_params) == make_key("seed", 4)
     assert keys.new_key(request(**{NAME_KEY: HUGE}).sampling_params) == make_key("arrival", 3, 1)

@@ -84,7 +84,6 @@ def outside(module):
 
 
 def graph(depth):
-    """What imports what, by the first `depth` parts of the names."""
     shortened = {module: ".".join(module.split(".")[:depth]) for module in MODULES}
     found: dict[str, set[str]] = {name: set() for name in shortened.values()}
     for module, short in shortened.items():

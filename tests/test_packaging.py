@@ -1,22 +1,20 @@
 """The sdist and the wheel of the product, installed apart from the checkout."""
 
-import configparser
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import venv
-import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+from tests.distributions import IGNORED, ROOT, entry_points, packaged, run, said_of
+
 BUILT_FROM = ("native", "rollout_spec", "configs")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 
@@ -40,17 +38,6 @@ assert util.find_spec("vllm") and util.find_spec("verl") and not util.find_spec(
 assert plugin.value == "rollout_spec.verl.entry_point", plugin
 print("none")
 """
-
-
-def run(*command, cwd, **environment):
-    here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not the checkout
-    given = {"cwd": cwd, "env": {**here, **environment}}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **given)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "_native.c", "*.egg-info", "build")
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +68,6 @@ def test_the_sdist_holds_what_can_be_built_and_run(built, tmp_path):
     names = {path.name for path in sdist.iterdir() if path.suffix != ".egg-info"}
     assert names == {*BUILT_FROM, *FILES, "PKG-INFO", "setup.cfg"}
     run("make", "-s", "-C", "native", "lint", f"BUILD={tmp_path / 'build'}", cwd=sdist)
-
-
-def said_of(wheel, file):
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(f".dist-info/{file}"))
-        return archive.read(name).decode()
-
-
-def entry_points(wheel):
-    parser = configparser.ConfigParser(delimiters="=")
-    parser.read_string(said_of(wheel, "entry_points.txt"))
-    return {(group, name, value) for group in parser.sections() for name, value in parser.items(group)}
-
-
-def packaged(wheel):
-    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
 def test_installing_replaces_no_engine_and_no_link_of_the_page_leads_nowhere(wheel):

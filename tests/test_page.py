@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from rollout_spec.report.comparison import write_report
-from tests.test_report import compared
+from tests.runs import compared
 
 HEIGHT, WIDEST = 4800, 1300
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -155,18 +155,15 @@ def test_a_class_that_no_longer_fits_stands_before_nothing(module):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """`write(name, text)`: a module that can be imported, and what has been applied to it."""
+    """`write(text)`: the module `waited`, which can be imported."""
     monkeypatch.syspath_prepend(tmp_path)
-    names = []
 
-    def write(name, text):
-        names.append(name)
-        (tmp_path / f"{name}.py").write_text(text)
+    def write(text):
+        (tmp_path / "waited.py").write_text(text)
         importlib.invalidate_caches()
 
     yield write
-    for name in names:
-        sys.modules.pop(name, None)
+    sys.modules.pop("waited", None)
 
 
 def add_one(module):
@@ -174,7 +171,7 @@ def add_one(module):
 
 
 def test_patches_wait_for_the_import_and_keep_their_order(write):
-    write("waited", "VALUE = 1")
+    write("VALUE = 1")
     patches.when_imported("waited", add_one)
     patches.when_imported("waited", lambda module: setattr(module, "VALUE", 10 * module.VALUE))
     module = importlib.import_module("waited")
@@ -186,15 +183,15 @@ def test_patches_wait_for_the_import_and_keep_their_order(write):
 def test_a_question_whether_a_module_exists_and_an_import_that_fails_lose_no_patch(write):
     patches.when_imported("waited", add_one)
     assert importlib.util.find_spec("waited") is None
-    write("waited", "raise ImportError('not yet')")
+    write("raise ImportError('not yet')")
     with pytest.raises(ImportError, match="not yet"):
         importlib.import_module("waited")
-    write("waited", "VALUE = 100")
+    write("VALUE = 100")
     assert importlib.import_module("waited").VALUE == 101
 
 
 def test_a_patch_that_is_declared_during_an_import_waits_for_its_end(write):
-    write("waited", "import threading, rollout_spec\nrollout_spec.begun.set()\n"
+    write("import threading, rollout_spec\nrollout_spec.begun.set()\n"
           "assert rollout_spec.go.wait(60)\nVALUE = 1")  # fmt: skip
     rollout_spec.begun, rollout_spec.go = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as threads:

@@ -11,7 +11,6 @@ from vllm.v1.worker import gpu_model_runner
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.metrics import EngineCounters
-from rollout_spec.vllm import OPTIONS_KEY, speculative_config
 from rollout_spec.vllm.keys import GROUP_KEY, GROUP_TOKENS_KEY
 from rollout_spec.vllm.options import engine_options
 from rollout_spec.vllm.proposing import control, kept_counters
@@ -20,31 +19,15 @@ from rollout_spec.vllm.proposing.live_requests import max_level_of
 from rollout_spec.vllm.proposing.other_ranks import OtherRanks, most_tokens
 from rollout_spec.vllm.proposing.proposer import BatchProposer
 from tests.native.checks import check_index
+from tests.vllm_doubles import NUM_ROWS, vllm_config
 
-NUM_ROWS, NUM_COLUMNS, K = 8, 200, 4
+NUM_COLUMNS = 200
 PROMPT = [1, 2, 3]
 TEXT = list(range(10, 60))
 Value = types.SimpleNamespace
 
 
-def vllm_config(options, **parallel):
-    return Value(
-        additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
-        speculative_config=Value(**speculative_config(K), num_speculative_tokens_per_batch_size=None),
-        parallel_config=Value(
-            **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
-               "pipeline_parallel_size": 1,
-               "distributed_executor_backend": "uni"} | parallel
-        ),
-        model_config=Value(
-            logits_processors=None, get_diff_sampling_param=dict, get_vocab_size=lambda: 1000, is_moe=False
-        ),
-        use_v2_model_runner=False,
-        compilation_config=Value(cudagraph_capture_sizes=[]),
-    )  # fmt: skip
-
-
-class Engine:
+class EngineOfRows:
     """As much of vLLM's as the proposer sees: requests, a batch of rows, and drafts that are verified."""
 
     def __init__(self, parallel=types.MappingProxyType({}), **options):
@@ -107,7 +90,7 @@ class Engine:
 
 def engine_of_one(**options):
     """It has served "a" the first nine tokens of TEXT."""
-    engine = Engine(min_survival=0.0, **options)
+    engine = EngineOfRows(min_survival=0.0, **options)
     engine.add("a")
     engine.step({"a": TEXT[:9]})
     return engine
@@ -123,8 +106,7 @@ def said(monkeypatch):
 
 
 def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one():
-    """A caller may use an id again, and no step comes between the two."""
-    engine = Engine(min_survival=0.0)
+    engine = EngineOfRows(min_survival=0.0)
     engine.add("a")
     for _ in range(5):
         engine.step()
@@ -142,7 +124,7 @@ def test_a_request_with_the_id_of_one_that_has_just_ended_is_another_one():
 )
 def test_nothing_is_learned_from_behind_an_end(end, num_kept):
     """A step can accept draft tokens that come after the token which ends the request."""
-    engine = Engine(history=8)
+    engine = EngineOfRows(history=8)
     engine.add("a")
     vars(engine.requests["a"].sampling_params).update(end)
     for said in (TEXT[:20], TEXT[20:25]):
@@ -156,7 +138,7 @@ def test_nothing_is_learned_from_behind_an_end(end, num_kept):
 
 def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
     """Three groups, whose texts differ; rows change places as requests leave, wait and come back."""
-    engine = Engine(min_survival=0.0)
+    engine = EngineOfRows(min_survival=0.0)
     chooser = np.random.default_rng(0)
     serial = num_rows = num_said = 0
     for _ in range(150):
@@ -192,7 +174,7 @@ def test_drafts_belong_to_their_rows_whatever_comes_and_goes():
 
 def test_a_prompt_of_embeddings_has_drafts():
     """Its tokens are known to nobody, and its length counts."""
-    engine = Engine(min_survival=0.0)
+    engine = EngineOfRows(min_survival=0.0)
     engine.add("embeddings", max_tokens=20)
     request = engine.requests["embeddings"]
     request.prompt_embeds, request.prompt_token_ids = np.zeros((len(PROMPT), 8)), None
@@ -206,7 +188,7 @@ def test_a_prompt_of_embeddings_has_drafts():
 @pytest.mark.parametrize(("max_tokens", "model_len"), [(6, 200), (None, 9), (50, 9), (7, 9)])
 def test_a_draft_ends_before_the_request(max_tokens, model_len):
     """One short of max_tokens or of the model's length, which vLLM may set after the proposer is made."""
-    engine = Engine(min_survival=0.0)
+    engine = EngineOfRows(min_survival=0.0)
     engine.runner.max_model_len = model_len
     engine.add("a")
     engine.step({"a": TEXT[:8]})
@@ -219,14 +201,14 @@ def test_a_draft_ends_before_the_request(max_tokens, model_len):
 def drafts_of(history, group):
     """What a new engine with this history drafts after the first two tokens of the group's text."""
     assert history is not None
-    engine = Engine(min_survival=0.0, history=4)
+    engine = EngineOfRows(min_survival=0.0, history=4)
     engine.control.add_history([history])
     engine.add("new", extra_args={GROUP_KEY: group})
     return engine.step({"new": TEXT[:2]})["new"]
 
 
 def test_new_weights_leave_the_text_and_the_history_keeps_what_was_said():
-    engine = Engine(min_survival=0.0, history=4)
+    engine = EngineOfRows(min_survival=0.0, history=4)
     for name in ("done-0123abcd", "cut-0123abcd"):
         engine.add(name, extra_args={GROUP_KEY: name.split("-")[0]})
     engine.step({"done-0123abcd": TEXT[:9], "cut-0123abcd": TEXT[:9]})
@@ -239,7 +221,7 @@ def test_new_weights_leave_the_text_and_the_history_keeps_what_was_said():
 
 
 def test_the_history_is_taken_once_and_of_what_has_ended():
-    engine = Engine(min_survival=0.0, history=4)
+    engine = EngineOfRows(min_survival=0.0, history=4)
     names = ("done", "cut", "runs")
     for name in names:
         engine.add(f"{name}-0123abcd", extra_args={GROUP_KEY: name})
@@ -257,7 +239,7 @@ def test_the_history_is_taken_once_and_of_what_has_ended():
 
 def test_a_name_ends_no_request_whose_name_goes_on_after_it():
     """vLLM adds nothing to a name with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1."""
-    engine = Engine()
+    engine = EngineOfRows()
     for name in ["a", "a-b", "a-0123abcd", "a-b-0123abcd"]:
         engine.add(name)
     engine.step()
@@ -266,7 +248,7 @@ def test_a_name_ends_no_request_whose_name_goes_on_after_it():
 
 
 def test_a_history_that_cannot_be_read_costs_itself(said):
-    engine, other = (Engine(history=4, min_survival=0.0) for _ in range(2))
+    engine, other = (EngineOfRows(history=4, min_survival=0.0) for _ in range(2))
     engine.add("a", extra_args={GROUP_KEY: "g"})
     engine.step({"a": TEXT[:9]})
     engine.finish("a")
@@ -277,7 +259,7 @@ def test_a_history_that_cannot_be_read_costs_itself(said):
 
 def test_what_is_on_its_way_is_received_first():
     """With MRV2 the tokens of the last steps arrive late: whoever ends a step waits for them."""
-    engine = Engine(history=4, min_survival=0.0)
+    engine = EngineOfRows(history=4, min_survival=0.0)
     received: list[str] = []
     for name in ("take_counters", "note_new_weights", "take_history", "pack_history"):
         engine.proposer.index_arrivals = lambda name=name: received.append(name)
@@ -286,7 +268,7 @@ def test_what_is_on_its_way_is_received_first():
 
 
 def test_of_a_warm_up_nothing_is_left():
-    engine = Engine(history=4)
+    engine = EngineOfRows(history=4)
     with pytest.raises(ZeroDivisionError), engine.proposer.without_drafter():
         _ = 1 // 0
     with engine.proposer.without_drafter():
@@ -297,7 +279,7 @@ def test_of_a_warm_up_nothing_is_left():
         engine.step()
     assert engine.proposer.take_counters() == EngineCounters()
     assert engine.index.stats().num_groups == 0
-    assert engine.control.pack_history() == Engine(history=4).control.pack_history()
+    assert engine.control.pack_history() == EngineOfRows(history=4).control.pack_history()
     engine.add("a")
     engine.step()
     assert engine.proposer.take_counters().num_steps == 1
@@ -370,7 +352,7 @@ def test_whatever_a_caller_sends_all_draft(extra_args):
     ],
 )
 def test_only_the_worker_whose_drafts_are_taken_drafts(parallel, drafts_here):
-    engine = Engine(parallel, history=4, min_survival=0.0)
+    engine = EngineOfRows(parallel, history=4, min_survival=0.0)
     engine.add("a", [5, 6, 5, 6])
     vars(engine.requests["a"]).update(prompt_token_ids=None, sampling_params=None)  # embeddings
     engine.runner.max_model_len = 9

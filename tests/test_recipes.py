@@ -1,6 +1,5 @@
 """The recipes: every size and device against verl's configuration and checks, the data."""
 
-import itertools
 import json
 import os
 import runpy
@@ -11,38 +10,13 @@ from pathlib import Path
 import datasets
 import pyarrow.parquet
 import pytest
-import verl  # noqa: F401 - loads the plugin, which puts our groups on Hydra's search path
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.reward_score import default_compute_score
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.verl.check_config import MODES, check_config
-
-ROOT = Path(__file__).parents[1]
-RECIPES = ("grpo", "dapo")
-SIZES = ("qwen3_8b", "qwen3_32b", "qwen3_235b")
-DEVICES = ("gpu", "npu")
-
-
-def composed(recipe, size, *overrides):
-    return composed_file("train", f"rollout_spec_recipe={recipe}", f"rollout_spec_size={size}", *overrides)
-
-
-def composed_file(name, *overrides):
-    with initialize_config_dir(str(ROOT / "recipes"), version_base=None):
-        return compose(name, list(overrides))
-
-
-def check(config):
-    check_config(config)
-    validate_config(config, need_reference_policy(config), need_critic(config))
-    for section in ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"):
-        omega_conf_to_dataclass(OmegaConf.select(config, section))
-    OmegaConf.to_container(config, resolve=True)
+from rollout_spec.verl.check_config import check_config
+from tests.configs import RECIPE_SIZES, RECIPES, ROOT, check_recipe, composed_recipe, recipe_layouts
 
 
 def check_layout(rollout, num_devices, node_size):
@@ -53,22 +27,15 @@ def check_layout(rollout, num_devices, node_size):
     assert min(node_size, tp * dp) % tp == 0
 
 
-def layouts():
-    """Every size on every device; recipes and modes go round, so that each recipe meets each mode."""
-    places = itertools.product(enumerate(SIZES), enumerate(DEVICES))
-    return [(RECIPES[(i + j) % 2], size, device, MODES[i % len(MODES)]) for (i, size), (j, device) in places]
-
-
-@pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
+@pytest.mark.parametrize(("recipe", "size", "device", "mode"), recipe_layouts())
 @pytest.mark.filterwarnings("ignore:Disabled critic")
 def test_every_size_composes_for_every_device_and_mode_of_the_trainer(recipe, size, device, mode):
-    config = composed(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
-    check(config)
+    config = composed_recipe(recipe, size, f"rollout_spec_device={device}", f"trainer.v1.trainer_mode={mode}")
+    check_recipe(config)
     assert check_config(config) == SpecConfig()
     assert (get_trainer_cls(mode)(config).replay_buffer.filter_groups_metric == "acc") == (recipe == "dapo")
-    assert recipe != "dapo" or config.algorithm.filter_groups.max_inflight_gen_batches == 1 + 2 * (
-        size != SIZES[2]
-    )
+    most = 1 + 2 * (size != RECIPE_SIZES[2])
+    assert recipe != "dapo" or config.algorithm.filter_groups.max_inflight_gen_batches == most
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.checkpoint_engine.backend == "naive") == (mode != "separate_async")
     assert rollout.enforce_eager == (device == "npu")

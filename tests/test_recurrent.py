@@ -11,7 +11,7 @@ from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.recurrent_policy import said_of_memory
 from rollout_spec.verl.settings import MTP, ROLLOUT
-from tests.test_verl_check_config import ENGINE, composed
+from tests.configs import ENGINE, composed
 
 OFF, SAM, K = "+rollout.spec=off", "+rollout.spec=sam", "rollout.spec.num_speculative_tokens"
 # Of the published config.json of Qwen3-Next-80B-A3B, with float32 states as Qwen3.5's has them.

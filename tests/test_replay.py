@@ -14,12 +14,7 @@ from rollout_spec.predict.replay import ReplayResult, replay, replay_line
 from rollout_spec.predict.replay_record import num_running, replay_record
 from rollout_spec.report.replay import headline, sentences
 from rollout_spec.trace import Rollout, read_trace, to_line
-from tests.text import int32
-
-
-def write_trace(path, *lines):
-    path.write_text("".join(to_line("g", None, prompt, responses) for prompt, responses in lines))
-    return path
+from tests.text import int32, write_trace
 
 
 class Copier:

@@ -9,6 +9,7 @@ import pytest
 from rollout_spec import trace
 from rollout_spec.trace import DIR_VARIABLE, TraceError, append_lines, read_trace, to_line, trace_file
 from rollout_spec.verl.server_recorder import Recorder
+from tests.text import tokens_of
 
 LINES = [to_line("\u00e9", 1, [1, 2], [[3, 4], []], [None, [7, 1, "train"]]), to_line("b", None, [], [[5]])]
 
@@ -96,10 +97,6 @@ def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, pack, monkeypatc
     monkeypatch.setattr(trace, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(TraceError, match=r":2: a line must have at most 1 MiB$"):
         list(read_trace(path))
-
-
-def tokens_of(line):
-    return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
 
 
 def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from itertools import groupby
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,7 @@ from rollout_spec import trace
 from rollout_spec.trace import read_trace, trace_file
 from tests.engine.conftest import close, new_engine, own_environment, token_ids
 from tests.text import tokens_per_step
-from tests.trainings import LENGTH, NUM_PROMPTS, command, execute, responses_of, saved, smollm2
+from tests.trainings import LENGTH, NUM_PROMPTS, Run, command, execute, responses_of, smollm2
 
 NUM_SAMPLES = 8
 NUM_REPLICAS = 2
@@ -26,23 +25,19 @@ def run(tmp_path_factory):
         f"rollout.spec.history={2 * NUM_SAMPLES}",
         "rollout.spec.routing=group",
         "trainer.save_freq=1",
-        "trainer.total_training_steps=1",
         f"trainer.n_gpus_per_node={NUM_REPLICAS}",
-        f"trainer.default_local_dir={folder}",
-        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         # Siblings that resemble each other, as those of a trained policy do.
         "actor_rollout_ref.rollout.temperature=0.3",
     ]
-    [(step, metrics)] = execute(command(folder, smollm2(), *overrides, num_train=NUM_PROMPTS), folder).items()
-    assert step == 1
-    files = [trace_file(folder / trace.FOLDER, replica) for replica in range(NUM_REPLICAS)]
-    served, responses = [list(read_trace(file)) for file in files], responses_of(folder)
-    return SimpleNamespace(folder=folder, served=served, responses=responses, metrics=metrics)
+    sizes = {"num_train": NUM_PROMPTS, "num_steps": 1, "num_samples": NUM_SAMPLES}
+    metrics = execute(command(folder, smollm2(), *overrides, **sizes), folder)
+    assert [*metrics] == [1]
+    return Run(folder, metrics, responses_of(folder))
 
 
 def test_a_step_drafts_and_says_so_in_verls_stream(run):
     """A server that has decoded without its drafter fails the run."""
-    metrics = {name.removeprefix("rollout/spec_"): value for name, value in run.metrics.items()}
+    metrics = {name.removeprefix("rollout/spec_"): value for name, value in run.metrics[1].items()}
     assert metrics["num_draft_tokens"] > 0 == metrics["num_failed_steps"]
     assert 0 < metrics["acceptance_rate"] <= 1
     assert metrics["tokens_per_step"] > 1 == metrics["share_on"]
@@ -52,15 +47,17 @@ def test_a_step_drafts_and_says_so_in_verls_stream(run):
 
 def test_siblings_are_served_by_one_engine_and_draft_better_for_it(run):
     """It is saved before the weight sync, when the engines still take their last requests for running."""
-    assert [len(served) for served in run.served] == [1] * NUM_REPLICAS, "two groups for two engines"
-    assert all(len(group.responses) == NUM_SAMPLES for [group] in run.served)
-    assert [len(responses) for responses in saved(run.folder, 1).values()] == [NUM_SAMPLES] * NUM_PROMPTS
+    files = [trace_file(run.folder / trace.FOLDER, replica) for replica in range(NUM_REPLICAS)]
+    served = [list(read_trace(file)) for file in files]
+    assert [len(groups) for groups in served] == [1] * NUM_REPLICAS, "two groups for two engines"
+    assert all(len(group.responses) == NUM_SAMPLES for [group] in served)
+    assert [len(responses) for responses in run.saved(1).values()] == [NUM_SAMPLES] * NUM_PROMPTS
     half = NUM_SAMPLES // 2  # on the text that the engines made, split and whole: there nothing is chance
     split = [
-        [dataclasses.replace(group, responses=group.responses[part]) for [group] in run.served]
+        [dataclasses.replace(group, responses=group.responses[part]) for [group] in served]
         for part in (slice(half), slice(half, NUM_SAMPLES))
     ]
-    assert tokens_per_step(run.served) > 1.02 * tokens_per_step(split)
+    assert tokens_per_step(served) > 1.02 * tokens_per_step(split)
 
 
 def test_samples_are_named_and_siblings_differ(run):

@@ -34,9 +34,9 @@ from rollout_spec.verl.sample_calls import SampleCalls
 from rollout_spec.verl.server_windows import Windows
 from rollout_spec.vllm import SCHEDULER
 from rollout_spec.vllm.keys import RequestKeys
-from tests.test_trace import tokens_of
-from tests.test_verl_check_config import composed
-from tests.test_verl_client import batch_of
+from tests.agents import batch_of
+from tests.configs import composed
+from tests.text import tokens_of
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_sample_without_a_told_end_ends_after_three_syncs_without_it(server_of
 def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(server_of, monkeypatch):
     """The real wrappers and servers; verl's methods are cut down to what they do to the servers."""
 
-    class Engine:
+    class CountingEngine:
         """Its drafter works a step for each token, and is off in a validation."""
 
         def __init__(self):
@@ -145,7 +145,7 @@ def test_a_step_logs_what_ran_before_its_weight_sync_and_no_validation(server_of
 
     compute.__signature__ = inspect.signature(PPOTrainer._compute_metrics)  # type: ignore[attr-defined]
     monkeypatch.setattr(server_of.__mro__[1], "generate", generate)
-    servers = [server_of(Engine(), {"method": "sam"}) for _ in range(2)]
+    servers = [server_of(CountingEngine(), {"method": "sam"}) for _ in range(2)]
     asked = ("take_rollout_report", "begin_validation", "end_validation")
     handles = [
         SimpleNamespace(**{name: SimpleNamespace(remote=getattr(server, name)) for name in asked})
@@ -318,8 +318,6 @@ def test_a_legacy_trainer_is_refused_before_its_engines_start(monkeypatch):
 
 
 class LookingLoop:
-    """An agent loop that only looks at what it gets."""
-
     def __init__(self, server_manager, **_):
         self.seen = server_manager.seen
 

@@ -1,7 +1,5 @@
 """The configuration group `rollout.spec`, its checks, and what happens where the plugin cannot run."""
 
-import copy
-import functools
 import json
 import pathlib
 import re
@@ -11,9 +9,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import verl  # loads the plugin, which puts our groups on Hydra's search path
-from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.core.override_parser.overrides_parser import OverridesParser
+import verl
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.trainer import main_ppo
@@ -24,28 +21,7 @@ from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.check_overrides import check_overrides
 from rollout_spec.verl.hydra_plugin import check_whole, one_line_errors
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
-
-VLLM = "actor_rollout_ref.rollout.name=vllm"
-ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-
-
-@functools.cache
-def composed_once(*overrides):
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", [VLLM, *overrides])
-
-
-def composed(*overrides):
-    """verl's configuration. Groups are composed once: that takes most of a second."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    chosen = ("rollout.spec", "rollout.spec.routing")  # files, though their names have a dot
-    groups = [o.input_line for o in parsed if "." not in o.key_or_group or o.key_or_group in chosen]
-    config = copy.deepcopy(composed_once(*groups))
-    for each in parsed:
-        if each.input_line not in groups:
-            force_add = each.is_add() or each.is_force_add()
-            OmegaConf.update(config, each.key_or_group, each.value(), force_add=force_add)
-    return config
+from tests.configs import ENGINE, VLLM, composed
 
 
 def test_the_groups_hold_every_field_with_its_default():
@@ -372,13 +348,9 @@ def without_engine(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return version(name)
 importlib.metadata.version = without_engine
-import verl
-from hydra import compose, initialize_config_dir, initialize_config_module
+from tests.configs import composed
 from rollout_spec.verl.hydra_plugin import check_whole
-with initialize_config_module("verl.trainer.config", version_base=None):
-    overrides = ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam", *sys.argv[1:]]
-    config = compose("ppo_trainer", overrides)
-check_whole(_root_=config)
+check_whole(_root_=composed("+rollout.spec=sam", *sys.argv[1:]))
 """
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     ahead = f"+{ENGINE}.async_scheduling=true"  # the engine knows whether it can

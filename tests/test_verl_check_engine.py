@@ -15,7 +15,7 @@ from rollout_spec.verl.check_config import check_config
 from rollout_spec.verl.check_overrides import check_overrides
 from rollout_spec.verl.settings import say
 from rollout_spec.vllm import SCHEDULER, speculative_config
-from tests.test_verl_check_config import ENGINE, composed
+from tests.configs import ENGINE, composed
 
 OWN = "actor_rollout_ref.model.mtp"
 MTP = {f"{OWN}.enable": True, f"{OWN}.enable_rollout": True, f"{OWN}.num_speculative_tokens": 2}

@@ -25,6 +25,7 @@ from rollout_spec.verl import sample_calls
 from rollout_spec.verl.row_names import ROW, RowNames, prompt_name
 from rollout_spec.verl.sample_calls import Call, SampleCalls, number_of_prompt, prompt_digest
 from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from tests.agents import batch_of
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
 
@@ -381,17 +382,6 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
         asyncio.run(call(copied, [1], params("a new one")))
         assert all("another" in name for name in [*server.names[1:], *other.names])
     assert caplog.text.count("another run has other tokens") == (failure in ("busy", "dead")), "once a client"
-
-
-def batch_of(prompts, indices, step, validate=False, **columns):
-    asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    batch = tu.get_tensordict({"raw_prompt": asked, "uid": list("abcdef")[: len(asked)], **columns})
-    if indices is not None:
-        tu.assign_non_tensor_stack(batch, "index", indices)
-    tu.assign_non_tensor_data(batch, "global_steps", step)
-    if validate:
-        tu.assign_non_tensor_data(batch, "validate", True)
-    return batch
 
 
 def rows_of(names, *batch, **more):

@@ -1,19 +1,27 @@
-"""The group router as verl uses it, without Ray; where a group goes: tests/test_placement.py."""
+"""The group router as verl uses it, without Ray, and the router of an engine's ranks, without an engine.
 
+Where a group goes: tests/test_placement.py.
+"""
+
+import asyncio
+import functools
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from verl.utils.import_utils import load_class_from_fqn
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.placement import GroupPlacement
 from rollout_spec.verl import hydra_plugin
 from rollout_spec.verl.hydra_plugin import check_whole
 from rollout_spec.verl.settings import group_router_file
-from tests.test_verl_check_config import composed
+from tests.configs import composed
 
 verls = pytest.importorskip("verl.workers.rollout.router", reason="this verl has no router")
-from rollout_spec.verl.router import GroupRouter  # noqa: E402 - only where verl has one
+from rollout_spec.verl.router import GroupRouter, RankRouter  # noqa: E402 - only where verl has one
 
 SHIPPED = verls._load_router_yaml(group_router_file())
 
@@ -109,11 +117,10 @@ import sys
 import verl, verl.workers.rollout
 verl.__path__.append(sys.argv[1])
 verl.workers.rollout.__path__.insert(0, sys.argv[1] + "/workers/rollout")
-from hydra import compose, initialize_config_module
 from rollout_spec.verl import entry_point
 from rollout_spec.verl.check_config import check_config
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", ["actor_rollout_ref.rollout.name=vllm", "+rollout.spec=sam"])
+from tests.configs import composed
+config = composed("+rollout.spec=sam")
 check_config(config)
 rollout = config.actor_rollout_ref.rollout
 from verl.workers.rollout.router import LoadBalancerRegistry
@@ -134,3 +141,69 @@ def test_branches_of_verl_know_it_by_its_name_and_siblings_by_their_prompt(tmp_p
     command = [sys.executable, "-c", PROGRAM, tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == f"None {[*'aaabbb']}", done.stderr[-2000:]
+
+
+class EngineOfTwoRanks:
+    """An AsyncLLM as far as it tells ranks apart."""
+
+    def __init__(self):
+        self.ranks: list[int] = []
+        self.may_end = asyncio.Event()
+        self.placed = RankRouter(self.generate, 2, GroupPlacement(8))
+
+    async def generate(self, *_, data_parallel_rank, priority):
+        self.ranks.append(data_parallel_rank)
+        yield "first"
+        await self.may_end.wait()
+        yield "last"
+
+    async def request(self, group, named=None, sample=None):
+        params = SimpleNamespace(extra_args={"rollout_spec_group": group, "rollout_spec_sample": sample})
+        options: Any = {"sampling_params": params, "request_id": "r", "data_parallel_rank": named}
+        return [output async for output in self.placed.generate(prompt=[1], priority=0, **options)]
+
+
+def in_event_loop(test):
+    return functools.wraps(test)(lambda: asyncio.run(test()))
+
+
+@in_event_loop
+async def test_siblings_go_to_one_rank_while_load_allows():
+    engine = EngineOfTwoRanks()
+    running = [asyncio.create_task(engine.request(group)) for group in (*"ab", *8 * "a", "a", None)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    # A tenth "a" would make 9 requests more than 1: the group splits, and the rest goes where it fits.
+    assert engine.ranks == [0, 1, *8 * [0], 1, 1]
+    running[0].cancel()
+    engine.may_end.set()
+    done = await asyncio.gather(*running, return_exceptions=True)
+    assert isinstance(done[0], asyncio.CancelledError)
+    assert done[1:] == [["first", "last"]] * 11
+    assert set(engine.placed._loads.values()) == {0}
+
+
+@in_event_loop
+async def test_a_turn_goes_to_the_rank_of_the_turn_before_it_while_load_allows():
+    engine = EngineOfTwoRanks()
+    engine.may_end.set()
+    for sample in ("x", *6 * ["y"]):  # where most siblings were
+        await engine.request("a", sample=sample)
+    engine.placed._loads[0] = 8  # of other groups
+    await engine.request("a", sample="z")
+    engine.placed._loads[0] = 0
+    for sample in "zxz":
+        await engine.request("a", sample=sample)
+    engine.placed._loads[1] = 8
+    await engine.request("a", sample="z")
+    assert engine.ranks[7:] == [1, 1, 0, 1, 0]
+
+
+@in_event_loop
+async def test_a_rank_that_the_caller_names_is_for_a_request_without_a_group():
+    """verl names one after 0.9.1, so that a sample's turns find their prefix. A group may be anything."""
+    engine = EngineOfTwoRanks()
+    engine.may_end.set()
+    for group, named in ((None, 1), ("a", 1), (None, None), (["a"], 1), ({"a": 1}, 1), ("\ud800", 1)):
+        assert await engine.request(group, named) == ["first", "last"]
+    assert engine.ranks == [1, 0, 0, 1, 1, 1]

@@ -3,7 +3,9 @@
 import numpy as np
 
 from rollout_spec.config import SpecConfig
+from rollout_spec.drafting.groups import Groups
 from rollout_spec.drafting.history import History
+from rollout_spec.metrics import EngineCounters
 from rollout_spec.predict.replay import Counts, replay
 from rollout_spec.trace import to_line
 
@@ -34,3 +36,37 @@ def merged(*contents):
     for content in contents:
         history.merge(content)
     return history
+
+
+def write_trace(path, *lines):
+    path.write_text("".join(to_line("g", None, prompt, responses) for prompt, responses in lines))
+    return path
+
+
+def tokens_of(line):
+    return line.prompt_token_ids.tolist(), [response.tolist() for response in line.responses]
+
+
+class Rows:
+    """Requests one after the other, each of which says its text in one step and ends."""
+
+    def __init__(self, index, history):
+        self.index, self.history, self.counters = index, history, EngineCounters()
+        self.groups = Groups(index, history, self.counters)
+
+    def add(self, prompt, group=None, num_group_tokens=None, sample=None):
+        return self.groups.add(int32(*prompt), group, num_group_tokens, sample)
+
+    def say(self, sequence, row):
+        no = int32(0)
+        return self.index.index_and_draft(int32(sequence.handle), int32(*row)[None], no, int32(len(row)), no)
+
+    def end(self, sequence, row):
+        self.say(sequence, row)
+        self.groups.park(sequence, is_aborted=False)
+        return sequence
+
+    def index_all(self):
+        while self.groups.has_waiting or self.index.has_unindexed:
+            self.index.catch_up()
+            self.groups.hand_on_next_text()

@@ -48,17 +48,44 @@ class Response(NamedTuple):
     name: list[Any]
     prompt: list[int]
     tokens: list[int]
+    num_generated: int  # of them, by the policy
 
     @property
     def kind(self):
         return self.name[2]
 
 
+class Run(NamedTuple):
+    folder: pathlib.Path
+    metrics: dict[int, dict[str, Any]]  # by training step
+    responses: list[Response]
+    last_steps: tuple[int, ...] = ()  # of each process
+
+    def of_steps(self, metric):
+        return [metrics.get(f"rollout/spec_{metric}", 0) for metrics in self.metrics.values()]
+
+    def total(self, metric):
+        return sum(self.of_steps(metric))
+
+    def ended(self, kind):
+        return [response for response in self.responses if response.kind == kind]
+
+    def history(self, step):
+        return merged(*read_file(self.folder / f"global_step_{step}" / FILE))
+
+    def saved(self, step):
+        history, groups = self.history(step), {response.group for response in self.responses}
+        return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}
+
+
 def smollm2():
     return make_model(pathlib.Path(".cache/models/smollm2-float32"), "float32")
 
 
-def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * NUM_PROMPTS):
+def command(
+    folder, model, *overrides, method="sam", mode="sync", num_train=2 * NUM_PROMPTS, num_steps=NUM_STEPS,
+    num_samples=NUM_SAMPLES,
+):  # fmt: skip
     """verl's own command for a GRPO training, which the overrides may make another one."""
     train_file, val_file = make_data(folder, num_train=num_train, num_val=NUM_PROMPTS)
     groups = ["cpu", "grpo", *([] if mode == "sync" else [mode])]
@@ -67,6 +94,9 @@ def command(folder, model, *overrides, method="sam", mode="sync", num_train=2 * 
         f"+rollout_spec_demo=[{','.join(groups)}]",
         f"+rollout.spec={method}",
         "rollout.spec.batch_threshold=64",
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.default_local_dir={folder}",
+        f"actor_rollout_ref.rollout.n={num_samples}",
         f"data.max_response_length={LENGTH}",
         f"data.train_files={train_file}",
         f"data.val_files={val_file}",
@@ -122,15 +152,9 @@ def responses_of(folder):
     for file in sorted((folder / trace.FOLDER).glob("rollouts-*.jsonl")):
         for line in read_trace(file):
             common = int(file.stem.split("-")[1]), line.step, line.group
-            for name, own in zip(line.names, line.responses, strict=True):
-                found.append(Response(*common, name, line.prompt_token_ids.tolist(), own.tolist()))
+            for name, own, num in zip(line.names, line.responses, line.num_generated, strict=True):
+                found.append(Response(*common, name, line.prompt_token_ids.tolist(), own.tolist(), num))
     return found
-
-
-def saved(folder, step):
-    history = merged(*read_file(folder / f"global_step_{step}" / FILE))
-    groups = {response.group for response in responses_of(folder)}
-    return {group: [text.tolist() for text in history.get(group_key(group))] for group in sorted(groups)}
 
 
 def make_policy(folder):
@@ -161,12 +185,8 @@ def make_image_data(folder):
 
 def train(folder, model, *overrides, method="sam"):
     """The metrics of the steps of a training, each of which has a gradient, and accepted drafts with sam."""
-    options = [
-        f"trainer.total_training_steps={NUM_STEPS}",
-        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
-        f"reward.custom_reward_function.path={TOOLS}",
-    ]
-    steps = execute(command(folder, model, *options, *overrides, method=method), folder)
+    reward = f"reward.custom_reward_function.path={TOOLS}"
+    steps = execute(command(folder, model, reward, *overrides, method=method), folder)
     assert [*steps] == list(range(1, NUM_STEPS + 1))
     for metrics in steps.values():
         assert metrics["actor/grad_norm"] > 0

@@ -18,7 +18,7 @@ from rollout_spec_lab import processes
 from rollout_spec_lab.cli import build_parser, main
 from rollout_spec_lab.cli.demo import TRAINERS
 from rollout_spec_lab.demo.runner import DemoPlan, RunFailedError, overrides, train
-from tests.test_cli import check_parser, parsers
+from tests.distributions import check_parser, parsers
 
 COMMAND = (sys.executable, "-m", "rollout_spec_lab.cli")
 

@@ -23,7 +23,7 @@ from rollout_spec_lab.demo import data, model, report, runner
 from rollout_spec_lab.demo import turns as demo_turns
 from rollout_spec_lab.demo.reward import WEIGHTS, compute_score
 from rollout_spec_lab.demo.turns import METHODS, Turns, in_turn, pairs_of, plan_of, prompts_of, turns_of
-from tests.test_report import write_run
+from tests.runs import write_run
 from tests.trainings import make_policy
 
 

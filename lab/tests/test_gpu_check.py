@@ -25,7 +25,7 @@ from rollout_spec_lab.gpu_check import PARTS as ALL_PARTS
 from rollout_spec_lab.gpu_check.gpu_check import Check
 from rollout_spec_lab.gpu_check.page import tables, verdict
 from rollout_spec_lab.gpu_check.plan import CheckPlan
-from tests.test_device_waits import STEPS as COUNTED
+from tests.vllm_doubles import STEPS as COUNTED
 
 METHODS = ["off", "sam", "suffix"]
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"

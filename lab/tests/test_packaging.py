@@ -3,7 +3,7 @@
 import shutil
 import sys
 
-from tests.test_packaging import IGNORED, ROOT, entry_points, packaged, run
+from tests.distributions import IGNORED, ROOT, entry_points, packaged, run
 
 
 def test_the_laboratorys_wheel_holds_its_own_package_and_nothing_else(tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_spec_lab.roofline.model import Model, RooflineError
 from rollout_spec_lab.roofline.roofline import DEVICES, Device, Roofline
-from tests.test_recipes import composed, layouts
+from tests.configs import composed_recipe, recipe_layouts
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/models/*.json"))}
@@ -299,11 +299,11 @@ def test_published_steps_with_drafts_are_met_however_many_tokens_they_verify(dev
         assert abs(np.mean(of_range)) < 0.09
 
 
-@pytest.mark.parametrize(("recipe", "size", "device", "mode"), layouts())
+@pytest.mark.parametrize(("recipe", "size", "device", "mode"), recipe_layouts())
 def test_a_recipe_fits_its_device(recipe, size, device, mode):
     """Weights, the buffers of a step, and the longest responses of a tail of 8 on each rank."""
     model = Model.read(RECIPES[size])
-    rollout = composed(recipe, size, f"rollout_spec_device={device}").actor_rollout_ref.rollout
+    rollout = composed_recipe(recipe, size, f"rollout_spec_device={device}").actor_rollout_ref.rollout
     # Two for each expert of a token; vLLM gathers the tokens of all ranks.
     num_tokens = rollout.max_num_batched_tokens * rollout.data_parallel_size
     buffers = 2 * num_tokens * model.num_experts_per_token * model.hidden_size * model.bytes_per_value

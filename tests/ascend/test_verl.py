@@ -18,10 +18,10 @@ from vllm_ascend.worker.worker import NPUWorker  # noqa: E402
 from rollout_spec.config import ConfigError  # noqa: E402
 from rollout_spec.verl.worker_extension import SpecWorkerExtension  # noqa: E402
 from tests.ascend.conftest import K, engine, noted_lengths, siblings  # noqa: E402
+from tests.configs import check_recipe, composed_recipe  # noqa: E402
 from tests.engine.conftest import core_of, proposer_of  # noqa: E402
 from tests.engine.rollout_server import EXTENSION  # noqa: E402
 from tests.engine.serving import serve  # noqa: E402
-from tests.test_recipes import check, composed  # noqa: E402
 
 # verl's quick start on Ascend, tests/special_npu/quick_start/run_qwen3_0_6b_fsdp2_vllm_ascend.sh.
 QUICK_START = [
@@ -46,19 +46,19 @@ def test_verls_quick_start_composes_with_our_option():
     long = [*ours, "rollout.spec.num_speculative_tokens=16"]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config, longest = (compose("ppo_trainer", [*QUICK_START, *more]) for more in (ours, long))
-    check(config)
+    check_recipe(config)
     assert config.trainer.device == "npu"
     refusal = r"^rollout\.spec\.num_speculative_tokens=16: must be at most 15 [^\n]*$"
     with pytest.raises(ConfigError, match=refusal):
-        check(longest)
+        check_recipe(longest)
 
 
 @pytest.mark.parametrize("size", ["qwen3_32b", "qwen3_235b"])
 def test_the_published_rule_composes_and_drafts(size, coarse_model):
     """K = 3 while at most 8 requests decode: from the recipe's command line to the engine's drafts."""
     rule = ["rollout.spec.batch_threshold=8", "rollout.spec.num_speculative_tokens=3"]
-    config = composed("grpo", size, "rollout_spec_device=npu", *rule)
-    check(config)
+    config = composed_recipe("grpo", size, "rollout_spec_device=npu", *rule)
+    check_recipe(config)
     rollout = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=True)
     assert rollout["enforce_eager"], "as here"
     asked = rollout["engine_kwargs"]["vllm"]

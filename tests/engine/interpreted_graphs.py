@@ -4,8 +4,11 @@
 from tests.engine import interpreted_cuda
 
 import contextlib
+import functools
 import pathlib
 from typing import Any
+
+from vllm.distributed.parallel_state import destroy_model_parallel
 
 from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.interpreted_model import BRIEF, FEWER_BLOCKS, NUM_MODEL_TOKENS
@@ -18,6 +21,7 @@ ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}
 AHEAD = {"async_scheduling": True}
 EARLY = ("gate", "mixed decode", "eagle gate")  # their copies to the host come as early as they may
+STOPPED = ("all of life", "eagle gate")
 GATE = {"batch_threshold": 3}  # closed at first, and open at the end
 RETURNED = {"enable_return_routed_experts": True}  # with which the scheduler waits
 
@@ -27,6 +31,7 @@ def text(models, spec, names, **more):
 
 
 def experts(models, spec, **more):
+    destroy_model_parallel()  # the groups of engines of a dense model have none for experts
     return run(models["experts"], spec, names=SOME, tokenizer=models["target"], **more)
 
 
@@ -94,13 +99,10 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-def main(models, *names):
+@functools.cache
+def scenario(name, models):
     folders = {path.name: str(path) for path in pathlib.Path(models).iterdir()}
-    results = {}
-    for name in names:
-        if "plain" in results:
-            folders["stop"] = late(results["plain"]["requests"]["sampled"]["text"])
-        interpreted_cuda.Event.are_early = name in EARLY
-        results[name] = SCENARIOS[name](folders)
-        results[name] |= interpreted_cuda.take_notes()
-    return results
+    if name in STOPPED:
+        folders["stop"] = late(scenario("plain", models)["requests"]["sampled"]["text"])
+    interpreted_cuda.Event.are_early = name in EARLY
+    return SCENARIOS[name](folders) | interpreted_cuda.take_notes()

@@ -7,10 +7,9 @@ from tests.engine.conftest import KEYED, close, engine_settings
 from tests.engine.interpreted_runner import LATE, PROMPT, serve_named
 from tests.engine.serving import Request, sampling, serve
 
-# How many tokens each rank's requests get: the first rank's gate is closed while it has three of them.
-NUMS_TOKENS = {0: (24, 36, 48), 1: (40,)}
 EXTENSION = "tests.engine.interpreted_ranks.Extension"
-REQUESTS = [(rank, num_tokens) for rank, nums in NUMS_TOKENS.items() for num_tokens in nums]
+# The rank of each, and how many tokens it gets: the first rank's gate is closed while it has three of them.
+REQUESTS = [(0, 24), (0, 36), (0, 48), (1, 40)]
 
 
 class Extension:

@@ -1,9 +1,11 @@
 """What engines give on vLLM's own MRV2 on the CPU, with our drafter and without."""
 
+import functools
 import itertools
 import pathlib
 import random
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,10 @@ from vllm.v1.request import RequestStatus
 from rollout_spec.drafting.history import prompt_key
 from rollout_spec.vllm.proposing.control import Ended, ProposerControl
 from rollout_spec.vllm.proposing.proposer import proposer_of
-from rollout_spec.vllm.versions import is_before, mrv2_architectures
+from rollout_spec.vllm.versions import is_before
 from tests.engine.conftest import KEYED, VOCAB_SIZE, close, core_of, engine_settings, runner_of
+from tests.engine.mixtures import FEW_CHARACTERS, bad_words, random_request
 from tests.engine.serving import FREE, Request, example, sampling, serve
-from tests.engine.test_requests import FEW_CHARACTERS, bad_words, random_request
 from tests.tiny_vl import make_image, make_tiny_vl, tokens
 
 PROMPT = [1, *[65, 66] * 14, 67]
@@ -65,23 +67,28 @@ MIXED = {name: asked for name, asked in DRAWN.items() if asked.params.thinking_t
 LATE = ("grammar", "stop_token", "min_tokens-0", "looping")  # what depends on tokens that are on their way
 
 
-def main(model):
-    plain = run(model, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64)
+SCENARIOS: dict[str, Callable[[str], Any]] = {
+    "plain": lambda m: run(m, None, names=(*NAMES, *MORE, *MIXED), max_num_seqs=64),
+    "drafted": lambda m: run(m, {}, stop_for(m), (*NAMES, "looping"), max_num_seqs=64),
+    "ahead": lambda m: run(m, {"batch_threshold": 3}, stop_for(m), (*FEW, *LATE), async_scheduling=True),
+    "open": lambda m: run(m, {}, stop_for(m), (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
+    "preempted": lambda m: run(m, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
+    "plain window": lambda m: run(m, None, names=WINDOWED, **WINDOW),
+    "window": lambda m: run(m, {}, names=WINDOWED, async_scheduling=not is_before(29), **WINDOW),
+    "mixed": lambda m: run(m, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
+    "plain images": lambda _: images(None, async_scheduling=False),
+    "images": lambda _: images({}, async_scheduling=True),
+}
+
+
+@functools.cache
+def scenario(name, model):
     verify_in_pieces()
-    stop = late(plain["requests"]["sampled"]["text"])
-    result = {
-        "plain": plain,
-        "drafted": run(model, {}, stop, names=(*NAMES, "looping"), max_num_seqs=64),
-        "ahead": run(model, {"batch_threshold": 3}, stop, (*FEW, *LATE), async_scheduling=True),
-        "open": run(model, {}, stop, (*NAMES, *MORE), async_scheduling=True, max_num_seqs=64),
-        "preempted": run(model, {"batch_threshold": 3}, names=FEW, async_scheduling=True, **FEW_BLOCKS),
-        "window": run(model, {}, names=WINDOWED, async_scheduling=not is_before(29), **WINDOW),
-        "plain window": run(model, None, names=WINDOWED, **WINDOW),
-        "mixed": run(model, {}, names=(*MIXED,), async_scheduling=True, max_num_batched_tokens=24),
-    }
-    if mrv2_architectures() is None:  # else MRV1 is taken for it
-        result["images"] = images()
-    return result
+    return SCENARIOS[name](model)
+
+
+def stop_for(model):
+    return late(scenario("plain", model)["requests"]["sampled"]["text"])
 
 
 def verify_in_pieces(num_rows=20):
@@ -93,7 +100,7 @@ def verify_in_pieces(num_rows=20):
     sampler_24.PIECE_BYTES = rejection_sampler.MAX_CHUNK_BYTES = num_rows * 4 * VOCAB_SIZE
 
 
-def images():
+def images(spec, **more):
     """Prompts with one image, another one, both, and none."""
     prompts = []
     for seeds in ([0], [1], [0, 1], []):
@@ -102,8 +109,7 @@ def images():
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_vl(pathlib.Path(folder))
         asked = {"names": FEW[:4], "prompts": prompts, "limit_mm_per_prompt": {"image": 2}}
-        drafted = run(model, {}, **asked, async_scheduling=True)
-        return {"plain": run(model, None, **asked, async_scheduling=False), "drafted": drafted}
+        return run(model, spec, **asked, **more)
 
 
 def late(text):

@@ -38,7 +38,7 @@ def server_of(monkeypatch):
 def make_server(make_engine, server_of, monkeypatch):
     from verl.workers.rollout.vllm_rollout import utils
 
-    class Engine:
+    class SteppedAsyncLLM:
         """As AsyncLLM is to verl's server: requests come and are aborted while the engine steps.
 
         Whoever waits for an output lets it step.
@@ -102,7 +102,7 @@ def make_server(make_engine, server_of, monkeypatch):
 
     def make(spec, full_determinism=False, **arguments):
         llm = make_engine(spec, scheduler_cls=SCHEDULER, worker_extension_cls=EXTENSION, **arguments)
-        return server_of(Engine(llm), {"method": "sam", **(spec or {})}, full_determinism)
+        return server_of(SteppedAsyncLLM(llm), {"method": "sam", **(spec or {})}, full_determinism)
 
     # It would kill the test's process when the process's parent ends.
     monkeypatch.setattr(utils, "set_death_signal", lambda: None)

@@ -10,11 +10,12 @@ import numpy as np
 from docs.request_options import NO_EFFECT, REQUEST, SAME, SAMPLING, THINK, VERSIONS
 from rollout_spec.vllm.keys import NAME_KEY
 from rollout_spec.vllm.versions import untested, version
-from tests.engine.conftest import proposer_of
+from tests.engine.conftest import proposer_of, token_ids
 
 SETTINGS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 30, "ignore_eos": True}
 REASONING = dict(zip(("reasoning_start_str", "reasoning_end_str"), THINK, strict=True))
 VLLM = VERSIONS[-1] if untested() else version()  # whose options the table has
+PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
 numbers = itertools.count()
 
 
@@ -76,6 +77,17 @@ def sampling(asked=MappingProxyType({}), text="", key="one"):
         if name in made:
             made[name] = make(made[name])
     return SamplingParams(**made)
+
+
+def greedy(max_tokens=60, **settings):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
+
+
+def generate(llm, prompts=PROMPTS, params=None):
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
 
 
 def serve(llm, requests):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -13,7 +14,7 @@ import torch
 from rollout_spec.patches import put_before
 from rollout_spec.vllm.refusals.checks import mrv2_misfit
 from rollout_spec.vllm.versions import version
-from tests.engine.test_graphs import GRAPHS, STEPS, K
+from tests.engine.graph_steps import GRAPHS, STEPS, K
 
 if version() == "0.23.0" and mrv2_misfit() is not None:
     pytest.skip("with vLLM 0.23 our drafter runs on MRV1 alone", allow_module_level=True)
@@ -259,7 +260,7 @@ def test_how_many_graphs_come_and_in_which_order(monkeypatch):
     ],
 )
 def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkeypatch):
-    meeting, given = threading.Barrier(2), {}
+    meeting, given = threading.Barrier(2, timeout=60), {}
 
     def all_reduce(tensor, group=None):
         given[threading.get_ident()] = tensor.clone()
@@ -270,16 +271,8 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
     monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce), raising=False)
     runners = [runner_with(monkeypatch, data_parallel_size=2) for _ in rows]
-    found: list[Any] = [None] * len(rows)
-
-    def run(rank):
-        found[rank] = graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(rows))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    with ThreadPoolExecutor(len(rows)) as ranks:
+        found = [*ranks.map(graph_of, runners, rows, (num_prompts, 0), range(len(rows)))]
     assert [graph.cg_mode.name for graph in found] == [mode] * 2
     if mode != "NONE":
         assert len({(graph.num_tokens, is_for_drafts(graph)) for graph in found}) == 1

@@ -1,20 +1,11 @@
 """Which CUDA graph vLLM's runner takes for a step, asked of its own dispatcher with CUDA's settings."""
 
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
 
 from tests.engine.conftest import runner_of
-
-K = 8  # draft tokens
-# How many tokens each row has: in plain steps of all sizes that an engine here serves, in one with drafts,
-# and in one of longest drafts only.
-STEPS = [[[1] * num_rows for num_rows in range(1, 17)], [[1 + K, 1, 4]], [[1 + K] * 2]]
-# Of each of vLLM's modes, on both runners.
-GRAPHS = {
-    "FULL_AND_PIECEWISE": ["FULL", "PIECEWISE", "PIECEWISE"],
-    "FULL_DECODE_ONLY": ["FULL", "NONE", "NONE"],
-    "PIECEWISE": ["PIECEWISE", "PIECEWISE", "PIECEWISE"],
-}
+from tests.engine.graph_steps import GRAPHS, STEPS, K
 
 
 @pytest.fixture
@@ -41,3 +32,21 @@ def graphs(runner, mode="FULL_AND_PIECEWISE"):
 
 def test_full_graphs_are_for_plain_steps(runner):
     assert {mode: graphs(runner, mode) for mode in GRAPHS} == GRAPHS
+
+
+def test_waits_are_counted_and_what_a_replay_reads_and_did_not_write_is_spoilt(monkeypatch):
+    """Of the tests' own CUDA graphs; that they replay the rest, engines show."""
+    pytest.importorskip("triton")
+    from tests.engine import recorded_graphs
+
+    recorded_graphs.install(monkeypatch.setattr)
+    recorded_graphs.waits.clear()
+    row, mask, number = torch.ones(2), torch.tensor([True, False]), torch.tensor(2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        found = row[mask] * int(number)
+    assert len(recorded_graphs.waits) == 2 and "item" in str(recorded_graphs.waits)
+    assert found.tolist() == [2]
+    graph.made.append(row)  # as if its capture had made it
+    graph.replay()
+    assert found.isnan().all()

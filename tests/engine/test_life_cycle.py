@@ -4,19 +4,8 @@ import pytest
 from vllm import SamplingParams
 
 from rollout_spec.vllm.keys import CALL_KEY, GROUP_KEY, GROUP_TOKENS_KEY, SAMPLE_KEY
-from tests.engine.conftest import core_of, proposer_of, token_ids
-
-LENGTH = 60
-PROMPTS = [[5, 6, 7, 8 + i] * 4 for i in range(8)]
-
-
-def greedy(max_tokens=LENGTH, **settings):
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **settings)
-
-
-def generate(llm, prompts=PROMPTS, params=None):
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return token_ids(llm.generate(inputs, params or greedy(), use_tqdm=False))
+from tests.engine.conftest import core_of, proposer_of
+from tests.engine.serving import PROMPTS, generate, greedy
 
 
 def test_turns_go_on_where_their_sample_stands(make_engine):

@@ -19,8 +19,8 @@ from rollout_spec.vllm.versions import is_before, mrv2_has_draft_models, version
 from tests.engine.conftest import UNTESTED, configured
 from tests.engine.interpreted_heads import served_heads
 from tests.engine.interpreted_model import served, served_in_brief
+from tests.engine.interpreting import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda
 from tests.engine.serving import assert_each_same
-from tests.engine.test_mrv2 import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda
 from tests.engine.tiny_heads import DRAFT_TOKENS, make_bigrams, make_eagle, make_eagle3, make_even, make_mtp
 
 pytestmark = NEEDS_MRV2
@@ -168,28 +168,27 @@ def test_a_head_with_a_vocabulary_of_its_own_draws_with_the_noise_of_its_tokens(
 
 
 @pytest.fixture(scope="module")
-def graph_engines(heads):
-    return functools.cache(lambda *engines: on_cuda(heads, *engines))
+def on_graphs(heads):
+    with on_cuda(heads) as scenario:
+        yield scenario
 
 
 @WITH_GRAPHS
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", ["eagle", "eagle gate"])
-def test_graphs_change_nothing_beside_a_model(graph_engines, engine):
-    found = graph_engines("plain", "eager eagle", "eagle", "eagle gate")
-    assert_graphs_change_no_drafts(found[engine], found["eager eagle"], found["plain"])
+def test_graphs_change_nothing_beside_a_model(on_graphs, engine):
+    assert_graphs_change_no_drafts(*map(on_graphs, (engine, "eager eagle", "plain")))
 
 
 @WITH_GRAPHS
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("engine", "eager"), [("eagle preempted", "eager eagle"), ("copy", "eager copy")])
-def test_neither_where_rows_are_preempted_or_the_model_is_the_target(graph_engines, engine, eager):
+def test_neither_where_rows_are_preempted_or_the_model_is_the_target(on_graphs, engine, eager):
     if engine == "copy" and not mrv2_has_draft_models():
         pytest.skip("0.32 is the first vLLM whose MRV2 has draft models")
-    found = graph_engines("plain", eager, engine)
-    assert_graphs_change_no_drafts(found[engine], found[eager], found["plain"], has_graphs=engine != "copy")
-    assert any(step["preempted"] for step in found[engine]["steps"]) == (engine == "eagle preempted")
+    assert_graphs_change_no_drafts(*map(on_graphs, (engine, eager, "plain")), has_graphs=engine != "copy")
+    assert any(step["preempted"] for step in on_graphs(engine)["steps"]) == (engine == "eagle preempted")
 
 
 def assert_graphs_change_no_drafts(found, eager, plain, has_graphs=True):

@@ -1,12 +1,7 @@
 """MRV2 with our drafter: vLLM's own runner on the CPU, its Triton kernels interpreted."""
 
-import functools
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,15 +15,13 @@ from rollout_spec.verification.noise import make_key
 from rollout_spec.vllm import plugin, speculative_config
 from rollout_spec.vllm.keys import RequestKeys
 from rollout_spec.vllm.refusals.checks import mrv2_misfit
-from rollout_spec.vllm.versions import is_before, mrv2_architectures, version
+from rollout_spec.vllm.versions import is_before, mrv2_architectures
 from tests.engine.conftest import EXPERTS, configured, make_tiny
 from tests.engine.interpreted_runner import BAD_WORDS
+from tests.engine.interpreting import NEEDS_MRV2, WITH_GRAPHS, assert_stopped, interpreted, on_cuda, scenarios
 from tests.engine.serving import assert_each_same, assert_none_is_idle, assert_same
 
-OLD, ON_MRV1 = version() == "0.23.0", "with vLLM 0.23 our drafter runs on MRV1 alone"
-NEEDS_MRV2 = pytest.mark.skipif(OLD and mrv2_misfit() is not None, reason=ON_MRV1)
-WITH_GRAPHS = pytest.mark.skipif(OLD, reason=ON_MRV1)
-# `results` takes minutes, and other tests have the processors too.
+# An engine takes minutes, and other tests have the processors too.
 pytestmark = [NEEDS_MRV2, pytest.mark.timeout(1800)]
 AHEAD = ("ahead", "open", "preempted", "mixed")
 ENGINES = ("drafted", *AHEAD)
@@ -109,33 +102,27 @@ def test_on_mrv2_a_request_keeps_its_key_until_it_has_ended(monkeypatch):
     assert params.seed is None, "it is the scheduler's"
 
 
-def interpreted(module, path, *given, **environment):
-    """What `main` of a module gives, in a process whose Triton is interpreted from the start."""
-    command = [sys.executable, "-m", "tests.engine.interpreted", str(path), module, *given]
-    env = {**os.environ, **environment}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(path.read_text())
-
-
 def samples(found):
     return [sample for one in found["requests"].values() for sample in (one, *one["others"])]
 
 
 @pytest.fixture(scope="module")
-def results(chat_model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("mrv2") / "results.json"
-    return interpreted("tests.engine.interpreted_runner", path, chat_model)
+def served(chat_model):
+    with scenarios("tests.engine.interpreted_runner", chat_model) as scenario:
+        yield scenario
 
 
-def test_all_engines_have_mrv2(results):
-    images = results.get("images", {})
-    for found in (*(each for name, each in results.items() if name != "images"), *images.values()):
-        assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
+@pytest.mark.parametrize("engine", ["plain", "window", "plain window", *ENGINES])
+def test_all_engines_have_mrv2(served, engine):
+    assert_has_mrv2(served(engine))
 
 
-def test_a_request_gets_what_it_asks_for(results):
-    found = results["plain"]["requests"]
+def assert_has_mrv2(found):
+    assert found["model_runner"].endswith(".cpu.model_runner"), "MRV1 is in cpu_model_runner"
+
+
+def test_a_request_gets_what_it_asks_for(served):
+    found = served("plain")["requests"]
     assert_none_is_idle(found)
     assert {*BAD_WORDS}.isdisjoint(found["bad_words"]["tokens"])
     assert re.fullmatch("([a-d][!-+]){7,9}", found["grammar"]["text"])
@@ -143,80 +130,85 @@ def test_a_request_gets_what_it_asks_for(results):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_change_nothing(results, engine):
-    assert_each_same(results[engine]["requests"], results["plain"]["requests"])
+def test_drafts_change_nothing(served, engine):
+    assert_each_same(served(engine)["requests"], served("plain")["requests"])
 
 
 @pytest.mark.skipif(mrv2_architectures() is not None, reason="vLLM 0.24 takes MRV1 for images")
-def test_neither_where_prompts_have_images(results):
-    plain, drafted = (results["images"][name] for name in ("plain", "drafted"))
+def test_neither_where_prompts_have_images(served):
+    plain, drafted = served("plain images"), served("images")
+    assert_has_mrv2(plain)
+    assert_has_mrv2(drafted)
     assert drafted["counters"]["num_accepted_tokens"] > 10
-    assert {*map(str, plain["requests"].values())}.isdisjoint(map(str, results["plain"]["requests"].values()))
+    assert {*map(str, plain["requests"].values())}.isdisjoint(map(str, served("plain")["requests"].values()))
     assert drafted["requests"] == plain["requests"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_drafts_are_verified_and_accepted(results, engine):
+def test_drafts_are_verified_and_accepted(served, engine):
     """But for those of rows that were preempted or have ended, and what a grammar does not allow."""
-    counters, steps = results[engine]["counters"], results[engine]["steps"]
+    counters, steps = served(engine)["counters"], served(engine)["steps"]
     assert counters["num_accepted_tokens"] > (0 if engine == "ahead" else 20)
     assert counters["num_failed_steps"] == counters["num_untracked_rows"] == 0
     assert any(step["preempted"] for step in steps) == (engine == "preempted")
     assert not any(step["waiting_rows"] for step in steps), "a preempted request has no row"
     assert sum(step["drafts"] + step["lost"] + step["cut"] for step in steps) == counters["num_draft_tokens"]
     refusal = "not supported together with drafts: logprob_token_ids: vLLM cannot compute them"
-    assert re.match(f"^rollout_spec: {refusal}[^\n]*$", results[engine]["refusal"])
+    assert re.match(f"^rollout_spec: {refusal}[^\n]*$", served(engine)["refusal"])
 
 
-def test_keys_behind_a_window_are_freed_no_earlier_than_without_drafts(results):
-    asked = [results[name]["requests"] for name in ("window", "plain window")]
+def test_keys_behind_a_window_are_freed_no_earlier_than_without_drafts(served):
+    asked = [served(name)["requests"] for name in ("window", "plain window")]
     tokens = [[one["tokens"] for one in found.values()] for found in asked]
     assert tokens[0] == tokens[1]
-    assert results["window"]["counters"]["num_accepted_tokens"] > 50
-    assert any(step["in_flight"] for step in results["window"]["steps"]) == (not is_before(29))
+    assert served("window")["counters"]["num_accepted_tokens"] > 50
+    assert any(step["in_flight"] for step in served("window")["steps"]) == (not is_before(29))
 
 
 @pytest.mark.parametrize("engine", AHEAD)
-def test_steps_are_scheduled_ahead_with_drafts_and_without(results, engine):
-    steps = results[engine]["steps"]
+def test_steps_are_scheduled_ahead_with_drafts_and_without(served, engine):
+    steps = served(engine)["steps"]
     for is_drafted in (True, False):
         in_flight = [step["in_flight"] for step in steps if (step["drafts"] > 0) == is_drafted]
         assert len(in_flight) > 3
         assert sum(in_flight) >= (0.9 if is_drafted else 0.6) * len(in_flight)
-    assert not any(step["in_flight"] for step in results["drafted"]["steps"])
+
+
+def test_no_step_is_scheduled_ahead_where_nobody_asks_for_it(served):
+    assert not any(step["in_flight"] for step in served("drafted")["steps"])
 
 
 @pytest.mark.parametrize("engine", ["ahead", "open"])
-def test_an_engine_core_schedules_in_every_call(results, engine):
+def test_an_engine_core_schedules_in_every_call(served, engine):
     """After a call that runs nothing it sleeps, and a rank of experts runs a dummy batch."""
-    assert re.fullmatch("(ran )+(idle )*", results[engine]["calls"])
+    assert re.fullmatch("(ran )+(idle )*", served(engine)["calls"])
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_every_token_is_indexed_once(results, engine):
+def test_every_token_is_indexed_once(served, engine):
     """Those that a step gave after a stop string too."""
-    counters = results[engine]["counters"]
-    served = samples(results[engine])
-    num_tokens = sum(len(one["tokens"]) for one in served)
+    counters = served(engine)["counters"]
+    found = samples(served(engine))
+    num_tokens = sum(len(one["tokens"]) for one in found)
     num_more = counters["num_row_steps"] + counters["num_accepted_tokens"] - num_tokens
-    assert 0 <= num_more <= 8 * sum(isinstance(one["end"][1], str) for one in served)
+    assert 0 <= num_more <= 8 * sum(isinstance(one["end"][1], str) for one in found)
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_requests_go_on_where_their_cache_is_dropped_or_drafting_fails(results, engine):
+def test_requests_go_on_where_their_cache_is_dropped_or_drafting_fails(served, engine):
     """Nothing is lost or there twice of a step that was in flight, for the drafter neither."""
-    found = results[engine]
+    found = served(engine)
     assert len(found["reset_in_flight"]) > 3 and any(found["reset_in_flight"]) == (engine != "drafted")
     for name, tokens in found["reset"].items():
-        assert tokens == results["plain"]["requests"][name]["tokens"], name
+        assert tokens == served("plain")["requests"][name]["tokens"], name
     assert sorted(found["reset"].values()) == sorted(found["reset_history"][-len(found["reset"]) :])
-    assert found["failing"]["sampled"] == results["plain"]["requests"]["sampled"]
+    assert found["failing"]["sampled"] == served("plain")["requests"]["sampled"]
     assert found["num_failed_steps"] > 8
 
 
 @pytest.mark.parametrize("engine", ["drafted", "ahead", "open"])
-def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(results, engine):
-    found, sampled = results[engine], results["plain"]["requests"]["sampled"]
+def test_a_weight_sync_interrupts_and_the_history_helps_behind_it(served, engine):
+    found, sampled = served(engine), served("plain")["requests"]["sampled"]
     assert found["interrupted"] == sampled["tokens"], "aborted, it goes on as another request"
     before, after = found["sync_in_flight"]
     assert (before > 0, after) == (engine != "drafted", 0), "what is in flight is of the old policy"
@@ -238,14 +230,6 @@ def is_of(kept, response):
     return kept[: len(response)] == response and len(kept) <= len(response) + 8
 
 
-def assert_stopped(found, sampled):
-    """A request with a stop string got what came before it."""
-    stop, stopped = found["stop"], found["stopped"]
-    assert stopped["end"] == ["stop", stop]
-    assert stopped["text"] == sampled["text"].partition(stop)[0]
-    assert stopped["tokens"] == sampled["tokens"][: len(stopped["tokens"])]
-
-
 def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path):
     """The tokens that were drawn need no other logits; any other needs clearly other ones."""
     found = interpreted("tests.engine.interpreted_certify", tmp_path / "gaps.json", chat_model)
@@ -256,59 +240,52 @@ def test_certify_explains_differences_by_the_noise_of_mrv2(chat_model, tmp_path)
 # With FULL the same graphs are for any step; of random mixtures hardly a step is a plain one.
 KINDS = {"whole": ("plain",), "mixed": ("drafts",), "mixed decode": ("drafts",)}
 MORE = {
-    "plain": ("all of life", "waiting", "preempted", *([] if is_before(32) else ["whole"])),
-    "plain one token": ("one token",),
-    "plain mixed": ("mixed", "mixed decode"),
-    "plain experts": ("experts",),
-    "plain returned": ("returned",),
+    **dict.fromkeys(("all of life", "waiting", "preempted"), "plain"),
+    **({} if is_before(32) else {"whole": "plain"}),
+    "one token": "plain one token",
+    **dict.fromkeys(("mixed", "mixed decode"), "plain mixed"),
+    "experts": "plain experts",
+    "returned": "plain returned",
 }
 
 
 @pytest.fixture(scope="module")
-def graph_engines(chat_model, tmp_path_factory):
+def on_graphs(chat_model, tmp_path_factory):
     models = tmp_path_factory.mktemp("graphs") / "models"
     shutil.copytree(chat_model, models / "target")
     make_tiny("Qwen2Moe", models / "experts", **EXPERTS)
-    return functools.cache(lambda *engines: on_cuda(models, *engines))
-
-
-def on_cuda(models, *engines):
-    return interpreted("tests.engine.interpreted_graphs", models.with_suffix(".json"), str(models), *engines)
+    with on_cuda(models) as scenario:
+        yield scenario
 
 
 @WITH_GRAPHS
 @pytest.mark.parametrize("engine", ["open", "gate"])
-def test_graphs_change_nothing(graph_engines, engine):
-    found = graph_engines("plain", "open", "gate")
-    assert_graphs_change_nothing(found[engine], found["plain"])
+def test_graphs_change_nothing(on_graphs, engine):
+    assert_graphs_change_nothing(on_graphs(engine), on_graphs("plain"))
 
 
 @WITH_GRAPHS
-def test_no_step_and_no_warm_up_has_more_rows_of_logits_than_the_profile(graph_engines):
+def test_no_step_and_no_warm_up_has_more_rows_of_logits_than_the_profile(on_graphs):
     """Beyond that memory is the KV cache's."""
-    rows = graph_engines("plain", "open", "gate")["open"]["rows"]  # 16 requests, 24 draft tokens
+    rows = on_graphs("open")["rows"]  # 16 requests, 24 draft tokens
     assert rows["profile"] == 40 >= rows["later"] > 30
 
 
 @WITH_GRAPHS
 @pytest.mark.long
-@pytest.mark.parametrize("plain", MORE)
-def test_graphs_change_nothing_of_all_that_a_step_can_be(graph_engines, plain):
-    """Preempted rows, chunks and prompts of one token, aborts, a sync, a reset, drafts that fail, experts."""
-    if plain == "plain returned" and is_before(32):
+@pytest.mark.parametrize(("engine", "plain"), MORE.items())
+def test_graphs_change_nothing_of_all_that_a_step_can_be(on_graphs, engine, plain):
+    if engine == "returned" and is_before(32):
         pytest.skip("on CPUs vLLM 0.29 returns no experts, and 0.24 takes MRV1; 0.32 does")
-    found = graph_engines(plain, *MORE[plain])
-    for engine in MORE[plain]:
-        assert_graphs_change_nothing(found[engine], found[plain], KINDS.get(engine, ("plain", "drafts")))
-    if plain == "plain":
-        sampled, life = found[plain]["requests"]["sampled"], found["all of life"]
-        assert life["interrupted"] == sampled["tokens"]
-        assert_same(life["failing"]["sampled"], sampled)
-        for name, tokens in life["reset"].items():
-            assert tokens == found[plain]["requests"][name]["tokens"], name
-        assert any(step["preempted"] for step in found["preempted"]["steps"])
-    served = found[plain]["requests"].values()
-    assert {one["experts"] is not None for one in served} == {plain == "plain returned"}
+    found, served = on_graphs(engine), on_graphs(plain)["requests"]
+    assert_graphs_change_nothing(found, on_graphs(plain), KINDS.get(engine, ("plain", "drafts")))
+    if engine == "all of life":
+        assert found["interrupted"] == served["sampled"]["tokens"]
+        assert_same(found["failing"]["sampled"], served["sampled"])
+        for name, tokens in found["reset"].items():
+            assert tokens == served[name]["tokens"], name
+    assert engine != "preempted" or any(step["preempted"] for step in found["steps"])
+    assert {one["experts"] is not None for one in served.values()} == {engine == "returned"}
 
 
 def assert_graphs_change_nothing(found, plain, kinds=("plain", "drafts")):

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine.conftest import EXPERTS, make_tiny
+from tests.engine.interpreting import WITH_GRAPHS, interpreted
 from tests.engine.serving import assert_each_same
-from tests.engine.test_mrv2 import WITH_GRAPHS, interpreted
 
 MODULE = "tests.engine.interpreted_ranks"
 GRAPHS = "tests.engine.interpreted_graph_ranks"

@@ -18,9 +18,8 @@ from rollout_spec.vllm.engine_cores import EngineCores, check_client
 from rollout_spec.vllm.versions import version
 from tests.engine.conftest import KEYED, close, engine_settings, make_tiny, new_engine, proposer_of, runner_of
 from tests.engine.rollout_server import EXTENSION
-from tests.engine.serving import Request, sampling
+from tests.engine.serving import PROMPTS, Request, generate, greedy, sampling
 from tests.engine.serving import serve as serve_requests
-from tests.engine.test_life_cycle import PROMPTS, generate, greedy
 from tests.text import merged
 
 pytestmark = pytest.mark.usefixtures("own_process_groups")

@@ -27,11 +27,11 @@ from rollout_spec.vllm.upstream import recurrent_rows
 from rollout_spec.vllm.versions import minor, version
 from tests.engine import recurrent_scenarios as scenarios
 from tests.engine.conftest import KEYED, close, configured, core_of
+from tests.engine.interpreting import interpreted
+from tests.engine.mixtures import MIXING, NUM_MIXED, random_request
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.recurrent_scenarios import SEES, SHORT_STEPS, note_rows, served
 from tests.engine.serving import assert_same, num_accepted, serve
-from tests.engine.test_mrv2 import interpreted
-from tests.engine.test_requests import MIXING, NUM_MIXED, random_request
 from tests.engine.tiny_recurrent import make_mtp, make_recurrent
 from tests.tiny_vl import IMAGE, make_image
 

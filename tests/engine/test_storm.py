@@ -13,8 +13,7 @@ import pytest
 from rollout_spec.drafting.history import group_key
 from rollout_spec.metrics import RequestCounters, RolloutReport
 from tests.engine.conftest import EOS_TOKEN_ID, KEYED, core_of, proposer_of
-from tests.engine.serving import sampling
-from tests.engine.test_life_cycle import PROMPTS, generate
+from tests.engine.serving import PROMPTS, generate, sampling
 from tests.text import merged
 
 

@@ -10,7 +10,7 @@ from rollout_spec import patches
 from rollout_spec.vllm.both_runners.top_k_top_p import cut_rows_alike
 from rollout_spec.vllm.versions import version
 from tests.accelerator import DEVICE, HOST, Accelerator
-from tests.engine.test_mrv2 import interpreted
+from tests.engine.interpreting import interpreted
 
 NUMS_ROWS = (1, 7, 8, 64, 65)
 

@@ -25,8 +25,7 @@ from rollout_spec.verl.server import SpecHttpServer
 from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
-from tests.engine.serving import num_accepted
-from tests.engine.test_life_cycle import PROMPTS
+from tests.engine.serving import PROMPTS, num_accepted
 from tests.engine.tiny_heads import loaded
 from tests.engine.tiny_recurrent import make_recurrent
 from tests.text import merged

@@ -20,7 +20,7 @@ from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import Load, random_prompts
 from rollout_spec_lab.cli import main
 from tests.engine.conftest import VOCAB_SIZE
-from tests.engine.test_mrv2 import interpreted
+from tests.engine.interpreting import interpreted
 
 SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 

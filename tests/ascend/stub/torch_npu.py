@@ -188,12 +188,9 @@ torch.accelerator.current_device_index = lambda: 0
 _OnTheHost().__enter__()
 torch.Tensor.npu = lambda self, *_, **__: self  # type: ignore[attr-defined]
 _impl = torch.library.Library.impl
+_host_keys = {("vllm", "PrivateUse1"): "CPU"}
 torch.library.Library.impl = lambda self, name, function, dispatch_key="", **kwargs: _impl(
-    self,
-    name,
-    function,
-    "CPU" if (self.ns, dispatch_key) == ("vllm", "PrivateUse1") else dispatch_key,
-    **kwargs,
+    self, name, function, _host_keys.get((self.ns, dispatch_key), dispatch_key), **kwargs
 )
 torch.distributed.is_hccl_available = lambda: False  # type: ignore[attr-defined]
 # vllm-ascend patches these and loads them again.
