@@ -82,6 +82,7 @@ def mrv2_host(accelerator, rows):
         ),
     )  # fmt: skip
     runner.host_drafts = runner.block_tables.host_drafts = HostDrafts(runner, engine_options(config))
+    runner.max_model_len = 48  # as by max_model_len=-1, once vLLM knows its memory
     patches.put_before(DraftingRunner, runner, SPECULATOR)
     patches.put_before(WaitingTables, runner.block_tables, SPECULATOR)
     return runner
