@@ -46,11 +46,11 @@ SOME = || [ $$? = 5 ]
 SUFFIX = -$(RUN) uv pip install --quiet --no-deps --no-build-isolation --python python arctic-inference==0.1.1
 # All but what needs verl or what comes with it: a further one of these fails at its import.
 ENGINE_TESTS := tests/engine $(patsubst %,--ignore tests/engine/test_%.py,certify parallel storm verl_server)
-# What needs verl, and no training: by its name, and three more.
+# What needs verl, and no training: by its name, and these.
 VERL_TESTS := $(wildcard tests/test_verl_*.py tests/engine/test_verl_*.py lab/tests/test_verl_*.py) \
-	tests/test_recipes.py tests/engine/test_storm.py lab/tests/test_checkpoint_engine.py
-# The versions that a table of requirements/install.py has.
-versions = $(shell sed -n 's/^$(1) = //p' requirements/install.py | grep -o '"[^"]*":' | tr -d '":')
+	tests/test_recipes.py tests/test_recurrent.py tests/test_logs.py tests/engine/test_storm.py \
+	lab/tests/test_checkpoint_engine.py
+versions = $(shell $(PYTHON) requirements/install.py --list $(1))
 ASCENDS = $(call versions,ASCENDS)
 
 .PHONY: help demo recording test test-fast test-long test-ascend check format asan mutants docs dev packages \
