@@ -113,12 +113,12 @@ def main() -> None:
     parser.add_argument("--list", choices=["ASCENDS", "NEWER"], help="say which versions are in this table")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    if args.list:
-        return print(*globals()[args.list])
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     if not (headers and importlib.util.find_spec("ensurepip") and (3, 11) <= sys.version_info[:2] < (3, 13)):
         raise SystemExit(f"PYTHON={sys.executable}: must be 3.11 or 3.12, with venv and headers (Python.h)")
-    if args.name:
+    if args.list:
+        print(*globals()[args.list])
+    elif args.name:
         variables = install(args)
         if args.program:
             os.execvpe(args.program[0], args.program, {**os.environ, **variables})
