@@ -1,3 +1,5 @@
+"""Options: what each may be, and the error that names field and range."""
+
 import dataclasses
 
 import pytest

@@ -1,3 +1,5 @@
+"""Metrics: sums of counters over engines and windows, and what is logged of them."""
+
 import pytest
 
 from rollout_spec import metrics

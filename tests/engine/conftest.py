@@ -30,8 +30,8 @@ ENVIRONMENT = {
 closed = itertools.count(1)  # engines
 VOCAB_SIZE = 128
 EOS_TOKEN_ID = 2
-# An engine without drafts whose samples are those of engines with drafts.
 UNTESTED = {"untested_vllm": True} if untested() else {}
+# An engine without drafts whose samples are those of engines with drafts.
 KEYED: dict[str, Any] = {"additional_config": {"rollout_spec": {"method": "keyed"}}}
 
 

@@ -12,10 +12,9 @@ from vllm.distributed.parallel_state import destroy_model_parallel
 
 from rollout_spec.vllm.keys import NAME_KEY
 from tests.engine.interpreted_model import BRIEF, FEWER_BLOCKS, NUM_MODEL_TOKENS
-from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, REQUESTS, late, run
+from tests.engine.interpreted_runner import FEW, FEW_BLOCKS, LATE, MIXED, MORE, NAMES, late, run
 
 FULL, DECODE = (interpreted_cuda.with_graphs(mode) for mode in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"))
-REQUESTS |= {"long": {"max_tokens": 160}}
 SOME = (*FEW, *LATE, "one")
 ONE_TOKEN = [{"prompt_token_ids": [65 + i]} for i in range(len(SOME))]
 CHUNKS = {"max_num_batched_tokens": 24}

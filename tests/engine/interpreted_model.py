@@ -13,13 +13,11 @@ from rollout_spec.vllm.proposing import proposer
 from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.versions import mrv2_has_draft_models
 from tests.engine import interpreted_runner
-from tests.engine.interpreted_runner import FEW_BLOCKS, REQUESTS, late, run
+from tests.engine.interpreted_runner import FEW_BLOCKS, late, run
 
 NUM_MODEL_TOKENS = 3
-REQUESTS |= {"one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12}}
 NAMES = (*interpreted_runner.NAMES, "one", "short")
 BRIEF = ("sampled", "one", "greedy")
-REQUESTS |= {"long": {"max_tokens": 160}}  # so that passes are learned long before its end
 AUTO = {"batch_threshold": "auto"}  # where time is virtual
 UNTIL_WRONG = {"batch_threshold": 3, "min_survival": 0.0}
 FEWER_BLOCKS = FEW_BLOCKS | {"num_gpu_blocks_override": 5}  # for two rows, and then for one

@@ -25,7 +25,7 @@ PROMPT = [1, *[65, 66] * 14, 67]
 TEXT = "".join(map(chr, PROMPT))
 BAD_WORDS = range(64, 128, 2)
 # Beside the table's. All are sampled but for two; their names are their keys but for one.
-REQUESTS: dict[str, dict[str, Any]] = {
+COMMON: dict[str, dict[str, Any]] = {
     "unnamed": {"extra_args": None},
     "greedy": {"temperature": 0},
     "sampled": {"max_tokens": 50},
@@ -43,12 +43,16 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "grammar": {"structured_outputs": {"regex": "([a-d][!-+]){7,9}"}, "ignore_eos": False},
 }  # fmt: skip
 # With those of the table in which a model runner, or its sampler, takes part.
-NAMES = (*REQUESTS, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0")
+NAMES = (*COMMON, "top_p-0", "allowed_token_ids-0", "logprobs-1", "min_tokens-0")
 MORE = (
     FREE, "seed-0", "frequency_penalty-0", "repetition_penalty-0", "prompt_logprobs-0",
     "logprobs-2", "max_tokens-1", "looping",
 )  # fmt: skip
-REQUESTS["looping"] = {"temperature": 0, "max_tokens": 60}  # so that drafts are right in the end
+REQUESTS = COMMON | {
+    "looping": {"temperature": 0, "max_tokens": 60},  # so that drafts are right in the end
+    "long": {"max_tokens": 160},  # so that passes are learned long before its end
+    "one": {"temperature": 1.0, "max_tokens": 40}, "short": {"max_tokens": 12},
+}  # fmt: skip
 FEW = ("unnamed", "greedy", "sampled", "penalties", "top_k", "logprobs-1")
 
 # For two requests of at most 64 tokens, drafts included, and one block more; the first block is vLLM's.
