@@ -21,8 +21,10 @@ class WatchedIndex(SuffixIndex):
         super().__init__(**options)
         self.left = []
 
-    def when_given_up(self, forget_group):
-        super().when_given_up(lambda group: [self.left.append(group), forget_group(group)])
+    def take_given_up(self):
+        taken = super().take_given_up()
+        self.left += taken
+        return taken
 
     def close_group(self, group):
         super().close_group(group)
