@@ -1,7 +1,7 @@
 """When to draft, and how much: speculation pays in the long tail, when few requests are left running.
 
 A token's survival is the probability that a draft is accepted up to and with it. A gate is open for a step
-that it lets have drafts, else closed, and counts both.
+that it lets have drafts, else closed. It counts both; `Drafter` counts the steps for which it does not ask.
 """
 
 import dataclasses
