@@ -276,10 +276,10 @@ class Drafter:
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
         to_come = StepsToCome(not opening.probe_in_two, opening.num_model_tokens)
         if batch.next_step.takes_drafts:
-            return self._give(self._choose(proposed), proposed, batch, to_come)
+            return self._give(self._choose(step, proposed), proposed, batch, to_come)
         if self._has_model:  # a gate that weighed the text's drafts alone might wrongly close
             self.counters.num_steps_on += 1
-        elif not self._choose(proposed).lengths.any():  # the step, had it room, would have stayed empty
+        elif not self._choose(step, proposed).lengths.any():  # the step, had it room, would have stayed empty
             to_come = to_come._replace(drafts_wanted=False)
         return _Given(none, to_come)
 
@@ -328,10 +328,10 @@ class Drafter:
             request.sequence = self._tracked = None
         return result
 
-    def _choose(self, proposed: StepResult) -> Choice:
+    def _choose(self, step: EndedStep, proposed: StepResult) -> Choice:
         """How much of each row's draft the open gate takes; it counts that."""
         lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        return self._gate.choose(proposed.survivals, lengths)
+        return self._gate.choose(step, proposed.survivals, lengths)
 
     def _give(self, choice: Choice, proposed: StepResult, batch: _Batch, to_come: StepsToCome) -> _Given:
         """What the gate takes of each row's draft, its first tokens, and padding."""

@@ -12,8 +12,10 @@ Floats = npt.NDArray[np.float64]
 class Work:
     """What a step processes, known when it begins."""
 
-    num_tokens: int  # drafts and prompts included; of the busiest of data-parallel ranks that step together
-    num_prompt_tokens: int = 0  # of these
+    # Drafts and prompts included. Where data-parallel ranks step together, of the busiest: a rank is not told
+    # how many of that one's are prompts, and takes it that these are as many as its own.
+    num_tokens: int
+    num_prompt_tokens: int = 0  # our own
     has_drafts: bool = False  # whether it verifies drafts, or waited for some
     number: int | None = None  # the same on all such ranks; None: the engine core steps by itself
 
