@@ -73,7 +73,8 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
     return check_confidences(batch, i, error);
 }
 
-static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) {
+/* Count the step, and mark its sequences with its number, so that one which appears twice is found. */
+static rs_status check_and_mark(rs_index *index, const rs_batch *batch, rs_error *error) {
     index->num_steps++;
     rs_status status = check_batch(index, batch, error);
     for (int32_t i = 0; status == RS_OK && i < batch->num_sequences; i++) {
@@ -199,7 +200,7 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
 /* ---- the whole step ---- */
 
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
-    RS_TRY(check(index, batch, error));
+    RS_TRY(check_and_mark(index, batch, error));
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens_to_index);
     batch->num_unindexed = draft_rows(index, batch);
