@@ -217,8 +217,7 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
     for number in range(1, 400):
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
-        step = EndedStep(*work, 4, 100, 4, 0.2 if has_drafts else 0.1)
-        gate.begin(step)
+        gate.begin(step := EndedStep(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
     survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
     assert gate.choose(step, survivals, np.full(4, 8, np.int32)).lengths.sum() == 8
     assert gate.counters.num_drafted_steps == 24

@@ -22,9 +22,8 @@ class WatchedIndex(SuffixIndex):
         self.left = []
 
     def take_given_up(self):
-        taken = super().take_given_up()
-        self.left += taken
-        return taken
+        self.left += (given_up := super().take_given_up())
+        return given_up
 
     def close_group(self, group):
         super().close_group(group)

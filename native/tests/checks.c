@@ -204,9 +204,8 @@ static bool groups_hold(const rs_index *index) {
         int32_t num_running = 0;
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             num_running += each->kind == RS_RUNNING;
-            const rs_sequence *next = each->next;
             if (!group->is_open || each->group != (int32_t)i ||
-                (next != NULL && (next->previous != each || next->serial >= each->serial))) {
+                (each->next != NULL && (each->next->previous != each || each->next->serial >= each->serial))) {
                 return false;
             }
         }
@@ -330,23 +329,16 @@ const char *rs_index_check(const rs_index *index) {
                            check_mixer(&index->mixer),
                            check_tables(index),
                            check_bytes(index)};
-    for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
-        if (found[i] != NULL) {
-            return found[i];
-        }
+    const char *broken = NULL;
+    for (size_t i = 0; i < sizeof found / sizeof found[0] && broken == NULL; i++) {
+        broken = found[i];
     }
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        const char *broken = index->groups[i].is_open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
-        if (broken != NULL) {
-            return broken;
-        }
+    for (uint32_t i = 0; i < index->num_groups && broken == NULL; i++) {
+        broken = index->groups[i].is_open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
     }
-    for (uint32_t i = 0; i < index->num_slots; i++) {
+    for (uint32_t i = 0; i < index->num_slots && broken == NULL; i++) {
         const rs_sequence *sequence = index->slots[i].sequence;
-        const char *broken = sequence != NULL ? check_sequence(index, sequence) : NULL;
-        if (broken != NULL) {
-            return broken;
-        }
+        broken = sequence != NULL ? check_sequence(index, sequence) : NULL;
     }
-    return NULL;
+    return broken;
 }

@@ -65,10 +65,9 @@ class Groups:
 
     When a request has ended the history has its text, and its sequence is parked: the sample's next request
     goes on there. It is closed when the sample has said all, when too many are parked, or with its group.
-    What leaves a full index is decided in native/: any call of the index, also one of the drafter's, may give
-    up groups in which nothing runs. So every method here first forgets those that were given up since the one
-    before. In the middle of a method only `_find` does so, after a call that may give up its own group; no
-    other names what was parked after it has called the index.
+    Calls of the index, also the drafter's, may give up groups in which nothing runs (native/ decides which):
+    all but `text` and the close of what is parked. So every method first forgets those that were. After such
+    a call of its own it names nothing idle or parked to the index; only `_find` has to, and forgets again.
     """
 
     def __init__(self, index: SuffixIndex, history: History, counters: EngineCounters) -> None:

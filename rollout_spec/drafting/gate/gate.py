@@ -52,9 +52,8 @@ class Gate(Protocol):
         """This step has ended, and nothing is drafted yet for the next one: may it have drafts?"""
 
     def choose(self, step: EndedStep, survivals: _Float32, lengths: _Int32) -> Choice:
-        """How much of each draft to verify in it, where `begin` has named a survival.
+        """How much of each draft to verify after this step, where `begin` has named a survival.
 
-        step: the one that has ended: the next is like it.
         survivals: float32 [n, K], falling along a row.
         lengths: int32 [n], draft tokens of each row: the most.
         """

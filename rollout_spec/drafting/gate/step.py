@@ -12,10 +12,9 @@ Floats = npt.NDArray[np.float64]
 class Work:
     """What a step processes, known when it begins."""
 
-    # Drafts and prompts included. Where data-parallel ranks step together, of the busiest: a rank is not told
-    # how many of that one's are prompts, and takes it that these are as many as its own.
-    num_tokens: int
-    num_prompt_tokens: int = 0  # our own
+    num_tokens: int  # drafts and prompts included; of the busiest of data-parallel ranks that step together
+    # Of prompts, on our own rank. How many the busiest has it is not told, and takes it for as many.
+    num_prompt_tokens: int = 0
     has_drafts: bool = False  # whether it verifies drafts, or waited for some
     number: int | None = None  # the same on all such ranks; None: the engine core steps by itself
 

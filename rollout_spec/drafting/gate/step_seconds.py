@@ -26,8 +26,7 @@ def _curve(num_tokens: int) -> Floats:
 
 
 def _besides(step: EndedStep, num_verified: float | Floats, pads_drafts: bool) -> dict[str, float | Floats]:
-    """The columns after those: what takes time besides, in a step that verifies so many tokens, or in each of
-    several."""
+    """The columns after those: what takes time besides, in a step or several that verify so many tokens."""
     rows, is_slower = step.num_rows * _TENS, step.has_drafts != pads_drafts
     return {
         "verified": num_verified * _TENS,
