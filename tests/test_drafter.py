@@ -49,9 +49,9 @@ class Batch:
             self.levels[row] += len(new)
         if model is not None:
             model = ModelDrafts(np.array(model, np.int32), np.full(np.shape(model), 9, np.float32))
-        next_step = NextStep(model, takes_drafts, room and np.array(room, np.int32))
-        nums = list(map(len, tokens))
-        drafts = self.drafter.draft(self.request_ids, nums, self.token_ids, self.levels, work, next_step)
+        next_step = NextStep(takes_drafts, room and np.array(room, np.int32))
+        rows = self.request_ids, list(map(len, tokens)), self.token_ids, self.levels
+        drafts = self.drafter.draft(*rows, work, model, next_step)
         self.drafts_wanted = self.drafter.to_come.drafts_wanted
         return drafts.lists()
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome, passes_for
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, ModelDrafts, NextStep, StepsToCome, passes_for
 from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Gate, Opening
 from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
@@ -67,13 +67,14 @@ class _Request:
 
 
 class _Batch(NamedTuple):
-    """What `Drafter.draft` is told of its rows, and of the step that follows."""
+    """What `Drafter.draft` is told of its rows, and of the steps before and after it."""
 
     tracked: _TrackedRows  # of the rows that decode
     nums_new: Int32Array
     decodes: _Bools  # the rows that got tokens
     token_ids: Int32Array
     levels: Int32Array
+    model_drafts: ModelDrafts | None
     next_step: NextStep
 
 
@@ -197,6 +198,7 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         work: Work | None = None,
+        model_drafts: ModelDrafts | None = None,
         next_step: NextStep = TAKES_ANY,
         ended: float | None = None,
     ) -> Drafts:
@@ -210,6 +212,7 @@ class Drafter:
             levels: int32, shape [>= num_rows], how many tokens each row has.
             work: what the step that has ended processed; by default a token of each decoding row and the
                 drafts that it was given.
+            model_drafts: of that step, after the tokens that each row has now; None: no model drafted in it.
             next_step: what the next one can take.
             ended: when the step did, by the drafter's clock; None: just now.
 
@@ -226,7 +229,7 @@ class Drafter:
         tracked, decodes = self._tracked_rows(request_ids), nums > 0
         if not decodes.all():
             tracked = tracked.among(decodes)
-        batch = _Batch(tracked, nums, decodes, token_ids, levels, next_step)
+        batch = _Batch(tracked, nums, decodes, token_ids, levels, model_drafts, next_step)
         now = self._clock() if ended is None else ended
         step = self._ended_step(batch, last, now, work)
         if step.num_rows:
@@ -244,13 +247,12 @@ class Drafter:
     def _ended_step(self, batch: _Batch, last: _LastStep, now: float, work: Work | None) -> EndedStep:
         """The step that ends now, which had what the last call gave it; counts what it took of a model's."""
         request_ids, nums_new, given = batch.tracked.request_ids, batch.nums_new, last.given
-        model_drafts, num_decoding = batch.next_step.model_drafts, int(np.count_nonzero(batch.decodes))
-        share = given.model_share
+        num_decoding, share = int(np.count_nonzero(batch.decodes)), given.model_share
         model_shares = share and share.count_accepted(self.counters, request_ids, nums_new)
         if work is None:
             num_drafts = int(given.drafts.lengths.sum())
             work = Work(num_decoding + num_drafts, has_drafts=num_drafts > 0)
-        num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
+        num_drafted = 0 if batch.model_drafts is None else batch.model_drafts.tokens.shape[1]
         return EndedStep(
             **vars(work),
             num_rows=num_decoding,
@@ -319,7 +321,7 @@ class Drafter:
         self._groups.hand_on_next_text()
         result = self.index.index_and_draft(
             tracked.sequences, batch.token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
-            opening.min_survival or 0.0, PIECE_TOKENS, batch.next_step.model_drafts,
+            opening.min_survival or 0.0, PIECE_TOKENS, batch.model_drafts,
         )  # fmt: skip
         for i in result.dropped:
             request = self._requests[tracked.request_ids[tracked.rows[i]]]
@@ -335,7 +337,7 @@ class Drafter:
 
     def _give(self, choice: Choice, proposed: StepResult, batch: _Batch, to_come: StepsToCome) -> _Given:
         """What the gate takes of each row's draft, its first tokens, and padding."""
-        rows, model_drafts = batch.tracked.rows, batch.next_step.model_drafts
+        rows, model_drafts = batch.tracked.rows, batch.model_drafts
         drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)
         self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
         self.counters.num_draft_tokens += int(choice.lengths.sum())

@@ -111,12 +111,10 @@ class AutoGate:
     def begin(self, step: EndedStep) -> Opening:
         others_draft = step.number is not None and self._see_ranks(step, was_probe=self._probes.is_probe)
         self._learn(dataclasses.replace(step, has_drafts=step.has_drafts or others_draft))
-        self._probes = probes_after(self._num_steps if step.number is None else step.number)
-        if not self._seconds.is_known:
-            self._probes = self._probes._replace(is_probe=True)
+        probes = probes_after(self._num_steps if step.number is None else step.number)
+        self._probes = probes._replace(is_probe=probes.is_probe or not self._seconds.is_known)
         self._num_steps += 1
-        num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
-        return Opening(self._opens_at(), self._probes.probe_in_two, num_model_tokens)
+        return Opening(self._opens_at(), probes.probe_in_two, self._gains.num_model_tokens(self._pass_cost))
 
     def _opens_at(self) -> float | None:
         """The least survival that is proposed for this step; None: the gate is closed for it."""
