@@ -7,8 +7,7 @@ from collections.abc import Collection, Hashable
 
 import numpy as np
 
-from rollout_spec.drafting.history import History, group_key, prompt_key, sample_key
-from rollout_spec.drafting.history_pieces import Text
+from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 from rollout_spec.metrics import EngineCounters
