@@ -3,7 +3,7 @@
  * 1. An allocation that does not fit frees idle groups, with what is parked in them, until it does (rs_give_up_idle).
  *    Safe is a group that somebody has entered, with its sequences: so whoever allocates for a group enters it first.
  * 2. Where that was not enough for an urgent text, rs_sequence_write and rs_sequence_index call rs_make_room_for, and try
- *    again. It frees idle text of one group, perhaps of their own, and with it closing sequences and their old prompts.
+ *    again. It frees idle text of one group, perhaps of their own, and with it unnamed texts and their old prompts.
  *    Safe are that group's prompt, what runs or is parked, with its prompt, and that text itself; but all are indexed anew.
  * 3. What is allocated for a text that is not urgent leaves a part of the budget free (rs_memory_for).
  *

@@ -28,7 +28,7 @@ static void unlink_idle(rs_index *index, const rs_group *group) {
 /* Its slot becomes the first of this list. */
 static void close_group(rs_index *index, int32_t id, int32_t *list) {
     rs_group *group = index->groups + id;
-    while (group->first != NULL) { /* a prompt comes after all that begins after it */
+    while (group->first != NULL) { /* not a prompt before what begins after it */
         rs_sequence_free(index, group->first);
     }
     rs_automaton_free(&group->automaton, &index->memory);
@@ -122,7 +122,7 @@ static rs_status add_sequence(rs_index *index, rs_kind kind, int32_t group, cons
                      rs_sequence **added, rs_error *error) {
     RS_TRY(rs_check_tokens(tokens, num_tokens, kind == RS_PROMPT ? "prompt_token_ids" : "token_ids", error));
     RS_TRY(rs_check_group(index, group, error));
-    if (kind == RS_CLOSING && num_tokens == 0) {
+    if (kind == RS_UNNAMED && num_tokens == 0) {
         return RS_OK;
     }
     rs_group_enter(index, group);
@@ -139,7 +139,7 @@ rs_status rs_group_set_prompt(rs_index *index, int32_t group, const int32_t *pro
 }
 
 rs_status rs_group_add(rs_index *index, int32_t group, const int32_t *token_ids, int64_t num_tokens, rs_error *error) {
-    return add_sequence(index, RS_CLOSING, group, token_ids, num_tokens, &(rs_sequence *){NULL}, error);
+    return add_sequence(index, RS_UNNAMED, group, token_ids, num_tokens, &(rs_sequence *){NULL}, error);
 }
 
 /* ---- what they ask of sequences ---- */
@@ -185,7 +185,7 @@ rs_status rs_sequence_close(rs_index *index, int32_t sequence, rs_error *error) 
     RS_TRY(find_sequence(index, sequence, &found, error));
     const int32_t group = found->group;
     const bool runs = found->kind == RS_RUNNING;
-    rs_sequence_stop(index, found, RS_CLOSING);
+    rs_sequence_stop(index, found, RS_UNNAMED);
     rs_sequence_free_unneeded(index, found);
     if (runs) {
         rs_group_leave(index, group);

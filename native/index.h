@@ -1,10 +1,10 @@
 /* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them.
  *
- * index.c and step.c call groups.c, and all three call sequences.c, which calls queue.c. Against that order any allocation
- * may call full_index.c, which frees idle groups and idle text: it says who is safe from that.
+ * index.c and step.c call groups.c, and all three call sequences.c, which calls queue.c; step.c calls draft.c. Against that
+ * order any allocation may call full_index.c, which frees idle groups and idle text: it says who is safe from that.
  *
- * A comment in a struct names the file that alone writes the fields below it, as long as the struct lives; other files call
- * that file's functions. */
+ * A comment in a struct names the file that writes the fields below it, as long as the struct lives, alone or with another
+ * that it names; other files call functions of theirs. */
 #ifndef RS_INDEX_H
 #define RS_INDEX_H
 
@@ -20,9 +20,9 @@ typedef struct {
     rs_match corpus;  /* the longest suffix of them that is in the corpus */
 } rs_position;
 
-/* A sequence holds a text. What runs is in the batches of steps. What is parked may run again. What is closing, which nobody
- * names any more, is freed when its text is indexed. */
-typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_CLOSING } rs_kind;
+/* A sequence holds a text. What runs is in the batches of steps. What is parked may run again. What is unnamed, a text of
+ * rs_group_add or of what was closed, no user of the library can ask for: it is freed when it is indexed. */
+typedef enum { RS_PROMPT, RS_RUNNING, RS_PARKED, RS_UNNAMED } rs_kind;
 
 typedef struct rs_sequence rs_sequence;
 struct rs_sequence {
@@ -41,7 +41,7 @@ struct rs_sequence {
     int32_t *tokens; /* of its text, after the prompt */
     uint32_t tokens_capacity, predictions_capacity;
     rs_prediction *predictions; /* [num_speculative_tokens], only while it runs; draft.c fills them */
-    int32_t num_predictions;    /* draft.c: of the draft that is not verified yet, and perhaps one too unlikely for it */
+    int32_t num_predictions;    /* and draft.c: of the draft that is not verified yet, perhaps one too unlikely for it */
     uint64_t serial;            /* of all texts ever begun, from 1 */
     uint64_t latest_step;       /* step.c: in which it was */
 };
@@ -55,7 +55,7 @@ typedef struct {
     /* sequences.c */
     bool give_up_when_idle; /* it has lost a text, or had no memory for one */
     rs_sequence *prompt;    /* the latest; until a prompt is indexed as a whole, nothing that begins after it is */
-    rs_sequence *first;     /* of its sequences, the latest first; NULL: none */
+    rs_sequence *first;     /* of its sequences, the latest first: a prompt after all that begins after it; NULL: none */
     uint64_t num_tokens;    /* in the automaton */
     rs_automaton automaton;
 } rs_group;
@@ -86,7 +86,7 @@ struct rs_index {
     rs_slot *slots;
     uint32_t num_slots, slots_capacity;
     int32_t free_slot; /* to be used next, -1: none */
-    uint32_t num_open; /* sequences */
+    uint32_t num_sequences; /* of all kinds */
     uint64_t num_serials;
     rs_contexts contexts;
     uint64_t num_texts_left_out; /* and step.c, if they are of rows */
@@ -139,14 +139,14 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
 /* Frees it, and its prompt if nobody needs that any more. Does not call rs_group_leave. */
 void rs_sequence_free(rs_index *index, rs_sequence *sequence);
 
-/* Frees what nobody needs: a prompt that is not its group's any more, and after which nothing begins; what is closing, once
+/* Frees what nobody needs: a prompt that is not its group's any more, and after which nothing begins; what is unnamed, once
  * it is indexed or left out. */
 void rs_sequence_free_unneeded(rs_index *index, rs_sequence *sequence);
 
 /* It runs again. */
 rs_status rs_sequence_run(rs_index *index, rs_sequence *sequence);
 
-/* It runs no more: it is parked or closing. */
+/* It runs no more: it is parked or unnamed. */
 void rs_sequence_stop(rs_index *index, rs_sequence *sequence, rs_kind kind);
 
 /* There is no memory for more of it. */

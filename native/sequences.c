@@ -26,7 +26,7 @@ static void free_predictions(rs_index *index, rs_sequence *sequence) {
 /* Memory for one like `sequence`, but for its tokens. Its predictions stay reserved on failure. */
 static rs_status reserve_sequence(rs_index *index, rs_sequence *sequence, rs_sequence **made) {
     const rs_memory *memory = &index->memory;
-    RS_TRY(RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_open + 1));
+    RS_TRY(RS_RESERVE(memory, index->queue, index->queue_capacity, (uint64_t)index->num_sequences + 1));
     if (index->free_slot < 0) {
         RS_TRY(RS_RESERVE(memory, index->slots, index->slots_capacity, (uint64_t)index->num_slots + 1));
     }
@@ -45,7 +45,7 @@ static void link_sequence(rs_index *index, rs_sequence *sequence) {
     } else {
         index->free_slot = index->slots[sequence->id].next_free;
     }
-    index->num_open++;
+    index->num_sequences++;
     sequence->serial = ++index->num_serials;
     if (sequence->prompt != NULL) {
         sequence->prompt->num_after++;
@@ -76,7 +76,7 @@ rs_status rs_sequence_new(rs_index *index, rs_kind kind, int32_t group, const in
     status = rs_sequence_write(index, *made, tokens, num_tokens);
     if (status != RS_OK) {
         rs_sequence_free(index, *made);
-        index->num_serials--;
+        index->num_serials--; /* no text has begun */
         index->num_texts_left_out++;
     } else if (kind == RS_PROMPT) {
         index->groups[group].prompt = *made;
@@ -95,7 +95,7 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
     }
     index->slots[sequence->id] = (rs_slot){.sequence = NULL, .next_free = index->free_slot};
     index->free_slot = sequence->id;
-    index->num_open--;
+    index->num_sequences--;
     RS_RESIZE(&index->memory, sequence->tokens, sequence->tokens_capacity, 0);
     free_predictions(index, sequence);
     rs_sequence *prompt = sequence->prompt;
@@ -109,7 +109,7 @@ void rs_sequence_free(rs_index *index, rs_sequence *sequence) {
 void rs_sequence_free_unneeded(rs_index *index, rs_sequence *sequence) {
     const bool is_old = sequence->num_after == 0 && index->groups[sequence->group].prompt != sequence;
     const bool is_done = sequence->at.indexed == sequence->end || sequence->is_left_out;
-    if ((sequence->kind == RS_PROMPT && is_old) || (sequence->kind == RS_CLOSING && is_done)) {
+    if ((sequence->kind == RS_PROMPT && is_old) || (sequence->kind == RS_UNNAMED && is_done)) {
         rs_sequence_free(index, sequence);
     }
 }
@@ -171,7 +171,7 @@ void rs_forget_idle_text(rs_index *index, int32_t id, rs_sequence *kept) {
     rs_automaton_reset(&group->automaton, &index->memory);
     group->num_tokens = 0;
     group->give_up_when_idle = true;
-    kept->num_after++; /* as if something began after it: so it stays, if it is a prompt */
+    kept->num_after++; /* one more than there are: so it is not freed with the last of them, if it is a prompt */
     for (rs_sequence *each = group->first; each != NULL; each = each->next) {
         each->is_left_out |= each->kind == RS_PARKED; /* until it runs again */
         if (each->kind == RS_PROMPT) { /* prompts first: a text begins where its prompt is */
@@ -179,7 +179,7 @@ void rs_forget_idle_text(rs_index *index, int32_t id, rs_sequence *kept) {
         }
     }
     for (rs_sequence **each = &group->first; *each != NULL;) {
-        if ((*each)->kind == RS_CLOSING) {
+        if ((*each)->kind == RS_UNNAMED) {
             rs_sequence_free(index, *each); /* and perhaps its prompt, further on */
         } else {
             rs_sequence_restart(index, *each, 0);

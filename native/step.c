@@ -51,8 +51,9 @@ static rs_status check_confidences(const rs_batch *batch, int32_t i, rs_error *e
     return RS_OK;
 }
 
+/* Marks its sequence with the step's number, so that one which appears twice is found. */
 static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32_t i, rs_error *error) {
-    const rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
+    rs_sequence *sequence = rs_find_sequence(index, batch->sequences[i]);
     if (sequence == NULL) {
         return rs_fail(error, RS_EUNKNOWN, "sequences[%" PRId32 "]=%" PRId32 ": unknown", i, batch->sequences[i]);
     }
@@ -62,6 +63,7 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
     if (sequence->latest_step == index->num_steps) {
         return rs_fail(error, RS_EINVAL, "sequences[%" PRId32 "]=%" PRId32 ": appears twice", i, batch->sequences[i]);
     }
+    sequence->latest_step = index->num_steps;
     if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_matrix_rows) {
         return rs_fail(error, RS_EINVAL, "rows[%" PRId32 "]=%" PRId32 ": token_ids has %" PRId64 " rows", i,
                        batch->rows[i], batch->num_matrix_rows);
@@ -73,16 +75,13 @@ static rs_status check_entry(const rs_index *index, const rs_batch *batch, int32
     return check_confidences(batch, i, error);
 }
 
-static rs_status check(rs_index *index, const rs_batch *batch, rs_error *error) {
+static rs_status count_and_check(rs_index *index, const rs_batch *batch, rs_error *error) {
     index->num_steps++;
-    rs_status status = check_batch(index, batch, error);
-    for (int32_t i = 0; status == RS_OK && i < batch->num_sequences; i++) {
-        status = check_entry(index, batch, i, error);
-        if (status == RS_OK) {
-            rs_find_sequence(index, batch->sequences[i])->latest_step = index->num_steps;
-        }
+    RS_TRY(check_batch(index, batch, error));
+    for (int32_t i = 0; i < batch->num_sequences; i++) {
+        RS_TRY(check_entry(index, batch, i, error));
     }
-    return status;
+    return RS_OK;
 }
 
 /* ---- rows ---- */
@@ -199,7 +198,7 @@ static int32_t draft_rows(rs_index *index, rs_batch *batch) {
 /* ---- the whole step ---- */
 
 rs_status rs_step(rs_index *index, rs_batch *batch, rs_error *error) {
-    RS_TRY(check(index, batch, error));
+    RS_TRY(count_and_check(index, batch, error));
     batch->num_dropped = take_rows(index, batch);
     rs_catch_up(index, batch->max_tokens_to_index);
     batch->num_unindexed = draft_rows(index, batch);

@@ -49,7 +49,7 @@ class Machine:
             return None
         is_proposed = self._rng.random() < self._share
         numbers = np.full(NUM_ROWS, self.survivals.shape[1] * is_proposed, np.int32)
-        chosen, self._promised, pads = self.gate.choose(self.survivals, numbers)
+        chosen, self._promised, pads = self.gate.choose(step, self.survivals, numbers)
         if self._num_padded and not pads:
             return None
         is_right = np.arange(self.survivals.shape[1]) < chosen[:, None]
@@ -217,9 +217,9 @@ def test_beside_a_busier_rank_drafts_are_free_up_to_its_tokens():
     for number in range(1, 400):
         has_drafts = number % 4 == 0 and number > 300  # of the other rank, whose 12 rows get 24 tokens then
         work = (24 if has_drafts else 12, 0, False, number)
-        gate.begin(EndedStep(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
+        gate.begin(step := EndedStep(*work, 4, 100, 4, 0.2 if has_drafts else 0.1))
     survivals = np.full((4, 8), 0.5, np.float32).cumprod(axis=1)
-    assert gate.choose(survivals, np.full(4, 8, np.int32)).lengths.sum() == 8
+    assert gate.choose(step, survivals, np.full(4, 8, np.int32)).lengths.sum() == 8
     assert gate.counters.num_drafted_steps == 24
 
 
@@ -276,7 +276,7 @@ class Model:
         opening = self.gate.begin(step)
         self._num_model_tokens = opening.num_model_tokens
         if opening.min_survival is not None:
-            choice = self.gate.choose(survivals, np.ones(NUM_ROWS, np.int32))
+            choice = self.gate.choose(step, survivals, np.ones(NUM_ROWS, np.int32))
             self._num_drafted, self._promised = int(choice.lengths.sum()), choice.promised
         return num
 

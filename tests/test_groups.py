@@ -1,5 +1,6 @@
 """Where a sample's next request goes on: sequences that are parked, found by name or by their text."""
 
+import inspect
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,6 +24,16 @@ def rows():
 
 
 OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sample"}
+
+
+def test_every_method_first_forgets_what_the_index_has_given_up():
+    methods = [each for name, each in vars(Groups).items() if inspect.isfunction(each) and name[0] != "_"]
+    for method in methods:
+        index = Mock(take_given_up=Mock(side_effect=InterruptedError))
+        others = dict.fromkeys([*inspect.signature(method).parameters][1:], Mock())
+        with pytest.raises(InterruptedError):
+            method(Groups(index, Mock(), Mock()), **others)
+        assert len(index.mock_calls) == 1
 
 
 def test_what_others_bring_to_a_group_that_stays_is_indexed_when_it_is_asked_again(rows):

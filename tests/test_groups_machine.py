@@ -20,8 +20,9 @@ class WatchedIndex(SuffixIndex):
         super().__init__(**options)
         self.left = []
 
-    def when_given_up(self, forget_group):
-        super().when_given_up(lambda group: [self.left.append(group), forget_group(group)])
+    def take_given_up(self):
+        self.left += (given_up := super().take_given_up())
+        return given_up
 
     def close_group(self, group):
         super().close_group(group)

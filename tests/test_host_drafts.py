@@ -282,7 +282,7 @@ def test_a_model_on_mrv1_drafts_with_the_noise_of_the_target(temperature):
     beside = SimpleNamespace(
         drafts_here=True, most_model_tokens=2, busiest_work=None, note_passes=lambda *_: None,
         to_come=StepsToCome(),
-        draft=lambda *each, **__: given.append(each[-1].model_drafts) or Drafts.none(3),
+        draft=lambda *each, **__: given.append(each[-2]) or Drafts.none(3),
     )  # fmt: skip
     accelerator = with_model(Samplers(temperature), beside)
     assert given[0].tokens.tolist() == drafts

@@ -216,8 +216,7 @@ def test_a_module_of_an_older_version_is_told_from_a_broken_one():
 def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again():
     rows = np.random.default_rng(0).integers(0, 500, (2, 12_000)).astype(np.int32)
     rows[1, :2] = rows[0, :2]
-    index, given_up = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20), list[int]()
-    index.when_given_up(given_up.append)
+    index = SuffixIndex(num_speculative_tokens=4, max_bytes=1 << 20)
     group, nothing = index.open_group(rows[0, :2]), int32(0)
     first, second = index.open_sequence(group), index.open_sequence(group)
     index.index_and_draft(int32(first), rows, int32(0), int32(4_000), nothing)
@@ -231,4 +230,4 @@ def test_what_is_parked_gives_way_to_what_runs_and_is_indexed_when_it_runs_again
     assert index.has_unindexed and index.text(first).tolist() == rows[0, 2:4_000].tolist()
     for sequence in (first, second):
         index.park_sequence(sequence)
-    assert given_up == [group], "it lacks a text, and is idle"
+    assert index.take_given_up() == [group], "it lacks a text, and is idle"

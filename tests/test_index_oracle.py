@@ -69,8 +69,6 @@ class IndexMachine(RuleBasedStateMachine):
         # A tight budget has no room for a larger table of contexts.
         self.experience = Experience(max_bytes=tight)
         self.index = index_with_corpus(corpus or [], **options, max_bytes=self.max_bytes)
-        self.given_up: list[int] = []
-        self.index.when_given_up(self.given_up.append)
         self.groups: dict[int, GroupOracle] = {}
         self.sequences: dict[int, SequenceOracle] = {}
         self.sequence_group: dict[int, int] = {}  # of those that run
@@ -100,8 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
 
         Of text that is indexed the index does not say when it wanted room, so how it went on is not known.
         """
-        given_up = set(self.given_up)
-        self.given_up.clear()
+        given_up = set(self.index.take_given_up())
         assert given_up <= set(self.idle) and (self.max_bytes or not given_up)
         assert after_indexing or given_up == set(self.idle[: len(given_up)])
         for group in given_up:

@@ -204,7 +204,8 @@ static bool groups_hold(const rs_index *index) {
         int32_t num_running = 0;
         for (const rs_sequence *each = group->first; each != NULL; each = each->next) {
             num_running += each->kind == RS_RUNNING;
-            if (!group->is_open || each->group != (int32_t)i || (each->next != NULL && each->next->previous != each)) {
+            if (!group->is_open || each->group != (int32_t)i ||
+                (each->next != NULL && (each->next->previous != each || each->next->serial >= each->serial))) {
                 return false;
             }
         }
@@ -232,7 +233,7 @@ static bool groups_hold(const rs_index *index) {
 }
 
 static bool slots_hold(const rs_index *index) {
-    int64_t num = (int64_t)index->num_slots - index->num_open;
+    int64_t num = (int64_t)index->num_slots - index->num_sequences;
     for (int32_t id = index->free_slot; id >= 0; id = index->slots[id].next_free) {
         if ((uint32_t)id >= index->num_slots || index->slots[id].sequence != NULL || num-- == 0) {
             return false;
@@ -275,7 +276,8 @@ static const char *check_sequence(const rs_index *index, const rs_sequence *sequ
     }
     const rs_sequence *prompt = sequence->prompt;
     if ((prompt == NULL) != (sequence->kind == RS_PROMPT) || sequence->start != (prompt == NULL ? 0 : prompt->end) ||
-        (prompt != NULL && (prompt->kind != RS_PROMPT || prompt->group != sequence->group))) {
+        (prompt != NULL && (prompt->kind != RS_PROMPT || prompt->group != sequence->group ||
+                            prompt->serial >= sequence->serial))) {
         return "sequence: it does not begin after a prompt of its group, or is none";
     }
     if (index->corpus.states != NULL && !match_holds(&index->corpus, sequence->at.corpus, indexed)) {
@@ -327,23 +329,16 @@ const char *rs_index_check(const rs_index *index) {
                            check_mixer(&index->mixer),
                            check_tables(index),
                            check_bytes(index)};
-    for (size_t i = 0; i < sizeof found / sizeof found[0]; i++) {
-        if (found[i] != NULL) {
-            return found[i];
-        }
+    const char *broken = NULL;
+    for (size_t i = 0; i < sizeof found / sizeof found[0] && broken == NULL; i++) {
+        broken = found[i];
     }
-    for (uint32_t i = 0; i < index->num_groups; i++) {
-        const char *broken = index->groups[i].is_open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
-        if (broken != NULL) {
-            return broken;
-        }
+    for (uint32_t i = 0; i < index->num_groups && broken == NULL; i++) {
+        broken = index->groups[i].is_open ? rs_automaton_check(&index->groups[i].automaton) : NULL;
     }
-    for (uint32_t i = 0; i < index->num_slots; i++) {
+    for (uint32_t i = 0; i < index->num_slots && broken == NULL; i++) {
         const rs_sequence *sequence = index->slots[i].sequence;
-        const char *broken = sequence != NULL ? check_sequence(index, sequence) : NULL;
-        if (broken != NULL) {
-            return broken;
-        }
+        broken = sequence != NULL ? check_sequence(index, sequence) : NULL;
     }
-    return NULL;
+    return broken;
 }

@@ -417,8 +417,8 @@ static void test_old_prompt_in_full_index(void) {
     CHECK(rs_group_add(index, group, text + 1000, 300, NULL) == RS_OK && !rs_catch_up(index, INT64_MAX));
     CHECK(rs_group_set_prompt(index, group, text, 1000, NULL) == RS_OK);
     CHECK(rs_group_add(index, group, text, 5, NULL) == RS_OK);
-    CHECK(rs_group_set_prompt(index, group, text, 1, NULL) == RS_OK && index->num_open == 3);
-    CHECK(!rs_catch_up(index, INT64_MAX) && index->num_open == 0 && rs_group_given_up(index) == group);
+    CHECK(rs_group_set_prompt(index, group, text, 1, NULL) == RS_OK && index->num_sequences == 3);
+    CHECK(!rs_catch_up(index, INT64_MAX) && index->num_sequences == 0 && rs_group_given_up(index) == group);
     check_valid(index);
     rs_index_free(index);
     free(f);

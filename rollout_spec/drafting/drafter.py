@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_spec.config import SpecConfig
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome, passes_for
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, ModelDrafts, NextStep, StepsToCome, passes_for
 from rollout_spec.drafting.gate.gate import AutoGate, Choice, FixedGate, Gate, Opening
 from rollout_spec.drafting.gate.step import EndedStep, Work
 from rollout_spec.drafting.groups import Groups, GroupSequence
@@ -67,25 +67,32 @@ class _Request:
 
 
 class _Batch(NamedTuple):
-    """What `Drafter.draft` is told of its rows, and of the step that follows."""
+    """What `Drafter.draft` is told of its rows, and of the steps before and after it."""
 
-    request_ids: list[str]
+    tracked: _TrackedRows  # of the rows that decode
     nums_new: Int32Array
     decodes: _Bools  # the rows that got tokens
     token_ids: Int32Array
     levels: Int32Array
+    model_drafts: ModelDrafts | None
     next_step: NextStep
 
 
+class _Given(NamedTuple):
+    """What the next step is given, and what is wanted of those after it."""
+
+    drafts: Drafts
+    to_come: StepsToCome
+    promised: float = 0.0  # of their tokens, by the gate
+    model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
+
+
 class _LastStep(NamedTuple):
-    """All that a call of `Drafter.draft` leaves to the next one."""
+    """What a call of `Drafter.draft` leaves to the next one, beside the rows while the batch stays."""
 
     request_ids: Sequence[str] = ()  # of the step's rows
     ended: float | None = None  # by the drafter's clock; None: the time until the next one's is no step's
-    drafts: Drafts = Drafts.none(0)  # for the next one
-    to_come: StepsToCome = StepsToCome()
-    promised: float = 0.0  # of their tokens, by the gate
-    model_share: ModelShare | None = None  # in them; None: no model has drafted for that step
+    given: _Given = _Given(Drafts.none(0), StepsToCome())
 
     def seconds_until(self, now: float, request_ids: Sequence[str]) -> float | None:
         """What the step of these requests took, which ends now, if one of them was in this step too. Else
@@ -140,7 +147,7 @@ class Drafter:
     @property
     def to_come(self) -> StepsToCome:
         """What the last call of `draft` wants."""
-        return self._last.to_come
+        return self._last.given.to_come
 
     def add(
         self,
@@ -191,6 +198,7 @@ class Drafter:
         token_ids: Int32Array,
         levels: Int32Array,
         work: Work | None = None,
+        model_drafts: ModelDrafts | None = None,
         next_step: NextStep = TAKES_ANY,
         ended: float | None = None,
     ) -> Drafts:
@@ -204,6 +212,7 @@ class Drafter:
             levels: int32, shape [>= num_rows], how many tokens each row has.
             work: what the step that has ended processed; by default a token of each decoding row and the
                 drafts that it was given.
+            model_drafts: of that step, after the tokens that each row has now; None: no model drafted in it.
             next_step: what the next one can take.
             ended: when the step did, by the drafter's clock; None: just now.
 
@@ -217,65 +226,64 @@ class Drafter:
         if len(nums) != num_rows or len(levels) < num_rows:
             others = f"nums_new_tokens has {len(nums)}, levels has {len(levels)}"
             raise InvalidArgument(f"request_ids: has {num_rows} entries, {others}")
-        tracked = self._tracked_rows(request_ids)
-        batch = _Batch(tracked.request_ids, nums, nums > 0, token_ids, levels, next_step)
+        tracked, decodes = self._tracked_rows(request_ids), nums > 0
+        if not decodes.all():
+            tracked = tracked.among(decodes)
+        batch = _Batch(tracked, nums, decodes, token_ids, levels, model_drafts, next_step)
         now = self._clock() if ended is None else ended
         step = self._ended_step(batch, last, now, work)
-        if step.num_rows < num_rows:
-            tracked = tracked.among(batch.decodes)
         if step.num_rows:
-            left = self._draft_decoding(batch, tracked, step)
+            given = self._draft_decoding(batch, step)
         else:  # the gate is not asked, and wants what it wanted
-            self._index_and_propose(batch, tracked, Opening(None))
-            none = Drafts.none(num_rows, self._num_speculative_tokens)
-            left = _LastStep(drafts=none, to_come=last.to_come)
+            self._index_and_propose(batch, Opening(None))
+            given = _Given(Drafts.none(num_rows, self._num_speculative_tokens), last.given.to_come)
         if self._has_unindexed:  # also where nobody waits for a device
             end = self._clock() + min(STEP_SHARE * (step.seconds or 0.0), MOST_SECONDS)
             self.catch_up(lambda: self._clock() < end)
-        self._last = left._replace(request_ids=batch.request_ids, ended=now)
+        self._last = _LastStep(tracked.request_ids, now, given)
         self.counters.draft_seconds += time.perf_counter() - started
-        return left.drafts
+        return given.drafts
 
     def _ended_step(self, batch: _Batch, last: _LastStep, now: float, work: Work | None) -> EndedStep:
-        """The step that ends now, which had the drafts that the last one left."""
-        num_rows, model_drafts, share = len(batch.nums_new), batch.next_step.model_drafts, last.model_share
-        num_decoding = int(np.count_nonzero(batch.decodes))
+        """The step that ends now, which had what the last call gave it; counts what it took of a model's."""
+        request_ids, nums_new, given = batch.tracked.request_ids, batch.nums_new, last.given
+        num_decoding, share = int(np.count_nonzero(batch.decodes)), given.model_share
+        model_shares = share and share.count_accepted(self.counters, request_ids, nums_new)
         if work is None:
-            num_drafts = int(last.drafts.lengths.sum())
+            num_drafts = int(given.drafts.lengths.sum())
             work = Work(num_decoding + num_drafts, has_drafts=num_drafts > 0)
-        num_drafted = 0 if model_drafts is None else model_drafts.tokens.shape[1]
+        num_drafted = 0 if batch.model_drafts is None else batch.model_drafts.tokens.shape[1]
         return EndedStep(
             **vars(work),
             num_rows=num_decoding,
-            num_context=int(batch.levels[:num_rows].sum(where=batch.decodes)),
-            num_new_tokens=int(batch.nums_new.sum()),
-            seconds=last.seconds_until(now, batch.request_ids),
-            promised=last.promised,
+            num_context=int(batch.levels[: len(nums_new)].sum(where=batch.decodes)),
+            num_new_tokens=int(nums_new.sum()),
+            seconds=last.seconds_until(now, request_ids),
+            promised=given.promised,
             num_passes=passes_for(num_drafted) if self._has_model else 0,
-            model_shares=share and share.count_accepted(self.counters, batch.request_ids, batch.nums_new),
+            model_shares=model_shares,
         )
 
-    def _draft_decoding(self, batch: _Batch, tracked: _TrackedRows, step: EndedStep) -> _LastStep:
-        """Index the rows that decode, of which these are tracked, and draft what the gate lets through."""
-        opening, next_step = self._gate.begin(step), batch.next_step
+    def _draft_decoding(self, batch: _Batch, step: EndedStep) -> _Given:
+        """Index the rows that decode, and draft what the gate lets through."""
+        opening = self._gate.begin(step)
         if opening.is_open and self._pad_to * step.num_rows > self._max_draft_tokens:
             opening = Opening(None)
             self.counters.num_steps_off_threshold += 1
-        proposed = self._index_and_propose(batch, tracked, opening)
-        self._count(step, tracked, proposed)
-        drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)
+        proposed = self._index_and_propose(batch, opening)
+        self._count(step, batch.tracked, proposed)
+        none = Drafts.none(len(batch.decodes), self._num_speculative_tokens)
         if not opening.is_open:
-            return _LastStep(drafts=drafts)
+            return _Given(none, StepsToCome())
         # No room shortly before the gate measures a plain step, which must not wait for drafts.
         to_come = StepsToCome(not opening.probe_in_two, opening.num_model_tokens)
-        if next_step.takes_drafts:
-            left = self._take(self._choose(proposed), proposed, tracked, batch, drafts)
-            return left._replace(to_come=to_come)
+        if batch.next_step.takes_drafts:
+            return self._give(self._choose(step, proposed), proposed, batch, to_come)
         if self._has_model:  # a gate that weighed the text's drafts alone might wrongly close
             self.counters.num_steps_on += 1
-        elif not self._choose(proposed).lengths.any():  # a step with room would have stayed empty
+        elif not self._choose(step, proposed).lengths.any():  # the step, had it room, would have stayed empty
             to_come = to_come._replace(drafts_wanted=False)
-        return _LastStep(drafts=drafts, to_come=to_come)
+        return _Given(none, to_come)
 
     def catch_up(self, has_time: Callable[[], bool]) -> None:
         """Index unindexed text, piece by piece, while there is time: for who waits for a device."""
@@ -306,13 +314,14 @@ class Drafter:
         self.counters.num_untracked_rows += step.num_rows - len(tracked.rows) + len(proposed.dropped)
         self.counters.num_unindexed_rows += proposed.num_unindexed
 
-    def _index_and_propose(self, batch: _Batch, tracked: _TrackedRows, opening: Opening) -> StepResult:
-        """Index what these rows got and more; propose what an open gate lets through."""
+    def _index_and_propose(self, batch: _Batch, opening: Opening) -> StepResult:
+        """Index what the tracked rows got and more; propose what an open gate lets through."""
+        tracked = batch.tracked
         tracked.set_levels(batch.levels, opening.is_open, batch.next_step.room)
         self._groups.hand_on_next_text()
         result = self.index.index_and_draft(
             tracked.sequences, batch.token_ids, tracked.rows, tracked.levels, tracked.max_draft_tokens,
-            opening.min_survival or 0.0, PIECE_TOKENS, batch.next_step.model_drafts,
+            opening.min_survival or 0.0, PIECE_TOKENS, batch.model_drafts,
         )  # fmt: skip
         for i in result.dropped:
             request = self._requests[tracked.request_ids[tracked.rows[i]]]
@@ -321,25 +330,24 @@ class Drafter:
             request.sequence = self._tracked = None
         return result
 
-    def _choose(self, proposed: StepResult) -> Choice:
-        """How much of each row's draft the open gate takes."""
+    def _choose(self, step: EndedStep, proposed: StepResult) -> Choice:
+        """How much of each row's draft the open gate takes; it counts that."""
         lengths = _likeliest(proposed.survivals, proposed.num_draft_tokens, self._max_draft_tokens)
-        return self._gate.choose(proposed.survivals, lengths)
+        return self._gate.choose(step, proposed.survivals, lengths)
 
-    def _take(
-        self, choice: Choice, proposed: StepResult, tracked: _TrackedRows, batch: _Batch, drafts: Drafts
-    ) -> _LastStep:
-        """Put what the gate takes of each row's draft, its first tokens, into `drafts`."""
+    def _give(self, choice: Choice, proposed: StepResult, batch: _Batch, to_come: StepsToCome) -> _Given:
+        """What the gate takes of each row's draft, its first tokens, and padding."""
+        rows, model_drafts = batch.tracked.rows, batch.model_drafts
+        drafts = Drafts.none(len(batch.decodes), self._num_speculative_tokens)
         self.counters.num_drafts += int(np.count_nonzero(choice.lengths))
         self.counters.num_draft_tokens += int(choice.lengths.sum())
-        drafts.tokens[tracked.rows], drafts.lengths[tracked.rows] = proposed.draft_tokens, choice.lengths
+        drafts.tokens[rows], drafts.lengths[rows] = proposed.draft_tokens, choice.lengths
         if self._pad_to and choice.pads:  # steps with drafts are of one shape only
             drafts.tokens[np.arange(self._pad_to) >= drafts.lengths[:, None]] = PAD
             drafts.lengths[batch.decodes] = self._pad_to
-        share = batch.next_step.model_drafts and ModelShare.count_drafted(
-            self.counters, batch.request_ids, drafts, batch.next_step.model_drafts
-        )
-        return _LastStep(drafts=drafts, promised=choice.promised, model_share=share)
+        share = model_drafts and ModelShare.of_drafts(batch.tracked.request_ids, drafts, model_drafts)
+        self.counters.num_model_draft_tokens += sum(share.lengths.values()) if share else 0
+        return _Given(drafts, to_come, choice.promised, share)
 
     def take_counters(self) -> EngineCounters:
         """The counts since the last call."""

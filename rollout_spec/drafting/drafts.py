@@ -59,9 +59,6 @@ class ModelDrafts(NamedTuple):
 class NextStep(NamedTuple):
     """What the next step can take of drafts."""
 
-    # What a model has drafted, in the step that has ended, after the tokens that each row has now, row for
-    # row; None: nothing.
-    model_drafts: ModelDrafts | None = None
     takes_drafts: bool = True  # False: it has begun without, or a model has drafted nothing for it
     # [num_rows], for how many draft tokens each row has room; None: any number.
     room: Int32Array | None = None

@@ -7,8 +7,7 @@ from collections.abc import Collection, Hashable
 
 import numpy as np
 
-from rollout_spec.drafting.history import History, group_key, prompt_key, sample_key
-from rollout_spec.drafting.history_pieces import Text
+from rollout_spec.drafting.history import History, Text, group_key, prompt_key, sample_key
 from rollout_spec.drafting.index import SuffixIndex
 from rollout_spec.drafting.native import BudgetExceeded, Int32Array, OutOfMemory
 from rollout_spec.metrics import EngineCounters
@@ -65,7 +64,9 @@ class Groups:
 
     When a request has ended the history has its text, and its sequence is parked: the sample's next request
     goes on there. It is closed when the sample has said all, when too many are parked, or with its group.
-    What leaves a full index is decided in native/.
+    Calls of the index, also the drafter's, may give up groups in which nothing runs (native/ decides which):
+    all but `text` and the close of what is parked. So every method first forgets those that were. After such
+    a call of its own it names nothing idle or parked to the index; only `_find` has to, and forgets again.
     """
 
     def __init__(self, index: SuffixIndex, history: History, counters: EngineCounters) -> None:
@@ -74,7 +75,6 @@ class Groups:
         self._counters = counters
         self._groups: dict[_Key, _Group] = {}
         self._by_handle: dict[int, _Group] = {}
-        index.when_given_up(lambda handle: self._forget(self._by_handle[handle]))
         self._waiting: deque[tuple[_Group, list[Text]]] = deque()  # to be indexed, the last text first
         # By the sample's name, None: those without; the one parked last is the last.
         self._parked: defaultdict[Hashable | None, list[GroupSequence]] = defaultdict(list)
@@ -90,6 +90,7 @@ class Groups:
 
         The arguments are those of `Drafter.add`.
         """
+        self._forget_given_up()
         if prompt.min(initial=0) < 0:
             return None
         key: _Key = ("group", group) if group is not None else ("prompt", prompt.tobytes())
@@ -141,17 +142,16 @@ class Groups:
         if found is not None and not found.running and self._is_stale(found):
             self._index.close_group(found.handle)
             self._forget(found)
-            found = None
+        elif found is not None and not np.array_equal(prompt[: len(found.prompt)], found.prompt):
+            self._index.set_prompt(found.handle, group_prompt)
+            found.prompt = group_prompt.copy()
+            self._forget_given_up()  # the group perhaps: its prompt may have taken the room of its other text
+        found = self._groups.get(key)
         if found is None:
             handle = self._index.open_group(group_prompt)
             history_key = group_key(key[1]) if key[0] == "group" else prompt_key(group_prompt)
             found = _Group(handle, key, group_prompt.copy(), history_key, self._history.training_step)
             self._groups[key] = self._by_handle[handle] = found
-        elif not np.array_equal(prompt[: len(found.prompt)], found.prompt):
-            self._index.set_prompt(found.handle, group_prompt)
-            found.prompt = group_prompt.copy()
-            if self._groups.get(key) is not found:  # itself: the prompt took the room of its other text
-                return self._find(key, prompt, group_prompt)
         return found
 
     def _is_stale(self, group: _Group) -> bool:
@@ -171,6 +171,7 @@ class Groups:
 
     def hand_on_next_text(self) -> None:
         """Give the index one of the texts that wait, if any: the last of each group, then those before."""
+        self._forget_given_up()
         while self._waiting:
             group, texts = self._waiting.popleft()
             if not texts or self._groups.get(group.key) is not group:
@@ -186,18 +187,19 @@ class Groups:
 
     def park(self, sequence: GroupSequence, *, is_aborted: bool) -> None:
         """Its request has ended; the sample may go on."""
+        self._forget_given_up()
         group, said = sequence.group, self._index.text(sequence.handle)
         sequence.text = self._remember(sequence, said, sequence.text, is_cut=is_aborted)
         sequence.said, sequence.is_aborted = said, is_aborted
         group.running.remove(sequence)
+        if sequence.has_ended:
+            self._index.close_sequence(sequence.handle)
+            return
+        if len(self._parked[sequence.sample]) == MAX_PARKED:
+            self._close(self._parked[sequence.sample][0])
+        self._index.park_sequence(sequence.handle)  # a group that lacks a text is given up perhaps
         group.parked.add(sequence)
-        parked = self._parked[sequence.sample]
-        parked.append(sequence)
-        self._index.park_sequence(sequence.handle)  # its group, if that lacks a text, is given up perhaps
-        if sequence.has_ended and sequence in group.parked:
-            self._close(sequence)
-        elif len(parked) > MAX_PARKED:
-            self._close(parked[0])
+        self._parked[sequence.sample].append(sequence)
 
     def _remember(
         self, sequence: GroupSequence, said: Int32Array, text: Text | None = None, *, is_cut: bool = False
@@ -210,10 +212,12 @@ class Groups:
 
     def drop(self, sequence: GroupSequence) -> None:
         """The index has closed its sequence in a step."""
+        self._forget_given_up()
         sequence.group.running.remove(sequence)
 
     def end_samples(self, samples: Collection[Hashable]) -> None:
         """Samples of these names, in whatever group, have said all: nothing goes on after what is parked."""
+        self._forget_given_up()
         names = set(samples)
         for group in self._groups.values():
             for sequence in group.running:
@@ -231,6 +235,10 @@ class Groups:
         if not parked:
             del self._parked[sequence.sample]
         sequence.group.parked.remove(sequence)
+
+    def _forget_given_up(self) -> None:
+        for handle in self._index.take_given_up():
+            self._forget(self._by_handle[handle])
 
     def _forget(self, group: _Group) -> None:
         """It is packed now: nothing of it is indexed, and what it said is in the history."""

@@ -4,6 +4,7 @@ A sequence of the index has its text too, while it runs or waits for its sample'
 a group that is indexed can be made again from here.
 """
 
+import dataclasses
 import hashlib
 import uuid
 from bisect import bisect_right
@@ -12,11 +13,25 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from rollout_spec.drafting.history_pieces import KEY_BYTES, NAME_BYTES, Text, read_piece, to_pieces
+from rollout_spec.drafting.history_pieces import KEY_BYTES, NAME_BYTES, Entry, read_piece, to_pieces
 from rollout_spec.drafting.native import Int32Array
 
 _OVERHEAD_BYTES = 200  # that a text and a prompt take beyond their tokens
 MAX_TEXTS = 64  # of one sample
+
+
+@dataclasses.dataclass(eq=False)
+class Text:
+    """What a sample said after a prompt, in one request or in several that went on after each other. The same
+    object however its tokens grow; the history and the groups of the index know it."""
+
+    sample: bytes  # of `sample_key`
+    training_step: int = 0  # in which it got its end
+    tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
+
+    def entry(self, prompt_key: bytes) -> Entry:
+        """For a piece, as it is now: it may grow while that is on its way."""
+        return prompt_key + self.sample, self.training_step, self.tokens
 
 
 class History:
@@ -118,7 +133,7 @@ class History:
 
     def all_pieces(self) -> Iterator[bytes]:
         """Everything that is there now, in pieces with a version and a checksum each; at least one."""
-        return to_pieces([(key, text) for key, texts in self._texts.items() for text in texts])
+        return to_pieces([text.entry(key) for key, texts in self._texts.items() for text in texts])
 
     def take_num_dropped(self) -> int:
         """Samples that were dropped for want of memory since the last call."""
@@ -128,7 +143,7 @@ class History:
     def take_new(self) -> Iterator[bytes]:
         """What `add` has kept since the last call, in pieces for `merge` of other engines' histories."""
         taken, self._new = self._new, {}
-        return to_pieces([(key, text) for text, key in taken.items()])
+        return to_pieces([text.entry(key) for text, key in taken.items()])
 
     def merge(self, content: bytes) -> None:
         """Keep a piece that another history has given, each text as of its training step.
@@ -136,8 +151,8 @@ class History:
         Raises HistoryError: it is of another version or vocabulary, or damaged; nothing was added.
         """
         where = "history of another engine or a checkpoint"
-        for key, text, tokens in read_piece(content, where, self._vocab_size):
-            self._keep(key, text, tokens)
+        for keys, step, tokens in read_piece(content, where, self._vocab_size):
+            self._keep(keys[:KEY_BYTES], Text(keys[KEY_BYTES:], step), tokens)
 
 
 def _placed(text: Text, texts: list[Text]) -> list[Text]:

@@ -1,6 +1,5 @@
 """Pieces: the history's texts on their way to other engines and to files, each with version and checksum."""
 
-import dataclasses
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
@@ -18,19 +17,12 @@ _HEAD_BYTES = len(_MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
 _MORE, _LAST = b"+", b"."  # with which a piece's content begins: whether others follow
 KEY_BYTES, NAME_BYTES = 16, 8  # of a prompt's key, and of a sample's
 
+# Of a text in a piece: the keys of its prompt and of its sample, joined; its training step; its tokens.
+Entry = tuple[bytes, int, Int32Array]
+
 
 class HistoryError(ValueError):
     """A file that is damaged or not a history; the message names it."""
-
-
-@dataclasses.dataclass(eq=False)
-class Text:
-    """What a sample said after a prompt, in one request or in several that went on after each other. The same
-    object however its tokens grow; the history and the groups of the index know it."""
-
-    sample: bytes  # of `sample_key`
-    training_step: int = 0  # in which it got its end
-    tokens: Int32Array = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
 
 
 def read_file(path: Path) -> list[bytes]:
@@ -50,28 +42,26 @@ def read_file(path: Path) -> list[bytes]:
     return pieces
 
 
-def to_pieces(kept: Sequence[tuple[bytes, Text]]) -> Iterator[bytes]:
-    """Texts with their prompts' keys, in pieces; at least one."""
-    # Their texts may grow while the pieces are on their way: these are of now.
-    kept = [(key, dataclasses.replace(text)) for key, text in kept]
+def to_pieces(entries: Sequence[Entry]) -> Iterator[bytes]:
+    """Texts in pieces; at least one."""
     begin = num_bytes = 0
-    for end, (_, text) in enumerate(kept, 1):
-        num_bytes += text.tokens.nbytes
-        if num_bytes >= _PIECE_BYTES and end < len(kept):
-            yield _piece(kept[begin:end], _MORE)
+    for end, (_, _, tokens) in enumerate(entries, 1):
+        num_bytes += tokens.nbytes
+        if num_bytes >= _PIECE_BYTES and end < len(entries):
+            yield _piece(entries[begin:end], _MORE)
             begin, num_bytes = end, 0
-    yield _piece(kept[begin:], _LAST)
+    yield _piece(entries[begin:], _LAST)
 
 
-def _piece(kept: Sequence[tuple[bytes, Text]], mark: bytes) -> bytes:
+def _piece(entries: Sequence[Entry], mark: bytes) -> bytes:
     buffer = io.BytesIO(mark)
     buffer.seek(len(mark))
     np.savez(
         buffer,
-        names=np.frombuffer(b"".join(key + text.sample for key, text in kept), np.uint8),
-        steps=np.array([text.training_step for _, text in kept], np.int64),
-        lengths=np.array([len(text.tokens) for _, text in kept], np.int64),
-        tokens=np.concatenate([np.empty(0, np.int32), *(text.tokens for _, text in kept)]),
+        names=np.frombuffer(b"".join(keys for keys, _, _ in entries), np.uint8),
+        steps=np.array([step for _, step, _ in entries], np.int64),
+        lengths=np.array([len(tokens) for _, _, tokens in entries], np.int64),
+        tokens=np.concatenate([np.empty(0, np.int32), *(tokens for _, _, tokens in entries)]),
     )
     content = buffer.getbuffer()
     length = len(content).to_bytes(_LENGTH_BYTES, "little")
@@ -88,8 +78,8 @@ def _checked(piece: bytes, where: str) -> bytes:
     return content
 
 
-def read_piece(piece: bytes, where: str, vocab_size: int) -> list[tuple[bytes, Text, Int32Array]]:
-    """Prompt keys and texts. Raises HistoryError, beginning with `where`."""
+def read_piece(piece: bytes, where: str, vocab_size: int) -> list[Entry]:
+    """Its texts. Raises HistoryError, beginning with `where`."""
     with np.load(io.BytesIO(_checked(piece, where)[1:])) as arrays:
         tokens = arrays["tokens"]
         largest = tokens.max(initial=0)
@@ -99,7 +89,4 @@ def read_piece(piece: bytes, where: str, vocab_size: int) -> list[tuple[bytes, T
         names = arrays["names"].reshape(-1, KEY_BYTES + NAME_BYTES)
         # Where there is no text, split makes an empty one.
         each = zip(names, arrays["steps"].tolist(), texts, strict=False)
-        return [
-            (name[:KEY_BYTES].tobytes(), Text(name[KEY_BYTES:].tobytes(), step), said.copy())
-            for name, step, said in each
-        ]
+        return [(keys.tobytes(), step, tokens.copy()) for keys, step, tokens in each]

@@ -95,12 +95,7 @@ class SuffixIndex:
         check_status(lib.rs_index_new(options, made, self._error), self._error)
         self._index = ffi.gc(made[0], lib.rs_index_free)
         self._num_speculative_tokens = num_speculative_tokens
-        self._forget_group: Callable[[int], object] | None = None
         self._make_buffers(64)
-
-    def when_given_up(self, forget_group: Callable[[int], object]) -> None:
-        """From now on each call, before it returns, tells of the groups that it has given up."""
-        self._forget_group = forget_group
 
     def add_to_corpus(self, token_ids: Int32Array) -> None:
         """Draft from this text too (int32 vector). Before the first group is opened."""
@@ -121,14 +116,17 @@ class SuffixIndex:
 
     def catch_up(self, max_tokens_to_index: int = ALL_TOKENS) -> bool:
         """Index up to so many tokens; whether there is more to index."""
-        is_left = bool(lib.rs_catch_up(self._index, max_tokens_to_index))
-        self._tell_given_up()
-        return is_left
+        return bool(lib.rs_catch_up(self._index, max_tokens_to_index))
 
     @property
     def has_unindexed(self) -> bool:
         """Whether there is more to index."""
         return self.catch_up(0)
+
+    def take_given_up(self) -> list[int]:
+        """The groups that other calls have given up since the last call of this. Until it names one, no new
+        group gets its id; ids of the sequences that were parked in it may be another's already."""
+        return list(iter(lambda: int(lib.rs_group_given_up(self._index)), -1))
 
     def close_group(self, group: int) -> None:
         """Forget the text of a group in which nothing runs, and close what is parked there."""
@@ -211,14 +209,7 @@ class SuffixIndex:
         return IndexStats._make(getattr(stats, field) for field in IndexStats._fields)
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> None:
-        status = function(self._index, *arguments, self._error)
-        self._tell_given_up()
-        check_status(status, self._error)
-
-    def _tell_given_up(self) -> None:
-        if self._forget_group is not None:
-            for group in iter(lambda: lib.rs_group_given_up(self._index), -1):
-                self._forget_group(group)
+        check_status(function(self._index, *arguments, self._error), self._error)
 
     def _set_vectors(self, *vectors: Int32Array) -> None:
         self._vectors = None

@@ -21,19 +21,16 @@ class ModelShare(NamedTuple):
     num_places: int  # tokens that the model drafted of each row
 
     @classmethod
-    def count_drafted(
-        cls, counters: EngineCounters, request_ids: Sequence[str], drafts: Drafts, model_drafts: ModelDrafts
-    ) -> ModelShare:
-        """What the step that begins next verifies."""
+    def of_drafts(cls, request_ids: Sequence[str], drafts: Drafts, model_drafts: ModelDrafts) -> ModelShare:
         each = zip(request_ids, drafts.lists(), model_drafts.tokens.tolist(), strict=False)
         lengths = {request_id: num_alike(draft, tokens) for request_id, draft, tokens in each}
-        counters.num_model_draft_tokens += sum(lengths.values())
         return cls(lengths, model_drafts.tokens.shape[1])
 
     def count_accepted(
         self, counters: EngineCounters, request_ids: Sequence[str], nums_new_tokens: Int32Array
     ) -> tuple[Floats, Floats] | None:
-        """`EndedStep.model_shares` of that step, in which these requests got so many tokens."""
+        """Count what was accepted of it by the step that verified it, in which these requests got so many
+        tokens; returns that step's `EndedStep.model_shares`."""
         each = zip(request_ids, nums_new_tokens.tolist(), strict=True)
         rows = [(self.lengths[name], num - 1) for name, num in each if num and name in self.lengths]
         if not rows:

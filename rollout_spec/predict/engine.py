@@ -148,10 +148,10 @@ class Engine:
             of_requests = [request.model_drafts for request in batch.requests]
             model = drafts_at(of_requests, batch.nums_done, self._num_model_tokens)
         if self.drafter is not None:
-            names = [request.name for request in batch.requests]
+            rows = [each.name for each in batch.requests], nums_new, batch.token_ids, batch.levels
             # If the model did not draft for it, the next step has begun already, without drafts of the index.
-            next_step = NextStep(model, self._model is None or model is not None)
-            drafts = self.drafter.draft(names, nums_new, batch.token_ids, batch.levels, work, next_step)
+            next_step = NextStep(self._model is None or model is not None)
+            drafts = self.drafter.draft(*rows, work, model, next_step)
             return drafts.lists(), self.drafter.to_come.num_model_tokens
         if model is None:
             return [[] for _ in batch.requests], 0

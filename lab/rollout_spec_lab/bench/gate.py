@@ -137,7 +137,7 @@ class Gated(Plain):
             self.drafts_wanted = False
             return none
         proposed = np.minimum(situation.numbers, (situation.promised >= least).sum(axis=1)).astype(np.int32)
-        choice = self._gate.choose(situation.promised, proposed)
+        choice = self._gate.choose(step, situation.promised, proposed)
         self.drafts_wanted = (takes_drafts or bool(choice.lengths.any())) and not probe_in_two
         if not takes_drafts:
             return none

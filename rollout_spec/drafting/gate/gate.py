@@ -1,7 +1,7 @@
 """When to draft, and how much: speculation pays in the long tail, when few requests are left running.
 
 A token's survival is the probability that a draft is accepted up to and with it. A gate is open for a step
-that it lets have drafts, else closed, and counts both.
+that it lets have drafts, else closed. It counts both; `Drafter` counts the steps for which it does not ask.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ class Gate(Protocol):
     """It is asked twice in every engine step in which rows decode."""
 
     def begin(self, step: EndedStep) -> Opening:
-        """A step has ended, and nothing is drafted yet for the next one: may it have drafts?"""
+        """This step has ended, and nothing is drafted yet for the next one: may it have drafts?"""
 
-    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
-        """How much of each draft to verify in it, where `begin` has named a survival.
+    def choose(self, step: EndedStep, survivals: _Float32, lengths: _Int32) -> Choice:
+        """How much of each draft to verify after this step, where `begin` has named a survival.
 
         survivals: float32 [n, K], falling along a row.
         lengths: int32 [n], draft tokens of each row: the most.
@@ -78,7 +78,7 @@ class FixedGate:
         self.counters.num_steps_off_threshold += 1
         return Opening(None)
 
-    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
+    def choose(self, step: EndedStep, survivals: _Float32, lengths: _Int32) -> Choice:
         self.counters.num_steps_on += 1
         return Choice(lengths)
 
@@ -101,7 +101,6 @@ class AutoGate:
         self.counters, self._pad_to = counters, pad_to
         self._seconds, self._gains = StepSeconds(pads_drafts=pad_to > 0), DraftGains(most_model_tokens)
         self._num_steps = 0
-        self._step: EndedStep  # that `begin` was told of: `choose` decides on a step like it
         self._probes = Probes()  # as `begin` has set them, for the step that `choose` decides on
         self._price = 0.0  # the least survival that the last step with drafts took
         self._least_tried = 0.0  # survival: half the price, and half of that after each refusal
@@ -110,14 +109,12 @@ class AutoGate:
         self._busiest_ratio = 1.0  # of the busiest rank's rows to ours, where ranks step together
 
     def begin(self, step: EndedStep) -> Opening:
-        self._step = self._of_all_ranks(step, was_probe=self._probes.is_probe)
-        self._learn(self._step)
-        self._probes = probes_after(self._num_steps if step.number is None else step.number)
-        if not self._seconds.is_known:
-            self._probes = self._probes._replace(is_probe=True)
+        others_draft = step.number is not None and self._see_ranks(step, was_probe=self._probes.is_probe)
+        self._learn(dataclasses.replace(step, has_drafts=step.has_drafts or others_draft))
+        probes = probes_after(self._num_steps if step.number is None else step.number)
+        self._probes = probes._replace(is_probe=probes.is_probe or not self._seconds.is_known)
         self._num_steps += 1
-        num_model_tokens = self._gains.num_model_tokens(self._pass_cost)
-        return Opening(self._opens_at(), self._probes.probe_in_two, num_model_tokens)
+        return Opening(self._opens_at(), probes.probe_in_two, self._gains.num_model_tokens(self._pass_cost))
 
     def _opens_at(self) -> float | None:
         """The least survival that is proposed for this step; None: the gate is closed for it."""
@@ -131,14 +128,12 @@ class AutoGate:
         # The next step may want less likely ones than the last. That is found step by step.
         return max(MIN_SURVIVAL, self._least_tried)
 
-    def _of_all_ranks(self, step: EndedStep, *, was_probe: bool) -> EndedStep:
-        """Where ranks step together, it is no plain step if another rank may have verified drafts."""
-        if step.number is None:
-            return step
+    def _see_ranks(self, step: EndedStep, *, was_probe: bool) -> bool:
+        """Learn of a step of ranks that step together how many rows the busiest has; returns whether another
+        rank than ours may have verified drafts in it."""
         ratio = step.num_tokens / step.num_rows  # of a plain step that of the rows, else more
         self._busiest_ratio = ratio if was_probe else min(ratio, self._busiest_ratio)
-        others_draft = not was_probe and step.num_tokens > self._num_busiest_rows(step)
-        return dataclasses.replace(step, has_drafts=step.has_drafts or others_draft)
+        return not was_probe and step.num_tokens > self._num_busiest_rows(step)
 
     def _learn(self, step: EndedStep) -> None:
         if step.seconds is not None:
@@ -154,7 +149,7 @@ class AutoGate:
         """Count what was believed of a step, so that a user can see it; not of prompts, which differ."""
         if not expected or step.num_prompt_tokens:
             return
-        plain, counters = self._plain_seconds(), self.counters
+        plain, counters = self._plain_seconds(step), self.counters
         counters.num_timed_steps += 1
         counters.timed_seconds += seconds
         counters.error_seconds += abs(seconds - expected)
@@ -171,27 +166,27 @@ class AutoGate:
         """Rows of the busiest rank: no rank's step is shorter than its."""
         return round(max(1.0, self._busiest_ratio) * step.num_rows)
 
-    def _plain_seconds(self) -> float:
-        """Of a step like the last one without prompts and drafts, with the pass that a model always runs."""
-        num_passes = min(1, self._step.num_passes)  # 0: there is no model
-        step = dataclasses.replace(self._step, num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
+    def _plain_seconds(self, step: EndedStep) -> float:
+        """Of a step like this one without prompts and drafts, with the pass that a model always runs."""
+        num_passes = min(1, step.num_passes)  # 0: there is no model
+        step = dataclasses.replace(step, num_prompt_tokens=0, has_drafts=False, num_passes=num_passes)
         return float(self._seconds.expected(step, self._num_busiest_rows(step)))
 
-    def _drafted_seconds(self, most: int) -> Floats:
-        """Of a step like the last one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
-        step = dataclasses.replace(self._step, num_prompt_tokens=0, has_drafts=True)
+    def _drafted_seconds(self, step: EndedStep, most: int) -> Floats:
+        """Of a step like this one, without prompts, with 1, 2, ... `most` draft tokens, [most]."""
+        step = dataclasses.replace(step, num_prompt_tokens=0, has_drafts=True)
         nums = np.full(most, step.num_rows * self._pad_to) if self._pad_to else 1 + np.arange(most)
         return self._seconds.expected(step, np.maximum(self._num_busiest_rows(step), step.num_rows + nums))
 
-    def choose(self, survivals: _Float32, lengths: _Int32) -> Choice:
+    def choose(self, step: EndedStep, survivals: _Float32, lengths: _Int32) -> Choice:
         is_draft = np.arange(survivals.shape[1]) < lengths[:, None]
         sorted_survivals = np.sort(survivals[is_draft])[::-1].astype(float)  # the largest first
-        num, plain = len(sorted_survivals), self._plain_seconds()
-        seconds = self._drafted_seconds(max(1, num))
+        num, plain = len(sorted_survivals), self._plain_seconds(step)
+        seconds = self._drafted_seconds(step, max(1, num))
         if not num:  # where drafts are padded, the step has them if that takes no longer
             self.counters.num_steps_on += 1
             return Choice(lengths, pads=len(lengths) > 0 and bool(seconds[0] <= plain))
-        num_rows = self._num_busiest_rows(self._step)
+        num_rows = self._num_busiest_rows(step)
         tokens = num_rows + np.cumsum(sorted_survivals) * self._gains.share_kept
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])

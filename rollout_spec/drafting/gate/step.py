@@ -13,7 +13,8 @@ class Work:
     """What a step processes, known when it begins."""
 
     num_tokens: int  # drafts and prompts included; of the busiest of data-parallel ranks that step together
-    num_prompt_tokens: int = 0  # of these
+    # Of prompts, on our own rank. How many the busiest has it is not told, and takes it for as many.
+    num_prompt_tokens: int = 0
     has_drafts: bool = False  # whether it verifies drafts, or waited for some
     number: int | None = None  # the same on all such ranks; None: the engine core steps by itself
 

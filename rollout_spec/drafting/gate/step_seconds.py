@@ -25,8 +25,8 @@ def _curve(num_tokens: int) -> Floats:
     return np.concatenate([[1.0], slopes, num_tokens > _BENDS])
 
 
-def _besides(step: EndedStep, num_verified: int, pads_drafts: bool) -> dict[str, float]:
-    """The columns after those: what takes time besides, in a step that verifies so many tokens."""
+def _besides(step: EndedStep, num_verified: float | Floats, pads_drafts: bool) -> dict[str, float | Floats]:
+    """The columns after those: what takes time besides, in a step or several that verify so many tokens."""
     rows, is_slower = step.num_rows * _TENS, step.has_drafts != pads_drafts
     return {
         "verified": num_verified * _TENS,
@@ -73,9 +73,8 @@ class StepSeconds:
         nums = np.asarray(nums_verified, float)
         all_tokens = nums + step.num_prompt_tokens
         curve = np.interp(all_tokens, _KNOTS, self._curve) + self._jumps[np.searchsorted(_BENDS, all_tokens)]
-        amounts = _besides(step, 1, self._pads_drafts)
-        seconds = {name: amount * self._found[name] for name, amount in amounts.items()}
-        return np.asarray(curve + nums * seconds.pop("verified") + sum(seconds.values()))
+        besides = _besides(step, nums, self._pads_drafts)
+        return np.asarray(curve + sum(amount * self._found[name] for name, amount in besides.items()))
 
     def expected_pass(self, num_rows: int) -> float:
         """Seconds of one pass of a model over so many rows."""

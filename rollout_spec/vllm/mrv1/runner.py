@@ -193,9 +193,10 @@ class TwoDraftersRunner(GPUModelRunner):
             batch, proposer, passes = self.input_batch, self.rollout_spec_proposer, self.drafter.passes
             of_model = passes.on_host() if passes is not None and proposer.drafts_here else None
             # A step for which a model has drafted nothing gets no drafts of the text either.
-            next_step = NextStep(of_model, takes_drafts=of_model is not None)
+            next_step = NextStep(takes_drafts=of_model is not None)
             nums, work = np.array(list(map(len, output.sampled_token_ids)), np.int32), proposer.busiest_work
-            drafts = proposer.draft(nums, batch.token_ids_cpu, batch.num_tokens_no_spec, work, next_step)
+            rows = nums, batch.token_ids_cpu, batch.num_tokens_no_spec
+            drafts = proposer.draft(*rows, work, of_model, next_step)
             self.drafts = DraftTokenIds(list(output.req_ids), drafts.lists())
             attach(output, Report(proposer.to_come.num_model_tokens))
         return output

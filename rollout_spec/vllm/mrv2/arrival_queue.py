@@ -44,8 +44,7 @@ class ArrivalQueue:
             self._draft_after(self._arrivals.popleft(), TAKES_NONE)
 
     def draft_for_rows(self, next_step: NextStep) -> tuple[list[str], Drafts]:
-        """Index the tokens of all steps, and draft after the last, for all requests that have a row: these.
-        A model's drafts are not in `next_step`: they come with the tokens."""
+        """Index the tokens of all steps, draft after the last, for all requests that have a row: these."""
         self.take_in(all_but=1)
         request_ids = [*self._batch.input_batch.req_ids]
         if not self._arrivals:
@@ -74,8 +73,8 @@ class ArrivalQueue:
             takes_drafts = next_step.takes_drafts and (bool(drafted) or not self.proposer.most_model_tokens)
             may_end = any((tokens == end).any() for end in self.proposer.requests.end_token_ids)
             return self.proposer.draft(
-                nums_new, self._batch.tokens, self._batch.levels, arrival.work,
-                NextStep(model_drafts, takes_drafts, next_step.room), may_end, arrival.ended,
+                nums_new, self._batch.tokens, self._batch.levels, arrival.work, model_drafts,
+                NextStep(takes_drafts, next_step.room), may_end, arrival.ended,
             )  # fmt: skip
         except Exception as error:
             self._fail(error)

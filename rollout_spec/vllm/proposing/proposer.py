@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafter import Drafter
-from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, NextStep, StepsToCome
+from rollout_spec.drafting.drafts import TAKES_ANY, Drafts, ModelDrafts, NextStep, StepsToCome
 from rollout_spec.drafting.gate.step import Work
 from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
@@ -107,7 +107,8 @@ class BatchProposer:
 
     def draft(
         self, nums_new: Int32Array, token_ids: Any, levels: Int32Array, work: Work | None,
-        next_step: NextStep = TAKES_ANY, may_end: bool = True, ended: float | None = None,
+        model_drafts: ModelDrafts | None = None, next_step: NextStep = TAKES_ANY, may_end: bool = True,
+        ended: float | None = None,
     ) -> Drafts:  # fmt: skip
         """`Drafter.draft` for the runner's rows. As `propose` it never raises.
 
@@ -119,7 +120,8 @@ class BatchProposer:
                 request_ids: list[str] = self._batch.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
-                drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
+                rows = request_ids, nums_new, token_ids, levels
+                drafts = self.drafter.draft(*rows, work, model_drafts, next_step, ended)
                 self._counters.log(self.drafter)
                 self.to_come = self.drafter.to_come
                 return drafts
