@@ -12,7 +12,7 @@ process in the middle, as to a task of Ray, takes along where it comes from, and
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -43,8 +43,17 @@ class Home(NamedTuple):
 
 _HOME = "_rollout_spec_home"  # the attribute of a client that was sent
 _process = uuid.uuid4().hex  # this one
-# The name of the sample that makes a call, and the actor of its home; None: no name, or this process.
-_caller: ContextVar[tuple[str | None, Any]] = ContextVar("_caller", default=(None, None))
+
+
+class NamedCall(NamedTuple):
+    """A call with its names, which is counted."""
+
+    extra_args: dict[str, Any]
+    sample: Any  # its name; None: it cannot be read, and nobody counts the call
+    counted_by: Any  # the actor of the sample's home; None: this process
+
+
+_current: ContextVar[NamedCall | None] = ContextVar("_current", default=None)
 
 
 def patch_clients(module: Any) -> None:
@@ -60,31 +69,31 @@ async def _generate(
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}
-    is_named = keys.CALL_KEY in given  # by a class that stands before this one
+    is_named = keys.CALL_KEY in given  # a class that stands before this one has done it
     if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
         return await generate(
             self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
         )
     prompt_ids = normalize_token_ids(prompt_ids)
-    is_seeded = given.get(keys.NAME_KEY) is None and sampling_params.get("seed") is not None
+    is_seeded = _given_name(given) is None and sampling_params.get("seed") is not None
     call = Call(str(request_id), prompt_digest(prompt_ids), len(prompt_ids), dict(given), is_seeded)
-    extra_args, home = await _name_call(self, call)
-    token = _caller.set((extra_args.get(keys.SAMPLE_KEY), home))
+    named = await _name_call(self, call)
+    token = _current.set(named)
     try:
-        params = {**sampling_params, "extra_args": extra_args}
+        params = {**sampling_params, "extra_args": named.extra_args}
         return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
     finally:
-        _caller.reset(token)
+        _current.reset(token)
 
 
 async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, **request: Any) -> Any:
     """Acquire as verl does, whatever it is given, and note at the sample's home which server it calls."""
     acquired = await acquire(self, request_id, *args, **request)
-    name, home = _caller.get()
-    if name is not None and home is None:
-        sample_calls.calls_here.note_server(name, acquired[1])
-    elif name is not None:
-        _ask(home, "note_server", name, acquired[1])
+    call = _current.get()
+    if call is not None and call.counted_by is not None:
+        _ask(call.counted_by, "note_server", call.sample, acquired[1])
+    elif call is not None:
+        sample_calls.calls_here.note_server(call.sample, acquired[1])
     return acquired
 
 
@@ -98,24 +107,42 @@ def _state(get_state: Any, self: Any) -> dict[str, Any]:
     return state
 
 
-async def _name_call(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
-    """The call's `extra_args`, and the actor of the home that has counted it; None: this process has."""
-    name = call.extra_args.get(keys.NAME_KEY)
-    if name is None:
-        name = sample_calls.calls_here.name_of(call.request_id) or await _name_by_prompt(client, call)
-    elif keys.read_names(call.extra_args).key is None:
-        return dict(call.extra_args), None  # what cannot be read is handed on
+async def _name_call(client: Any, call: Call) -> NamedCall:
+    name = await _name_of_sample(client, call)
+    if keys.sample_text(name) is None:
+        return NamedCall(dict(call.extra_args), None, None)
     home = vars(client).get(_HOME)
-    if home is not None and home.process != _process and name not in sample_calls.calls_here:
-        if home.actor is not None:
-            try:
-                return await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S), home.actor
-            except (RayError, TimeoutError) as error:
-                logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
-                vars(client)[_HOME] = Home(home.process, None)
-        # Nobody can say which calls there were: those from here are apart from them.
-        sample_calls.calls_here.begin(name, _process)
-    return sample_calls.calls_here.add(name, call), None
+    if home is None or home.process == _process or name in sample_calls.calls_here:
+        return _count_here(name, call)
+    if home.actor is not None:
+        try:
+            return await _count_at_home(home.actor, name, call)
+        except (RayError, TimeoutError) as error:
+            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
+            vars(client)[_HOME] = Home(home.process, None)  # it is not asked again
+    # Nobody can say which calls there were: those from here are apart from them.
+    sample_calls.calls_here.begin(name, _process)
+    return _count_here(name, call)
+
+
+async def _name_of_sample(client: Any, call: Call) -> Any:
+    if (name := _given_name(call.extra_args)) is None:
+        name = sample_calls.calls_here.name_of(call.request_id)
+    return await _name_by_prompt(client, call) if name is None else name
+
+
+def _given_name(extra_args: Mapping[str, Any]) -> Any:
+    """Of a sample: its agent loop's own, else that of its row; None: nobody has named it."""
+    name = extra_args.get(keys.NAME_KEY)
+    return extra_args.get(keys.SAMPLE_KEY) if name is None else name
+
+
+def _count_here(name: Any, call: Call) -> NamedCall:
+    return NamedCall(sample_calls.calls_here.add(name, call), name, None)
+
+
+async def _count_at_home(actor: Any, name: Any, call: Call) -> NamedCall:
+    return NamedCall(await asyncio.wait_for(_ask(actor, "add", name, call), HOME_ANSWER_S), name, actor)
 
 
 def _ask(home: Any, method: str, *args: Any) -> Any:

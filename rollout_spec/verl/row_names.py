@@ -21,7 +21,7 @@ from rollout_spec.patches import wrap
 from rollout_spec.sample_names import RowName
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SAMPLES
-from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from rollout_spec.vllm.keys import GROUP_KEY, SAMPLE_KEY
 
 ROW = "rollout_spec_row"  # the column: of each row its name, as JSON
 _running: ContextVar[Any] = ContextVar("_running", default=None)  # the name of the sample of an agent loop
@@ -64,7 +64,7 @@ def with_sample_name(
     sampling parameters with the name and the group."""
     of_row = RowName(*json.loads(row))
     name = [*of_row, int(number)]
-    extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: of_row.group}
+    extra_args = {**(sampling_params.get("extra_args") or {}), SAMPLE_KEY: name, GROUP_KEY: of_row.group}
     return name, {**sampling_params, "extra_args": extra_args}
 
 

@@ -23,7 +23,7 @@ from rollout_spec.verl.server_windows import ABORTED_END_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
-from rollout_spec.vllm.keys import NAME_KEY, read_names
+from rollout_spec.vllm.keys import NAME_KEY, SAMPLE_KEY, read_names
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
@@ -110,9 +110,10 @@ class SpecHttpServer(vLLMHttpServer):
     def _named(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
         """A request's `extra_args`, with a name if its noise needs one, and UNCOUNTED_KEY if it validates."""
         extra_args = dict(sampling_params.get("extra_args") or {})
+        sample = extra_args.get(SAMPLE_KEY)
+        split = split_of(sample)
         if self._spec.keyed and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
-            extra_args[NAME_KEY] = self._name_unnamed()
-        split = split_of(extra_args.get(NAME_KEY))
+            extra_args[NAME_KEY] = self._name_unnamed() if split is None else sample
         if split is None and not self._has_said_unknown:
             self._say_unknown_rows()
         if self._is_validating if split is None else split == "val":
