@@ -221,6 +221,19 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
 
 
+def test_a_request_that_outlives_its_window_counts_in_the_next_one():
+    windows = Windows()
+    with windows.request(is_training=True) as late:
+        windows.admit()
+        windows.end(None, RequestCounters())
+        with windows.request(is_training=False):
+            windows.admit()
+        windows.count(late, 5, None, "aborted")
+    windows.end(None, RequestCounters())
+    report = windows.take()
+    assert (report.num_generated_tokens, report.num_interrupted) == (5, 1)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
 def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
