@@ -15,7 +15,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollout_spec.sample_names import call_name
 from rollout_spec.vllm import keys
 from rollout_spec.vllm.keys import sample_text
 
@@ -77,7 +76,7 @@ class SampleCalls:
         sample = self.begin(name)
         with self._lock:
             if sample.group is None:
-                sample.group, sample.num_group_tokens = f"prompt:{call.digest}", call.num_tokens
+                sample.group, sample.num_group_tokens = group_by_prompt(call.digest), call.num_tokens
             sample.request_ids.add(call.request_id)
             self._names[call.request_id] = name
             total, number = sample.num_calls.total(), sample.num_calls[call.digest]
@@ -91,7 +90,8 @@ class SampleCalls:
             keys.CALL_TOKENS_KEY: call.num_tokens,
         }
         if not call.is_seeded:
-            own[keys.NAME_KEY] = call_name(name, *sample.name_suffix, call.digest, number)
+            begin = name if isinstance(name, (list, tuple)) else [name]
+            own[keys.NAME_KEY] = [*begin, *sample.name_suffix, call.digest, number]
         return {**call.extra_args, **own}
 
     def note_server(self, name: Any, server: Any) -> None:
@@ -128,6 +128,11 @@ def prompt_digest(prompt_ids: Sequence[int]) -> str:
     if len(prompt_ids) > 2 * _DIGESTED:
         prompt_ids = [len(prompt_ids), *prompt_ids[:_DIGESTED], *prompt_ids[-_DIGESTED:]]
     return hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
+
+
+def group_by_prompt(digest: str) -> str:
+    """The group of samples whose first prompt has this digest, where nobody has named it."""
+    return f"prompt:{digest}"
 
 
 def number_of_prompt(balancer: Any, request_id: str, digest: str) -> tuple[str, int]:

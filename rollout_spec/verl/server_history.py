@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, product
 
 from rollout_spec.verl.server_drafters import Drafters
-from rollout_spec.vllm.proposing.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.control import NONE_HAS_ENDED, ProposerControl
 
 
 class ServerHistory:
@@ -51,7 +51,7 @@ class ServerHistory:
             await self._add_received()
             await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
             for core in range(len(self._drafters.cores)):  # all have the same
-                pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
+                pieces = await self._drafters.pieces(core, ProposerControl.pack_history, NONE_HAS_ENDED)
                 if pieces:
                     return pieces
             return []
