@@ -1,7 +1,4 @@
-"""What the names of samples and of their calls say, lists in JSON.
-
-A sample's name is of a row of the trainer's data, or by its first prompt. The name of a call begins with it.
-"""
+"""What names of samples and calls say, lists in JSON: of a row of the training data, or of a first prompt."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +7,7 @@ BY_PROMPT = "prompt"
 
 
 class RowName(NamedTuple):
-    """The name of a row; its sample's number in the row comes after it."""
+    """The name of a row. A sample's has its number in the row after it; a call's begins with its sample's."""
 
     seed: int
     step: int  # the training step
@@ -22,11 +19,6 @@ class RowName(NamedTuple):
     @property
     def group(self) -> str:
         return f"{self.prompt_index}:{self.digest}"
-
-
-def call_name(sample: Any, *of_call: Any) -> list[Any]:
-    """The name of a call: that of its sample, which may be a user's own, then what is the call's own."""
-    return [*(sample if isinstance(sample, (list, tuple)) else [sample]), *of_call]
 
 
 def split_of(name: Any) -> str | None:

@@ -1,9 +1,8 @@
 """Lets verl's client of the rollout servers name every call, in every process and for any agent loop.
 
 What a call's name is, `sample_calls.py` says. After an abort, verl's client sends a further request of the
-same call and name. Where nobody has named the sample (`row_names.py`), it is named here: by its first prompt,
-and by how many samples of the run have begun with that. So a run that repeats this one has the same set of
-samples. Its calls are those of one request id.
+same call and name. Where nobody has named the sample (`row_names.py`), it is named here, so that a run that
+repeats this one has the same set of samples. Its calls are those of one request id.
 
 The calls of a sample are counted at its *home*, the process where it begins. A client that is sent to another
 process in the middle, as to a task of Ray, takes along where it comes from, and asks there.
@@ -49,7 +48,6 @@ class NamedCall(NamedTuple):
     """A call with its names, which is counted."""
 
     extra_args: dict[str, Any]
-    sample: Any  # its name; None: it cannot be read, and nobody counts the call
     counted_by: Any  # the actor of the sample's home; None: this process
 
 
@@ -65,14 +63,14 @@ def patch_clients(module: Any) -> None:
 
 
 async def _generate(
-    generate: Any, self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **kwargs: Any
+    generate: Any, self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **more: Any
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}
     is_named = keys.CALL_KEY in given  # a class that stands before this one has done it
     if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
         return await generate(
-            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more
         )
     prompt_ids = normalize_token_ids(prompt_ids)
     is_seeded = _given_name(given) is None and sampling_params.get("seed") is not None
@@ -81,7 +79,7 @@ async def _generate(
     token = _current.set(named)
     try:
         params = {**sampling_params, "extra_args": named.extra_args}
-        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
+        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **more)
     finally:
         _current.reset(token)
 
@@ -89,11 +87,12 @@ async def _generate(
 async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, **request: Any) -> Any:
     """Acquire as verl does, whatever it is given, and note at the sample's home which server it calls."""
     acquired = await acquire(self, request_id, *args, **request)
-    call = _current.get()
-    if call is not None and call.counted_by is not None:
-        _ask(call.counted_by, "note_server", call.sample, acquired[1])
-    elif call is not None:
-        sample_calls.calls_here.note_server(call.sample, acquired[1])
+    if (call := _current.get()) is not None:
+        noted = call.extra_args.get(keys.SAMPLE_KEY), acquired[1]
+        if call.counted_by is None:
+            sample_calls.calls_here.note_server(*noted)
+        else:
+            _ask(call.counted_by, "note_server", *noted)
     return acquired
 
 
@@ -110,39 +109,44 @@ def _state(get_state: Any, self: Any) -> dict[str, Any]:
 async def _name_call(client: Any, call: Call) -> NamedCall:
     name = await _name_of_sample(client, call)
     if keys.sample_text(name) is None:
-        return NamedCall(dict(call.extra_args), None, None)
+        return NamedCall(dict(call.extra_args), None)  # what cannot be read is handed on
     home = vars(client).get(_HOME)
-    if home is None or home.process == _process or name in sample_calls.calls_here:
-        return _count_here(name, call)
-    if home.actor is not None:
+    is_away = home is not None and home.process != _process and name not in sample_calls.calls_here
+    if is_away and home.actor is not None:
         try:
-            return await _count_at_home(home.actor, name, call)
+            extra_args = await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S)
+            return NamedCall(extra_args, home.actor)
         except (RayError, TimeoutError) as error:
             logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
             vars(client)[_HOME] = Home(home.process, None)  # it is not asked again
-    # Nobody can say which calls there were: those from here are apart from them.
-    sample_calls.calls_here.begin(name, _process)
-    return _count_here(name, call)
+    if is_away:  # nobody can say which calls there were: those from here are apart from them
+        sample_calls.calls_here.begin(name, _process)
+    return NamedCall(sample_calls.calls_here.add(name, call), None)
 
 
 async def _name_of_sample(client: Any, call: Call) -> Any:
-    if (name := _given_name(call.extra_args)) is None:
+    """The one that it has, or one by its first prompt and how many samples of the run have begun with that.
+
+    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
+    """
+    name = _given_name(call.extra_args)
+    if name is None:
         name = sample_calls.calls_here.name_of(call.request_id)
-    return await _name_by_prompt(client, call) if name is None else name
+    if name is not None:
+        return name
+    begun: Sequence[Any] = call.digest, uuid.uuid4().hex
+    if hasattr(balancer := client._load_balancer, "__ray_call__"):
+        try:
+            begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
+        except RayError as error:
+            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
+    return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 
 def _given_name(extra_args: Mapping[str, Any]) -> Any:
     """Of a sample: its agent loop's own, else that of its row; None: nobody has named it."""
     name = extra_args.get(keys.NAME_KEY)
     return extra_args.get(keys.SAMPLE_KEY) if name is None else name
-
-
-def _count_here(name: Any, call: Call) -> NamedCall:
-    return NamedCall(sample_calls.calls_here.add(name, call), name, None)
-
-
-async def _count_at_home(actor: Any, name: Any, call: Call) -> NamedCall:
-    return NamedCall(await asyncio.wait_for(_ask(actor, "add", name, call), HOME_ANSWER_S), name, actor)
 
 
 def _ask(home: Any, method: str, *args: Any) -> Any:
@@ -152,20 +156,6 @@ def _ask(home: Any, method: str, *args: Any) -> Any:
 
 def _answer(_: Any, method: str, *args: Any) -> Any:
     return getattr(sample_calls.calls_here, method)(*args)
-
-
-async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
-    """The name of a sample that has none: its first prompt, and how many of the run have begun with that.
-
-    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
-    """
-    begun: Sequence[Any] = call.digest, uuid.uuid4().hex
-    if hasattr(balancer := client._load_balancer, "__ray_call__"):
-        try:
-            begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
-        except RayError as error:
-            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
-    return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 
 def _is_ours(client: Any) -> bool:

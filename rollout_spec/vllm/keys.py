@@ -26,13 +26,11 @@ CALL_TOKENS_KEY = "rollout_spec_call_tokens"
 class RequestNames(NamedTuple):
     """What a request says of itself, as far as it can be used: a caller may send anything."""
 
-    key: int | None
-    """The noise key of its name."""
+    key: int | None  # the noise key of its name
     group: str | None
     num_group_tokens: int | None
     num_call_tokens: int | None
-    sample: str | None = None
-    """The `sample_text` of its sample's name."""
+    sample: str | None = None  # the `sample_text` of its sample's name
     call: int | None = None
 
 
