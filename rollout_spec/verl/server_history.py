@@ -14,7 +14,7 @@ class ServerHistory:
 
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet
-        self._is_sharing = False  # another server has asked
+        self._is_sharing = False  # since the first `take`: it collects what it serves, for the others
         self._lock = asyncio.Lock()  # a drafter hands on the pieces of one answer at a time
         self._shared, self._received = list[bytes](), list[bytes]()  # for the others, and from them
 
