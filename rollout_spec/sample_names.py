@@ -1,4 +1,4 @@
-"""What the name of a sample says, a list in JSON: of a row of the trainer's data, or by its first prompt."""
+"""What names of samples and calls say, lists in JSON: of a row of the training data, or of a first prompt."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ BY_PROMPT = "prompt"
 
 
 class RowName(NamedTuple):
-    """The name of a row; its sample's number in the row comes after it."""
+    """The name of a row. A sample's has its number in the row after it; a call's begins with its sample's."""
 
     seed: int
     step: int  # the training step
@@ -22,11 +22,11 @@ class RowName(NamedTuple):
 
 
 def split_of(name: Any) -> str | None:
-    """`train` or `val`; None of a name that does not follow from a row's."""
+    """`train` or `val`, of a sample or a call; None of a name that does not follow from a row's."""
     is_of_row = isinstance(name, (list, tuple)) and len(name) > 2 and name[2] in ("train", "val")
     return name[2] if is_of_row else None
 
 
 def is_repeated(name: Any) -> bool:
-    """Whether a run with the same seed and data gives this name again, in its training."""
+    """Whether a run with the same seed and data gives a sample or call this name again, in its training."""
     return split_of(name) == "train" or (isinstance(name, (list, tuple)) and name[:1] == [BY_PROMPT])

@@ -48,7 +48,7 @@ class Rollout:
     step: int | None  # the training step; None where there is none
     prompt_token_ids: npt.NDArray[np.int32]
     responses: list[npt.NDArray[np.int32]]
-    names: Sequence[Any] = ()  # the sample's for each response, or None; empty if the trace has no names
+    names: Sequence[Any] = ()  # for each response that of its first call, or None; empty if there are none
     model_drafts: Sequence[ResponseDrafts] = ()  # one for each response, simulated; empty if no model drafts
     # Of an agent's samples: in each response, which then has what its tools said too, where the policy's
     # turns begin and end, [num_turns, 2]. Empty: each response is one turn.

@@ -24,7 +24,7 @@ CASES = [
 def told_ends(folder):
     file = folder / ENDED
     names = file.read_text().splitlines() if file.exists() else []
-    return {name for name in names if "'val'" not in name}
+    return {name for name in names if '"val"' not in name}
 
 
 def train(folder, policy, manager, mode, method="sam", *overrides):

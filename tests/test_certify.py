@@ -45,9 +45,9 @@ def test_counts_end_at_the_first_difference():
     first = [Pair(Sample(0, 1.0, 0), off, response([1, 2, 3, 4], 2)), same]
     second = [Pair(Sample(0, 1.0, 0), off, response([1, 9, 9], 1)), same]
     shown = ("tokens_compared", "tokens_identical", "num_rejected_tokens")
-    assert [counts.counts(first)[name] for name in shown] == [8, 8, 2]
-    assert [counts.counts(second)[name] for name in shown] == [2 + 4, 1 + 4, 1]
-    together = counts.counts([*first, *second])
+    assert [counts.of_pairs(first)[name] for name in shown] == [8, 8, 2]
+    assert [counts.of_pairs(second)[name] for name in shown] == [2 + 4, 1 + 4, 1]
+    together = counts.of_pairs([*first, *second])
     assert [together[name] for name in shown] == [8 + 6, 8 + 5, 2 + 1]
     assert (together["num_drafts"], together["num_draft_tokens"]) == (4, 12)
     assert second[0].tokens == (2, 9) and second[0].differs and not same.differs

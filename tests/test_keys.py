@@ -109,7 +109,7 @@ NOTHING = (None, "text", [NAME_KEY, GROUP_KEY], 7, {}, {NAME_KEY: None, GROUP_KE
         ),
         ({GROUP_KEY: 7, GROUP_TOKENS_KEY: 0}, (None, "7", 0, None)),
         ({request_keys.SAMPLE_KEY: 5, request_keys.CALL_KEY: 2}, (None, None, None, None, "5", 2)),
-        ({request_keys.SAMPLE_KEY: [5], request_keys.CALL_KEY: -2}, (None, None, None, None)),
+        ({request_keys.SAMPLE_KEY: [5], request_keys.CALL_KEY: -2}, (None, None, None, None, "[5]")),
         ({GROUP_TOKENS_KEY: 3, CALL_TOKENS_KEY: 0}, (None, None, None, 0)),
         ({GROUP_KEY: "", GROUP_TOKENS_KEY: sys.maxsize}, (None, "", sys.maxsize, None)),
         ({NAME_KEY: HUGE, GROUP_KEY: "g", CALL_TOKENS_KEY: 2}, (None, "g", None, 2)),

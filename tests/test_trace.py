@@ -132,7 +132,7 @@ def test_the_trace_is_what_replay_reads(tmp_path, monkeypatch):
     monkeypatch.delenv(DIR_VARIABLE)
     idle = Recorder(replica_rank=1)
     idle.add([1], [2], {})
-    assert not idle._samples, "a run that records nothing keeps nothing"
+    assert not idle._chains, "a run that records nothing keeps nothing"
 
 
 def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monkeypatch, caplog):
@@ -147,5 +147,5 @@ def test_a_disk_that_cannot_be_written_ends_the_recording_alone(small_disk, monk
         [message] = caplog.messages
         assert reason in message
         caplog.clear()
-        assert not recorder._samples
+        assert not recorder._chains
     assert len(list(read_trace(trace_file(small_disk / "traces", 0)))) <= 1, "what was whole is read"

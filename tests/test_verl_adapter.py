@@ -221,6 +221,19 @@ def test_a_server_is_busy_while_its_engine_has_requests(monkeypatch):
     assert (report.rollout_seconds, report.num_interrupted) == (2, 0)
 
 
+def test_a_request_that_outlives_its_window_counts_in_the_next_one():
+    windows = Windows()
+    with windows.request(is_training=True) as late:
+        windows.admit()
+        windows.end(None, RequestCounters())
+        with windows.request(is_training=False):
+            windows.admit()
+        windows.count(late, 5, None, "aborted")
+    windows.end(None, RequestCounters())
+    report = windows.take()
+    assert (report.num_generated_tokens, report.num_interrupted) == (5, 1)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"abort_only": False}, {"abort_only": True}])
 def test_an_abort_that_pauses_nothing_ends_no_window(arguments, server_of, monkeypatch):
     """verl has `abort_only` after 0.9.1: requests go on coming, and the weights stay."""
@@ -272,6 +285,7 @@ def test_the_reference_run_counts_the_drafts_of_a_model(scheduler, num_decoded, 
         ({"extra_args": {"rollout_spec_key": None}, "seed": 0}, ("seed", 0)),
         ({}, ("key", '["unnamed", 0, 3, null, 1]')),
         ({"extra_args": {"rollout_spec_key": None}, "seed": None}, ("key", '["unnamed", 0, 3, null, 1]')),
+        ({"extra_args": {"rollout_spec_sample": [7, 1, "val"]}}, ("key", '[7, 1, "val"]')),
     ],
 )
 @pytest.mark.parametrize("method", ["sam", "keyed"])
@@ -294,7 +308,7 @@ def test_a_request_says_if_it_validates_or_the_trainer_does(kind, expected, serv
     name = ["prompt", 7, "ab", 0] if kind is None else [7, 3, kind, "4", "ab", 0, 1]
     counted, server._recorder = [], Mock()
     for server._is_validating in (False, True):
-        asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_key": name}}, "one"))
+        asyncio.run(server.generate([1], {"extra_args": {"rollout_spec_sample": name}}, "one"))
         counted.append(server._windows.has_training)
         server._windows.has_training = False
     assert counted == expected and server._recorder.add.call_count == sum(expected)
@@ -322,7 +336,7 @@ class LookingLoop:
         self.seen = server_manager.seen
 
     async def run(self, sampling_params, session_id, **kwargs):
-        sample = sampling_params["extra_args"].get("rollout_spec_key")
+        sample = sampling_params["extra_args"].get("rollout_spec_sample")
         assert sample is None or sample in sample_calls.calls_here
         self.seen.append((sampling_params, kwargs))
         if session_id > 1:
@@ -367,7 +381,7 @@ def test_workers_name_samples_until_their_agent_loops_return_whatever_derives_fr
     for session in (0, 1):
         sampling, kwargs = asyncio.run(start(session, **named))
         assert kwargs == {"uid": "u", "global_steps": 3}
-        extra_args = {"mine": 1, "rollout_spec_key": [*row, session], "rollout_spec_group": "4:ab"}
+        extra_args = {"mine": 1, "rollout_spec_sample": [*row, session], "rollout_spec_group": "4:ab"}
         assert sampling == {"temperature": 1.0, "extra_args": extra_args}
     assert asyncio.run(start(0))[0] == given, "a row without a name"
     assert scored == [(0, 0), (1, 0), (0, 0)], "no sample is under way any more"

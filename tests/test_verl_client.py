@@ -24,7 +24,7 @@ from rollout_spec.verl import client as verl_client
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.row_names import ROW, RowNames, prompt_name
 from rollout_spec.verl.sample_calls import Call, SampleCalls, number_of_prompt, prompt_digest
-from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY, SAMPLE_KEY
 from tests.agents import batch_of
 
 SAMPLE = [7, 3, "train", "4", "ab", 0, 1]
@@ -94,7 +94,7 @@ def make(server, verls=FullyAsyncLLMServerClient):
 
 
 def params(sample=SAMPLE):
-    return {"temperature": 1.0, "extra_args": {NAME_KEY: sample, GROUP_KEY: "4:ab"}}
+    return {"temperature": 1.0, "extra_args": {SAMPLE_KEY: sample, GROUP_KEY: "4:ab"}}
 
 
 async def call(client, prompt, sampling_params, request_id="r"):
@@ -154,8 +154,8 @@ def test_a_call_keeps_its_name_when_it_is_interrupted_and_goes_on(monkeypatch):
     assert [server.names.index(name) for name in server.names] == [0, 0, 0, 3]
     lengths = [(sent["rollout_spec_group_tokens"], sent["rollout_spec_call_tokens"]) for sent in server.sent]
     assert lengths == [(2, 2)] * 3 + [(2, 9)], "the group's prompt, and the turn's"
-    turns = [(sent["rollout_spec_sample"], sent["rollout_spec_call"]) for sent in server.sent]
-    assert turns == [(str(SAMPLE), turn) for turn in (0, 0, 0, 1)]
+    turns = [(sent[SAMPLE_KEY], sent["rollout_spec_call"]) for sent in server.sent]
+    assert turns == [(SAMPLE, turn) for turn in (0, 0, 0, 1)]
 
 
 def test_a_name_may_be_the_users_own():
@@ -163,12 +163,13 @@ def test_a_name_may_be_the_users_own():
     server, deep = Server(), []
     client = make(server)
     for name in ("mine", 5, {"a": [1]}, "mine"):
-        asyncio.run(call(client, [1], params(name)))
+        asyncio.run(call(client, [1], {"extra_args": {NAME_KEY: name, SAMPLE_KEY: SAMPLE}}))
     assert len(set(server.names)) == 4
+    assert [sent[SAMPLE_KEY] for sent in server.sent] == ["mine", 5, {"a": [1]}, "mine"]
     assert [json.loads(name)[:-2] for name in server.names] == [["mine"], [5], [{"a": [1]}], ["mine"]]
     for name in ("one", "two"):
         asyncio.run(call(client, [1, 2], {"extra_args": {NAME_KEY: name}}))
-    assert server.sent[-1][GROUP_KEY] == server.sent[-2][GROUP_KEY] != "4:ab"
+    assert server.sent[-1][GROUP_KEY] == server.sent[-2][GROUP_KEY] != server.sent[0][GROUP_KEY]
     for _ in range(100_000):
         deep = [deep]
     asyncio.run(call(client, [1], {"extra_args": {NAME_KEY: deep}}))
@@ -199,7 +200,7 @@ def test_calls_of_nobody_are_named_by_their_request_and_its_first_prompt(verls, 
     assert {name[3] for name in names} == {0, 1, 2, 3}
     turns: dict[str, list[int]] = {}
     for each in runs[0].sent:
-        turns.setdefault(each["rollout_spec_sample"], []).append(each["rollout_spec_call"])
+        turns.setdefault(str(each[SAMPLE_KEY]), []).append(each["rollout_spec_call"])
     assert list(turns.values()) == [[0, 1, 2]] * 6
     assert len({each[GROUP_KEY] for each in runs[0].sent}) == 2
     assert {each["rollout_spec_group_tokens"] for each in runs[0].sent} == {1, 2}
@@ -214,7 +215,7 @@ def test_without_a_balancer_that_counts_names_are_apart_all_the_same(balancer):
     client._load_balancer = SimpleNamespace(__ray_call__=SimpleNamespace(remote=fail)) if balancer else None
     for request_id in "aab":
         made = Call(request_id, "its digest", 1, {}, False)
-        calls.append(asyncio.run(verl_client._name_call(client, made))[0][NAME_KEY])
+        calls.append(asyncio.run(verl_client._name_call(client, made)).extra_args[NAME_KEY])
     assert calls[0][:3] == calls[2][:3] == ["prompt", 7, "its digest"]
     assert calls[0][3] == calls[1][3] != calls[2][3]
 
@@ -258,7 +259,7 @@ def test_a_client_that_derives_from_verls_is_named():
     assert json.loads(server.names[0])[0] == "prompt"
     assert verl_client._HOME in client.__getstate__()
     sample_calls.calls_here.end_request("r")
-    assert server.ended == [server.sent[0]["rollout_spec_sample"]]
+    assert server.ended == [json.dumps(server.sent[0][SAMPLE_KEY])]
 
 
 def test_a_long_prompt_is_told_by_its_length_and_its_ends():
@@ -376,7 +377,7 @@ def test_a_client_that_is_sent_asks_where_the_sample_began(failure, here, monkey
         assert turns == [(0, 100), (1, 100), (2, 100)] and len(there) == 0
         assert [json.loads(name)[-1] for name in server.names] == [0, 1, 0]
         here.end(SAMPLE)
-        assert other.ended == server.ended == [str(SAMPLE)]
+        assert other.ended == server.ended == [json.dumps(SAMPLE)]
     else:
         assert len(there) == 1
         asyncio.run(call(copied, [1], params("a new one")))

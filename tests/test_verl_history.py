@@ -242,7 +242,7 @@ def test_a_client_that_is_sent_to_a_task_counts_its_calls_where_the_sample_began
     spec = {"rollout": {"spec": {"method": "sam"}}, "actor_rollout_ref": {"rollout": rollout}}
     worker, task = SERVERS[0], ray.remote(num_cpus=0)(turn)
     client = ray.get(worker.__ray_call__.remote(begin, LLMServerClient(OmegaConf.create(spec), balancer)))
-    ray.get([task.remote(client, named) for named in (2 * [{"rollout_spec_key": "sample"}]) + [{}]])
+    ray.get([task.remote(client, named) for named in (2 * [{"rollout_spec_sample": "sample"}]) + [{}]])
     while not ray.get(worker.__ray_call__.remote(end)):
         pass
     while not ray.get(server.seen.remote())[1]:

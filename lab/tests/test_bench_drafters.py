@@ -15,7 +15,7 @@ import pytest
 from lab.tests.conftest import DATA
 from rollout_spec.config import SpecConfig
 from rollout_spec.predict.replay import replay
-from rollout_spec.predict.simulated_model import simulate_model
+from rollout_spec.predict.simulated_drafts import with_simulated_drafts
 from rollout_spec.trace import Rollout, read_trace, to_line
 from rollout_spec_lab.bench.drafters import FIGURES, Suffix, all_runs, over_baselines, replay_all
 from rollout_spec_lab.bench.tables import drafters_tables
@@ -124,7 +124,7 @@ def test_a_trace_that_cannot_be_measured_is_one_line(num_tokens, options, messag
 def test_a_simulated_model_is_right_as_often_as_asked():
     """After right tokens, and oftener where the index is right; the same each time."""
     lines = list(islice(read_trace(RECORDING), 12))
-    modelled, again = (list(simulate_model(lines, (0.8, 0.5, 0.5))) for _ in range(2))
+    modelled, again = (list(with_simulated_drafts(lines, (0.8, 0.5, 0.5))) for _ in range(2))
     num_right, num_tried = np.zeros(3), np.zeros(3)
     for line, same in zip(modelled, again, strict=True):
         for response, said, other in zip(line.responses, line.model_drafts, same.model_drafts, strict=True):
@@ -141,7 +141,7 @@ def test_a_simulated_model_is_right_as_often_as_asked():
 
 
 def test_a_model_as_one_more_expert_beats_the_better_of_both_in_each_step():
-    lines = list(simulate_model(islice(read_trace(RECORDING), 12), (0.8, 0.8, 0.8)))
+    lines = list(with_simulated_drafts(islice(read_trace(RECORDING), 12), (0.8, 0.8, 0.8)))
     runs = all_runs(("sam", "model", "sam+model"), SpecConfig(), [8], [0], [0.1])
     suffix, model, both = (result["tokens_per_step"] for result in replay_all(lines, runs))
     assert both > 1.05 * max(suffix, model)

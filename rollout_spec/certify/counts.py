@@ -74,12 +74,12 @@ def of_runs(
 
     Raises UserError: as `untested`.
     """
-    counted = {where: counts(pairs) for where, pairs in runs.items()}
+    counted = {where: of_pairs(pairs) for where, pairs in runs.items()}
     num_unexplained = sum(not one["explained"] for one in differences)
     reasons = untested(counted, num_unexplained)
     tested = [pair for where, pairs in runs.items() if where not in reasons for pair in pairs]
     return {
-        **counts(tested),
+        **of_pairs(tested),
         "configurations": [dataclasses.asdict(where) | one for where, one in counted.items()],
         "untested": [f"{where}: {reason}" for where, reason in reasons.items()],
         "differences": differences,
@@ -88,7 +88,7 @@ def of_runs(
     }
 
 
-def counts(pairs: Sequence[Pair]) -> dict[str, Any]:
+def of_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
     counters = RequestCounters.sum(pair.on.counters for pair in pairs)
     return {
         "tokens_compared": sum(pair.agreement.num_tokens for pair in pairs),

@@ -2,7 +2,8 @@
 
 In: arguments. Out: tables, JSON, files and an exit code; a mistake of the user's is one line.
 May import: `config`, `environment`, `files`, `trace`, `drafting`, `predict`, `report`, `certify`, `doctor`,
-`vllm`, pyarrow, rich, torch, transformers. Beyond counts of what it has read (`corpus`), it computes nothing.
+`vllm`, pyarrow, rich, torch, transformers. It reads and checks what the others are given, and plans what
+they do; of figures it has counts of what it has read only (`corpus`).
 
 A module in COMMANDS has HELP, EXAMPLE, add_arguments(parser) and run(args) -> exit code. It imports nothing
 of this one, and what is slow in `run`, so that `--help` answers at once.

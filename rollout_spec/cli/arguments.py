@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +79,18 @@ def add_spec_argument(group: argparse._ActionsContainer, help_: str, refused: Ma
     group.set_defaults(refused=refused)
 
 
-def spec_options(given: Sequence[str], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The options that `--spec` gives, for `SpecConfig` to check. `refused`: as in `add_spec_argument`."""
+def spec_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that `--spec` gives, for `SpecConfig` to check; `add_spec_argument` has added it."""
     spec: dict[str, Any] = {}
-    for option in given:
+    for option in args.spec:
         name, sign, value = option.partition("=")
         if not sign:
             raise UserError(f"--spec {option}: must be NAME=VALUE")
-        if name in refused:
-            raise UserError(f"--spec {option}: {refused[name]}")
+        if name in args.refused:
+            raise UserError(f"--spec {option}: {args.refused[name]}")
         spec[name] = value
-        if name not in _TEXTS:
+        known = SpecConfig.__dataclass_fields__.get(name)
+        if known is None or known.type != "str":
             with contextlib.suppress(ValueError, RecursionError):  # what is no number, true or false is text
                 spec[name] = json.loads(value)
     return spec
-
-
-_TEXTS = [field.name for field in dataclasses.fields(SpecConfig) if field.type == "str"]

@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(off, on, agreement=first_step_agreement(args.off, args.on))
     columns = [*table_columns(comparison)[:-1], "change [interval]"]
     table = (headline(comparison), columns, table_rows(comparison, intervals=False))
-    warnings = comparison.warnings
-    text = sentences(comparison)[len(warnings) :]
+    warnings, text = comparison.warnings, sentences(comparison)
     try:
         paths = write_report(comparison, args.output, {"off": str(args.off), "on": str(args.on)})
     finally:  # a reader of the output may go away

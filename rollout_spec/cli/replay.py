@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from rollout_spec.predict.replay_record import replay_record
     from rollout_spec.report.replay import headline, sentences, tables, write_replay
 
-    spec = spec_options(args.spec, REFUSED)
+    spec = spec_options(args)
     config = SpecConfig.from_mapping(spec | {"num_speculative_tokens": args.num_speculative_tokens})
     with heard("rollout_spec.predict") as doubts:
         lines = list(rollouts.with_model(args, rollouts.read(args, args.traces, args.limit_groups)))

@@ -59,7 +59,7 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
     """The rollouts with the drafts of the simulated model, or as they are."""
     if args.model_acceptance is None:
         return lines
-    from rollout_spec.predict.simulated_model import simulate_model
+    from rollout_spec.predict.simulated_drafts import with_simulated_drafts
 
     try:
         acceptance = [float(part) for part in args.model_acceptance.split(",")]
@@ -68,4 +68,4 @@ def with_model(args: argparse.Namespace, lines: Iterable[Rollout]) -> Iterable[R
     if not 0 < len(acceptance) <= MAX_SPECULATIVE_TOKENS or not all(0 <= share <= 1 for share in acceptance):
         wanted = f"numbers from 0 to 1, separated by commas, at most {MAX_SPECULATIVE_TOKENS}"
         raise UserError(f"--model-acceptance {args.model_acceptance}: must be {wanted}")
-    return simulate_model(lines, acceptance)
+    return with_simulated_drafts(lines, acceptance)

@@ -13,8 +13,7 @@ from rollout_spec.cli.arguments import MAX_ENGINES, add_options, add_spec_argume
 from rollout_spec.config import SpecConfig, UserError, parse_threshold
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.engine import Cluster, SimulatedModel
-    from rollout_spec.predict.step_times import Times
+    from rollout_spec.predict.simulate import Simulated
     from rollout_spec.trace import Rollout
 
 HELP = "predict how long recorded rollouts take on a cluster, with drafts and without"
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _devices() -> Any:
     """Step times of devices that one does not have: a module of the laboratory, where that is installed. It
-    has `add_arguments`, and a `run` that gives the exit code, or None where no device is named."""
+    has `add_arguments`, and `simulated`, which gives a `Simulated`; None where no device is named."""
     return next((each.load() for each in entry_points(group="rollout_spec.devices")), None)
 
 
@@ -86,66 +85,52 @@ def _add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_spec.predict.step_times import StepTimes
-
-    devices = _devices()
-    if devices is not None and (code := devices.run(args)) is not None:
-        return code
-    if args.step_times is None:
-        raise UserError("--step-times: must say how long a step takes")
-    return predict(args, served_lines(args), StepTimes.parse(args.step_times))
-
-
-def served_lines(args: argparse.Namespace) -> list[Rollout]:
-    from rollout_spec.predict.load import copied
-
-    return copied(list(rollouts.read(args, args.traces, args.limit_groups)), args.copies)
-
-
-def predict(
-    args: argparse.Namespace,
-    lines: Sequence[Rollout],
-    times: Times,
-    model: SimulatedModel | None = None,
-    num_ranks: int = 1,
-) -> int:
-    """Simulate every cluster with every configuration, and show the figures; returns the exit code.
-    `lines` are of `served_lines`, and have the drafts of the model, if there is one."""
+    """Simulate every cluster with every configuration, and show the figures."""
     from rollout_spec.cli.console import counted, show
     from rollout_spec.predict.doubts import warn_of_same_texts
+    from rollout_spec.predict.engine import Cluster
     from rollout_spec.predict.load import requests_of
     from rollout_spec.predict.simulate import configurations, simulate_each
     from rollout_spec.report.simulation import headline, table
 
-    spec = spec_options(args.spec, args.refused)
-    ks = args.num_speculative_tokens or [SpecConfig.num_speculative_tokens]
-    configs = configurations(spec, args.batch_thresholds, ks)
-    clusters = _clusters(args, times.kv_tokens, num_ranks)
-    if not all(requests_of(lines, cluster.group_size) for cluster in clusters):
-        raise UserError(f"{args.traces[0]}: no token in any response")
-    _check_use(args, spec, lines)
-    if spec.get("corpus"):
-        warn_of_same_texts(lines, spec["corpus"])
-    results = [simulate_each(lines, cluster, configs, times, model, counted) for cluster in clusters]
-    found = {"spec": spec, "results": results}
-    show(found, args.json, headline(results), table(args.traces[0].name, results))
-    return 0
-
-
-def _clusters(args: argparse.Namespace, kv_tokens: float, num_ranks: int) -> list[Cluster]:
-    from rollout_spec.predict.engine import Cluster
-
-    return [
+    served, spec = _what_is_served(args), spec_options(args)
+    configs = configurations(spec, args.batch_thresholds, served.nums_speculative_tokens)
+    clusters = [
         Cluster(
             *combination,
-            num_ranks=num_ranks,
-            kv_tokens=kv_tokens,
+            num_ranks=served.num_ranks,
+            kv_tokens=served.times.kv_tokens,
             max_num_batched_tokens=args.max_num_batched_tokens,
             pads_drafts=args.pad_drafts,
             tool_seconds=1.0 if args.tool_seconds is None else args.tool_seconds,
         )
         for combination in itertools.product(args.replicas, args.max_num_seqs, args.group_size or [None])
     ]
+    if not all(requests_of(served.lines, cluster.group_size) for cluster in clusters):
+        raise UserError(f"{args.traces[0]}: no token in any response")
+    _check_use(args, spec, served.lines)
+    if spec.get("corpus"):
+        warn_of_same_texts(served.lines, spec["corpus"])
+    results = [simulate_each(served, cluster, configs, counted) for cluster in clusters]
+    found = {"spec": spec, "results": results}
+    show(found, args.json, headline(results), table(args.traces[0].name, results))
+    return 0
+
+
+def _what_is_served(args: argparse.Namespace) -> Simulated:
+    from rollout_spec.predict.load import copied
+    from rollout_spec.predict.simulate import Simulated
+    from rollout_spec.predict.step_times import StepTimes
+
+    def lines() -> list[Rollout]:
+        return copied(list(rollouts.read(args, args.traces, args.limit_groups)), args.copies)
+
+    if (devices := _devices()) is not None and (found := devices.simulated(args, lines)) is not None:
+        return found
+    if args.step_times is None:
+        raise UserError("--step-times: must say how long a step takes")
+    ks = args.num_speculative_tokens or [SpecConfig.num_speculative_tokens]
+    return Simulated(lines(), StepTimes.parse(args.step_times), ks)
 
 
 def _check_use(args: argparse.Namespace, spec: Mapping[str, Any], lines: Sequence[Rollout]) -> None:

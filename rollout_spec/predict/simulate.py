@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.history import History
@@ -11,6 +11,16 @@ from rollout_spec.predict.engine import Cluster, Engine, EngineRun, SimulatedMod
 from rollout_spec.predict.load import Request, assign, requests_of, rollouts_of
 from rollout_spec.predict.step_times import Times
 from rollout_spec.trace import Rollout
+
+
+class Simulated(NamedTuple):
+    """What is served, and by what engines."""
+
+    lines: Sequence[Rollout]  # with the model's drafts, if there is one
+    times: Times
+    nums_speculative_tokens: Sequence[int]
+    model: SimulatedModel | None = None
+    num_ranks: int = 1  # of each engine
 
 
 def configurations(
@@ -29,11 +39,9 @@ def configurations(
 
 
 def simulate_each(
-    lines: Sequence[Rollout],
+    served: Simulated,
     cluster: Cluster,
     configs: Sequence[SpecConfig],
-    times: Times,
-    model: SimulatedModel | None,
     progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]],
 ) -> dict[str, Any]:
     """One cluster with each configuration, the first of which has no drafts; then again with the model.
@@ -43,14 +51,14 @@ def simulate_each(
     Returns the cluster, the best configuration, and runs: the settings of each, what `simulate` says, and its
     speedup over the first.
     """
+    lines, model, runs = served.lines, served.model, []
     num_tokens = sum(num for line in lines for num in line.num_generated[: cluster.group_size])
-    runs = []
     for drafter, config in itertools.product((None, model) if model else (None,), configs):
         threshold = config.batch_threshold if config.enabled else "off"
         name = "+".join([*(["sam"] if config.enabled else []), *(["model"] if drafter else [])]) or "off"
         title = f"{cluster.num_replicas} x {cluster.max_num_seqs} rows, {name} {threshold}"
         with progress(title, num_tokens) as advance:
-            figures = simulate(lines, cluster, config, times, on_tokens=advance, model=drafter)
+            figures = simulate(lines, cluster, config, served.times, on_tokens=advance, model=drafter)
         k = config.num_speculative_tokens if config.enabled else None
         setting = {"drafter": name, "batch_threshold": threshold, "num_speculative_tokens": k}
         runs.append({**setting, **figures})

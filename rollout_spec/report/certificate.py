@@ -98,10 +98,10 @@ def facts(record: Mapping[str, Any]) -> dict[str, str]:
         for name, value in record["plan"].items()
         if name not in ("engine", "tolerance")
     }
-    return listed | {"explained by rounding": _tolerance(record)} | where(record["environment"])
+    return listed | {"explained by rounding": _tolerance(record)} | environment_facts(record["environment"])
 
 
-def where(environment: Mapping[str, Any]) -> dict[str, str]:
+def environment_facts(environment: Mapping[str, Any]) -> dict[str, str]:
     """Versions, machine and date, of a record's environment."""
     others = dict(environment)
     device, cpu, num_cores, date = (others.pop(name) for name in ("device", "cpu", "num_cores", "date"))

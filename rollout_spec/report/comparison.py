@@ -31,7 +31,7 @@ def write_report(comparison: Comparison, folder: Path, facts: Mapping[str, str])
     alt = f"Each measure over the training steps, {comparison.off.name} and {comparison.on.name}"
     tables = [("Means, with 95 % intervals", table_columns(comparison), table_rows(comparison))]
     facts = {**facts, **MEASURED}
-    text = sentences(comparison)
+    text = [*comparison.warnings, *sentences(comparison)]
     page = render("compare", headline(comparison), text, tables, facts, picture, alt, draw(comparison, 1))
     contents: dict[str, bytes | str] = {"json": as_json(comparison.to_dict()), "png": picture, "html": page}
     write_files(folder, {FILES[kind]: content for kind, content in contents.items()})
@@ -61,7 +61,6 @@ def sentences(comparison: Comparison, speed: Sequence[str] | None = None) -> lis
     """What the numbers say, losses and doubts included. `speed` replaces the sentences on the speed-up."""
     off, on = comparison.off, comparison.on
     text = [
-        *comparison.warnings,
         *(_speed(comparison) if speed is None else speed),
         f"Rollouts took {_work(off)} and {_work(on)}.",
         *(

@@ -33,12 +33,12 @@ def table(title: str, results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
-    fastest = min(result["runs"], key=lambda figures: figures["makespan_s"])
+    fastest = [result[f"best_{name}"] for name in ("threshold", "num_speculative_tokens", "drafter")]
     for figures in result["runs"]:
         settings = [figures["batch_threshold"], figures["num_speculative_tokens"]]
         row = (
             *(result["replicas"], result["max_num_seqs"], result["group_size"] or "all"),
-            figures["drafter"] + (" *" if figures is fastest else ""),
+            figures["drafter"] + (" *" if [*settings, figures["drafter"]] == fastest else ""),
             *(settings if settings[1] else ("", "")),
             f"{figures['makespan_s']:,.1f}",
             *(f"{figures[name]:.2f}" for name in _FIGURES),

@@ -13,14 +13,14 @@ from rollout_spec.config import METHODS, ConfigError, SpecConfig
 from rollout_spec.verl import model_drafter
 
 _MISSPELT = (
-    r"\+\+rollout\.spec=",
-    r"\+*rollout/spec=",
-    r"\+*rollout=.*\bspec\b",
-    r"\+*rollout\.spec\.method=(?!keyed$)",
-    r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",
-    rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",
+    r"\+\+rollout\.spec=",  # two pluses
+    r"\+*rollout/spec=",  # a slash, as in Hydra's defaults lists
+    r"\+*rollout=.*\bspec\b",  # a dictionary
+    r"\+*rollout\.spec\.method=(?!keyed$)",  # the method as an option
+    r"\+*(actor_rollout_ref\.rollout\.spec|rollout_spec)[.=]",  # another place
+    rf"\+*rollout\.(?!spec=)\w+=({'|'.join(METHODS)})$",  # another word for spec
 )
-_AS_IT_IS, _OTHERS = Transformer.identity, ("method", "routing", "corpus")
+_AS_IT_IS, _CHECKED_LATER = Transformer.identity, ("method", "routing", "corpus")
 _KEYED = "for keyed write +rollout.spec=off rollout.spec.method=keyed"
 
 
@@ -68,7 +68,7 @@ def _refuse_options(arguments: Sequence[str], is_sweep: bool) -> None:
             SpecConfig.from_mapping({name: given}, model_drafter.OPTION)  # says which there are
         if argument.startswith("+rollout"):
             raise ConfigError(f"{argument}: write {argument[1:]}, with no plus or with two")
-        if name not in (*_OTHERS, model_drafter.OPTION) and "$" not in argument:
+        if name not in (*_CHECKED_LATER, model_drafter.OPTION) and "$" not in argument:
             with contextlib.suppress(HydraException):  # which Hydra says itself
                 [parsed] = OverridesParser.create().parse_overrides([argument])
                 # Hydra checks a job of a sweep in its turn: after hours.

@@ -1,9 +1,8 @@
 """Lets verl's client of the rollout servers name every call, in every process and for any agent loop.
 
 What a call's name is, `sample_calls.py` says. After an abort, verl's client sends a further request of the
-same call and name. Where nobody has named the sample (`row_names.py`), it is named here: by its first prompt,
-and by how many samples of the run have begun with that. So a run that repeats this one has the same set of
-samples. Its calls are those of one request id.
+same call and name. Where nobody has named the sample (`row_names.py`), it is named here, so that a run that
+repeats this one has the same set of samples. Its calls are those of one request id.
 
 The calls of a sample are counted at its *home*, the process where it begins. A client that is sent to another
 process in the middle, as to a task of Ray, takes along where it comes from, and asks there.
@@ -12,7 +11,7 @@ process in the middle, as to a task of Ray, takes along where it comes from, and
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -43,8 +42,16 @@ class Home(NamedTuple):
 
 _HOME = "_rollout_spec_home"  # the attribute of a client that was sent
 _process = uuid.uuid4().hex  # this one
-# The name of the sample that makes a call, and the actor of its home; None: no name, or this process.
-_caller: ContextVar[tuple[str | None, Any]] = ContextVar("_caller", default=(None, None))
+
+
+class NamedCall(NamedTuple):
+    """A call with its names, which is counted."""
+
+    extra_args: dict[str, Any]
+    counted_by: Any  # the actor of the sample's home; None: this process
+
+
+_current: ContextVar[NamedCall | None] = ContextVar("_current", default=None)
 
 
 def patch_clients(module: Any) -> None:
@@ -56,35 +63,36 @@ def patch_clients(module: Any) -> None:
 
 
 async def _generate(
-    generate: Any, self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **kwargs: Any
+    generate: Any, self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **more: Any
 ) -> Any:
     """Generate as verl does; the call has a name."""
     given = sampling_params.get("extra_args") or {}
-    is_named = keys.CALL_KEY in given  # by a class that stands before this one
+    is_named = keys.CALL_KEY in given  # a class that stands before this one has done it
     if is_named or "prompt_logprobs" in sampling_params or not _is_ours(self):  # those are a teacher's
         return await generate(
-            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs
+            self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more
         )
     prompt_ids = normalize_token_ids(prompt_ids)
-    is_seeded = given.get(keys.NAME_KEY) is None and sampling_params.get("seed") is not None
+    is_seeded = _given_name(given) is None and sampling_params.get("seed") is not None
     call = Call(str(request_id), prompt_digest(prompt_ids), len(prompt_ids), dict(given), is_seeded)
-    extra_args, home = await _name_call(self, call)
-    token = _caller.set((extra_args.get(keys.SAMPLE_KEY), home))
+    named = await _name_call(self, call)
+    token = _current.set(named)
     try:
-        params = {**sampling_params, "extra_args": extra_args}
-        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **kwargs)
+        params = {**sampling_params, "extra_args": named.extra_args}
+        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=params, **more)
     finally:
-        _caller.reset(token)
+        _current.reset(token)
 
 
 async def _acquire_server(acquire: Any, self: Any, request_id: Any, *args: Any, **request: Any) -> Any:
     """Acquire as verl does, whatever it is given, and note at the sample's home which server it calls."""
     acquired = await acquire(self, request_id, *args, **request)
-    name, home = _caller.get()
-    if name is not None and home is None:
-        sample_calls.calls_here.note_server(name, acquired[1])
-    elif name is not None:
-        _ask(home, "note_server", name, acquired[1])
+    if (call := _current.get()) is not None:
+        noted = call.extra_args.get(keys.SAMPLE_KEY), acquired[1]
+        if call.counted_by is None:
+            sample_calls.calls_here.note_server(*noted)
+        else:
+            _ask(call.counted_by, "note_server", *noted)
     return acquired
 
 
@@ -98,24 +106,47 @@ def _state(get_state: Any, self: Any) -> dict[str, Any]:
     return state
 
 
-async def _name_call(client: Any, call: Call) -> tuple[dict[str, Any], Any]:
-    """The call's `extra_args`, and the actor of the home that has counted it; None: this process has."""
-    name = call.extra_args.get(keys.NAME_KEY)
-    if name is None:
-        name = sample_calls.calls_here.name_of(call.request_id) or await _name_by_prompt(client, call)
-    elif keys.read_names(call.extra_args).key is None:
-        return dict(call.extra_args), None  # what cannot be read is handed on
+async def _name_call(client: Any, call: Call) -> NamedCall:
+    name = await _name_of_sample(client, call)
+    if keys.sample_text(name) is None:
+        return NamedCall(dict(call.extra_args), None)  # what cannot be read is handed on
     home = vars(client).get(_HOME)
-    if home is not None and home.process != _process and name not in sample_calls.calls_here:
-        if home.actor is not None:
-            try:
-                return await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S), home.actor
-            except (RayError, TimeoutError) as error:
-                logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
-                vars(client)[_HOME] = Home(home.process, None)
-        # Nobody can say which calls there were: those from here are apart from them.
+    is_away = home is not None and home.process != _process and name not in sample_calls.calls_here
+    if is_away and home.actor is not None:
+        try:
+            extra_args = await asyncio.wait_for(_ask(home.actor, "add", name, call), HOME_ANSWER_S)
+            return NamedCall(extra_args, home.actor)
+        except (RayError, TimeoutError) as error:
+            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
+            vars(client)[_HOME] = Home(home.process, None)  # it is not asked again
+    if is_away:  # nobody can say which calls there were: those from here are apart from them
         sample_calls.calls_here.begin(name, _process)
-    return sample_calls.calls_here.add(name, call), None
+    return NamedCall(sample_calls.calls_here.add(name, call), None)
+
+
+async def _name_of_sample(client: Any, call: Call) -> Any:
+    """The one that it has, or one by its first prompt and how many samples of the run have begun with that.
+
+    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
+    """
+    name = _given_name(call.extra_args)
+    if name is None:
+        name = sample_calls.calls_here.name_of(call.request_id)
+    if name is not None:
+        return name
+    begun: Sequence[Any] = call.digest, uuid.uuid4().hex
+    if hasattr(balancer := client._load_balancer, "__ray_call__"):
+        try:
+            begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
+        except RayError as error:
+            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
+    return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
+
+
+def _given_name(extra_args: Mapping[str, Any]) -> Any:
+    """Of a sample: its agent loop's own, else that of its row; None: nobody has named it."""
+    name = extra_args.get(keys.NAME_KEY)
+    return extra_args.get(keys.SAMPLE_KEY) if name is None else name
 
 
 def _ask(home: Any, method: str, *args: Any) -> Any:
@@ -125,20 +156,6 @@ def _ask(home: Any, method: str, *args: Any) -> Any:
 
 def _answer(_: Any, method: str, *args: Any) -> Any:
     return getattr(sample_calls.calls_here, method)(*args)
-
-
-async def _name_by_prompt(client: Any, call: Call) -> list[Any]:
-    """The name of a sample that has none: its first prompt, and how many of the run have begun with that.
-
-    verl's balancer counts them: it is one for all processes of the run. Without it a number is random.
-    """
-    begun: Sequence[Any] = call.digest, uuid.uuid4().hex
-    if hasattr(balancer := client._load_balancer, "__ray_call__"):
-        try:
-            begun = await balancer.__ray_call__.remote(number_of_prompt, call.request_id, call.digest)
-        except RayError as error:
-            logger.warning("rollout_spec: %s: %r", _NOT_REPEATED, error)
-    return [BY_PROMPT, value(client.config, f"{ROLLOUT}.seed"), *begun]
 
 
 def _is_ours(client: Any) -> bool:

@@ -21,7 +21,7 @@ from rollout_spec.patches import wrap
 from rollout_spec.sample_names import RowName
 from rollout_spec.verl import sample_calls
 from rollout_spec.verl.changes import NAMED_SAMPLES
-from rollout_spec.vllm.keys import GROUP_KEY, NAME_KEY
+from rollout_spec.vllm.keys import GROUP_KEY, SAMPLE_KEY
 
 ROW = "rollout_spec_row"  # the column: of each row its name, as JSON
 _running: ContextVar[Any] = ContextVar("_running", default=None)  # the name of the sample of an agent loop
@@ -57,15 +57,12 @@ class RowNames:
         return prompts
 
 
-def with_sample_name(
-    row: str, number: Any, sampling_params: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """The name of a sample, of which row (its name, from the column `ROW`) and which of its samples; and its
-    sampling parameters with the name and the group."""
-    of_row = RowName(*json.loads(row))
-    name = [*of_row, int(number)]
-    extra_args = {**(sampling_params.get("extra_args") or {}), NAME_KEY: name, GROUP_KEY: of_row.group}
-    return name, {**sampling_params, "extra_args": extra_args}
+def with_sample_name(row: str, number: Any, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a sample with its name and group: of the row of this name, from the column
+    `ROW`, and which of its samples."""
+    of_row, given = RowName(*json.loads(row)), sampling_params.get("extra_args") or {}
+    named = {SAMPLE_KEY: [*of_row, int(number)], GROUP_KEY: of_row.group}
+    return {**sampling_params, "extra_args": {**given, **named}}
 
 
 def prompt_name(index: Any, raw_prompt: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[str, str]:
@@ -94,7 +91,8 @@ def patch_agent_loops(module: Any) -> None:
         row = kwargs.pop(ROW, None)
         if row is None:
             return await run(self, sampling_params, trajectory, **kwargs)
-        name, sampling_params = with_sample_name(row, kwargs.get("session_id", 0), sampling_params)
+        sampling_params = with_sample_name(row, kwargs.get("session_id", 0), sampling_params)
+        name = sampling_params["extra_args"][SAMPLE_KEY]
         sample_calls.calls_here.begin(name)
         _running.set(name)
         try:

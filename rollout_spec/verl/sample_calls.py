@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollout_spec.vllm import keys
+from rollout_spec.vllm.keys import sample_text
 
 MAX_OPEN_SAMPLES = 20_000  # that are remembered in a process: more than are under way there
 MAX_PROMPTS = 100_000  # of which a run knows how many samples have begun with each
@@ -46,12 +47,13 @@ class SampleCalls:
     """The calls that are counted in one process. It has a lock: agent loops may run in threads."""
 
     def __init__(self) -> None:
-        self._samples: OrderedDict[str, _Sample] = OrderedDict()  # by name, the one used last at the end
+        # By the name's text, the one used last at the end.
+        self._samples: OrderedDict[str | None, _Sample] = OrderedDict()
         self._names: dict[str, Any] = {}  # of samples, by the request ids of their calls
         self._lock = threading.Lock()
 
     def __contains__(self, name: Any) -> bool:
-        return str(name) in self._samples
+        return sample_text(name) in self._samples
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -63,8 +65,8 @@ class SampleCalls:
     def begin(self, name: Any, *name_suffix: str) -> _Sample:
         """The sample of this name, whose calls are counted here; `name_suffix` is in their names too."""
         with self._lock:
-            sample = self._samples.setdefault(str(name), _Sample(name_suffix))
-            self._samples.move_to_end(str(name))
+            sample = self._samples.setdefault(sample_text(name), _Sample(name_suffix))
+            self._samples.move_to_end(sample_text(name))
             if len(self._samples) > MAX_OPEN_SAMPLES:
                 self._forget(next(iter(self._samples)))
             return sample
@@ -74,44 +76,44 @@ class SampleCalls:
         sample = self.begin(name)
         with self._lock:
             if sample.group is None:
-                sample.group, sample.num_group_tokens = f"prompt:{call.digest}", call.num_tokens
+                sample.group, sample.num_group_tokens = group_by_prompt(call.digest), call.num_tokens
             sample.request_ids.add(call.request_id)
             self._names[call.request_id] = name
             total, number = sample.num_calls.total(), sample.num_calls[call.digest]
             sample.num_calls[call.digest] += 1
         group = call.extra_args.get(keys.GROUP_KEY)
         own = {
-            keys.SAMPLE_KEY: str(name),
+            keys.SAMPLE_KEY: name,
             keys.GROUP_KEY: sample.group if group is None else group,
             keys.GROUP_TOKENS_KEY: sample.num_group_tokens,
             keys.CALL_KEY: total,
             keys.CALL_TOKENS_KEY: call.num_tokens,
         }
         if not call.is_seeded:
-            plain = name if isinstance(name, (list, tuple)) else [name]
-            own[keys.NAME_KEY] = [*plain, *sample.name_suffix, call.digest, number]
+            begin = name if isinstance(name, (list, tuple)) else [name]
+            own[keys.NAME_KEY] = [*begin, *sample.name_suffix, call.digest, number]
         return {**call.extra_args, **own}
 
-    def note_server(self, name: str, server: Any) -> None:
+    def note_server(self, name: Any, server: Any) -> None:
         """The sample of this name has a request on this server, an actor of Ray."""
-        if (sample := self._samples.get(name)) is not None:
+        if (sample := self._samples.get(sample_text(name))) is not None:
             sample.servers.add(server)
 
     def end(self, name: Any) -> None:
         """The sample of this name makes no more calls: tell the servers of those that it made."""
         with self._lock:
-            servers = self._forget(str(name))
+            servers = self._forget(sample_text(name))
         for server in servers:
-            server.end_sample.remote(str(name))
+            server.end_sample.remote(sample_text(name))
 
     def end_request(self, request_id: str) -> None:
         """The sample whose calls have this request id makes no more."""
         if (name := self.name_of(request_id)) is not None:
             self.end(name)
 
-    def _forget(self, name: str) -> set[Any]:
-        """Returns the servers that the sample has called."""
-        sample = self._samples.pop(name, _Sample())
+    def _forget(self, text: str | None) -> set[Any]:
+        """Returns the servers that the sample whose name has this text has called."""
+        sample = self._samples.pop(text, _Sample())
         for request_id in sample.request_ids:
             self._names.pop(request_id, None)
         return sample.servers
@@ -126,6 +128,11 @@ def prompt_digest(prompt_ids: Sequence[int]) -> str:
     if len(prompt_ids) > 2 * _DIGESTED:
         prompt_ids = [len(prompt_ids), *prompt_ids[:_DIGESTED], *prompt_ids[-_DIGESTED:]]
     return hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[:16]
+
+
+def group_by_prompt(digest: str) -> str:
+    """The group of samples whose first prompt has this digest, where nobody has named it."""
+    return f"prompt:{digest}"
 
 
 def number_of_prompt(balancer: Any, request_id: str, digest: str) -> tuple[str, int]:

@@ -23,10 +23,11 @@ from rollout_spec.verl.server_windows import ABORTED_END_S, Windows
 from rollout_spec.verl.settings import V1_TRAINER_ONLY
 from rollout_spec.verl.worker_extension import SpecWorkerExtension
 from rollout_spec.vllm.engine_cores import EngineCores
-from rollout_spec.vllm.keys import NAME_KEY, read_names
+from rollout_spec.vllm.keys import NAME_KEY, SAMPLE_KEY, read_names
 from rollout_spec.vllm.options import MODEL_METHODS, SCHEDULER, asked_options
 from rollout_spec.vllm.scheduler import CORE_KEY, COUNTERS_KEY, UNCOUNTED_KEY
 
+MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -62,6 +63,7 @@ class SpecHttpServer(vLLMHttpServer):
         self._drafters = Drafters(lambda: self.engine, self.replica_rank)
         self._history = ServerHistory(self._drafters, lambda: self._windows.is_quiet)
         self._recorder = Recorder(self.replica_rank)
+        self._num_idle_syncs = dict[str, int]()  # of the samples whose end nobody has told
         self._num_unnamed = 0
         self._has_said_unknown = False
         self._is_validating = False  # the trainer does, and so does a request of which nobody knows the kind
@@ -99,10 +101,12 @@ class SpecHttpServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         counters, core = _counters_of(output)
         self._windows.count(request, len(output.token_ids), counters, output.stop_reason or "")
-        is_aborted = output.stop_reason == "aborted"
+        is_aborted, sample = output.stop_reason == "aborted", read_names(extra_args).sample
+        if sample is not None:
+            self._num_idle_syncs[sample] = 0
         if self._spec.enabled:
-            sample, has_decoded = read_names(extra_args).sample, bool(counters and counters.num_decode_steps)
-            self._drafters.end_request(request_id, sample, is_aborted, core, has_decoded)
+            has_decoded = bool(counters and counters.num_decode_steps)
+            self._drafters.end_request(request_id, is_aborted, core, has_decoded)
         if is_training and not is_aborted:
             self._recorder.add(prompt_ids, output.token_ids, extra_args)
         return output
@@ -110,9 +114,10 @@ class SpecHttpServer(vLLMHttpServer):
     def _named(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
         """A request's `extra_args`, with a name if its noise needs one, and UNCOUNTED_KEY if it validates."""
         extra_args = dict(sampling_params.get("extra_args") or {})
+        sample = extra_args.get(SAMPLE_KEY)
+        split = split_of(sample)
         if self._spec.keyed and extra_args.get(NAME_KEY) is None and sampling_params.get("seed") is None:
-            extra_args[NAME_KEY] = self._name_unnamed()
-        split = split_of(extra_args.get(NAME_KEY))
+            extra_args[NAME_KEY] = self._name_unnamed() if split is None else sample
         if split is None and not self._has_said_unknown:
             self._say_unknown_rows()
         if self._is_validating if split is None else split == "val":
@@ -121,6 +126,7 @@ class SpecHttpServer(vLLMHttpServer):
 
     async def end_sample(self, sample: str) -> None:
         """The agent loop of the sample of this name has ended."""
+        self._num_idle_syncs.pop(sample, None)
         self._recorder.end(sample)
         if self._spec.enabled:
             self._drafters.end_sample(sample)
@@ -160,6 +166,9 @@ class SpecHttpServer(vLLMHttpServer):
 
     async def set_global_steps(self, global_steps: int) -> None:
         """A weight sync has ended."""
+        self._num_idle_syncs = {sample: num + 1 for sample, num in self._num_idle_syncs.items()}
+        for sample in [each for each, num in self._num_idle_syncs.items() if num > MAX_IDLE_SYNCS]:
+            await self.end_sample(sample)
         if self.node_rank == 0:
             await self._end_window()
         await super().set_global_steps(global_steps)
@@ -252,18 +261,11 @@ class SpecReplica(vLLMReplica):
         super().__init__(replica_rank, config, *args, **kwargs)
         if requested_spec(config) is not None and not self.is_reward_model and not self.is_teacher_model:
             guard_overrides()  # before the engines start, which takes minutes
-            _require_v1_trainer()
+            try:
+                # Whatever the configuration says: of the trainers only V1 joins it before it makes replicas.
+                transfer_queue.get_client()
+            except AssertionError:
+                way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
+                raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None
             self.server_class = ray.remote(SpecHttpServer)
             self.has_spec_servers = True
-
-
-def _require_v1_trainer() -> None:
-    """Raise a ConfigError in any trainer but verl's V1 trainer, whatever its configuration says.
-
-    The V1 trainer joins verl's TransferQueue before it makes replicas. The legacy trainers never do.
-    """
-    try:
-        transfer_queue.get_client()
-    except AssertionError:
-        way_out = "run verl.trainer.main_ppo with trainer.use_v1=True"
-        raise ConfigError(f"this is verl's legacy trainer: {way_out}. {V1_TRAINER_ONLY}") from None

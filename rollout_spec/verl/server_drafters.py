@@ -11,7 +11,6 @@ from rollout_spec.vllm.plugin import TAKE_ABORTED
 from rollout_spec.vllm.proposing.control import Ended, ProposerControl
 
 Answer = TypeVar("Answer")
-MAX_IDLE_SYNCS = 3  # weight syncs without a request, after which a sample is taken to have ended
 TELL_ENDED_AFTER_S = 0.5  # after a sample's end the engine cores are told: a call between two steps
 
 
@@ -22,46 +21,32 @@ class Drafters:
         self._engine, self._replica_rank = engine, replica_rank
         self._decoded = set[int]()  # engine cores, since their drafters' counters were taken
         self._aborted, self._finished, self._ended_samples = list[str](), list[str](), set[str]()
-        self._num_idle_syncs = dict[str, int]()  # of the samples whose end nobody has told
         self._telling: asyncio.Task[None] | None = None
         self.defect: str | None = None
         """Why the run must end. It ends with its next report, because a weight sync is no place to fail."""
 
-    def end_request(
-        self, request_id: str, sample: str | None, is_aborted: bool, core: int, has_decoded: bool
-    ) -> None:
-        """A request of the sample of this name has ended on this engine core; has_decoded: it got more than
-        its first token. The sample's weight syncs without a request count anew."""
+    def end_request(self, request_id: str, is_aborted: bool, core: int, has_decoded: bool) -> None:
+        """A request has ended on this engine core; has_decoded: it got more than its first token."""
         (self._aborted if is_aborted else self._finished).append(request_id)
         if has_decoded:
             self._decoded.add(core)
-        if sample is not None:
-            self._num_idle_syncs[sample] = 0
 
     def end_sample(self, sample: str) -> None:
-        """The sample of this name makes no more requests: its text gives up its place soon, not in a weight
-        sync only."""
+        """The sample of this name makes no more requests: its text gives up its place soon."""
         self._ended_samples.add(sample)
-        self._num_idle_syncs.pop(sample, None)
         if self._telling is None or self._telling.done():
             self._telling = asyncio.create_task(self._tell_ended_samples())
 
     async def _tell_ended_samples(self) -> None:
+        await asyncio.sleep(TELL_ENDED_AFTER_S)
         while self._ended_samples:  # a call takes time, and further samples end meanwhile
-            await asyncio.sleep(TELL_ENDED_AFTER_S)
             samples, self._ended_samples = self._ended_samples, set()
             with contextlib.suppress(Exception):  # of an engine that ends: nobody needs it then
                 await self.call(ProposerControl.end_samples, list(samples))
+            await asyncio.sleep(TELL_ENDED_AFTER_S)
 
     async def note_new_weights(self, step: int) -> None:
-        """The weights have changed: those of this training step are served now.
-
-        A sample that has been idle for too long is taken to have ended.
-        """
-        for sample, num_syncs in list(self._num_idle_syncs.items()):
-            self._num_idle_syncs[sample] = num_syncs + 1
-            if num_syncs == MAX_IDLE_SYNCS:
-                self.end_sample(sample)
+        """The weights have changed: those of this training step are served now."""
         await self.call(ProposerControl.note_new_weights, self.take_ended(), step)
 
     def take_ended(self) -> Ended:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, product
 
 from rollout_spec.verl.server_drafters import Drafters
-from rollout_spec.vllm.proposing.control import Ended, ProposerControl
+from rollout_spec.vllm.proposing.control import NONE_HAS_ENDED, ProposerControl
 
 
 class ServerHistory:
@@ -14,7 +14,7 @@ class ServerHistory:
 
     def __init__(self, drafters: Drafters, is_quiet: Callable[[], bool]) -> None:
         self._drafters, self._is_quiet = drafters, is_quiet
-        self._is_sharing = False  # another server has asked
+        self._is_sharing = False  # since the first `take`: it collects what it serves, for the others
         self._lock = asyncio.Lock()  # a drafter hands on the pieces of one answer at a time
         self._shared, self._received = list[bytes](), list[bytes]()  # for the others, and from them
 
@@ -51,7 +51,7 @@ class ServerHistory:
             await self._add_received()
             await self._drafters.call(ProposerControl.note_ended, self._drafters.take_ended())
             for core in range(len(self._drafters.cores)):  # all have the same
-                pieces = await self._drafters.pieces(core, ProposerControl.pack_history, Ended((), ()))
+                pieces = await self._drafters.pieces(core, ProposerControl.pack_history, NONE_HAS_ENDED)
                 if pieces:
                     return pieces
             return []

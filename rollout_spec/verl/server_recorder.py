@@ -13,10 +13,8 @@ import numpy.typing as npt
 from vllm.logger import init_logger
 
 from rollout_spec import trace
-from rollout_spec.verl.sample_calls import prompt_digest
+from rollout_spec.verl.sample_calls import group_by_prompt, prompt_digest
 from rollout_spec.vllm.keys import NAME_KEY, read_names
-
-MAX_IDLE_FLUSHES = 3  # a sample that makes no call for so long is taken to have ended
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,13 +44,6 @@ class _Chain:
         return [(tokens[before:begin], tokens[begin:end]) for before, (begin, end) in pairs]
 
 
-@dataclasses.dataclass
-class _Sample:
-    chains: list[_Chain] = dataclasses.field(default_factory=list)
-    may_go_on: bool = False
-    num_idle: int = 0  # flushes since its last call
-
-
 class Recorder:
     """Writes responses to the file of a replica, for `rollout-spec replay`.
 
@@ -63,8 +54,8 @@ class Recorder:
     def __init__(self, replica_rank: int) -> None:
         folder = os.environ.get(trace.DIR_VARIABLE)
         self._file = trace.trace_file(Path(folder), replica_rank) if folder else None
-        # By group and name; those without a name by a number.
-        self._samples: defaultdict[tuple[str, str | int], _Sample] = defaultdict(_Sample)
+        # Of samples, by group and name; those without a name, of one call, by a number.
+        self._chains: defaultdict[tuple[str, str | int], list[_Chain]] = defaultdict(list)
         self._ended = set[str]()  # since the last flush
         self._num_added = 0
 
@@ -79,16 +70,17 @@ class Recorder:
         if begin >= len(tokens):
             return
         self._num_added += 1
-        group = f"prompt:{prompt_digest(tokens[:begin].tolist())}" if names.group is None else names.group
-        sample = self._samples[group, self._num_added if names.sample is None else names.sample]
-        sample.may_go_on, sample.num_idle = names.sample is not None, 0
-        for chain in sample.chains:
+        group = (
+            group_by_prompt(prompt_digest(tokens[:begin].tolist())) if names.group is None else names.group
+        )
+        chains = self._chains[group, self._num_added if names.sample is None else names.sample]
+        for chain in chains:
             if chain.goes_on(tokens, begin):
                 chain.tokens = tokens
                 chain.turns.append((begin, len(tokens)))
                 return
         name = _plain(named.get(NAME_KEY))
-        sample.chains.append(_Chain(names.call or 0, name, tokens, [(begin, len(tokens))]))
+        chains.append(_Chain(names.call or 0, name, tokens, [(begin, len(tokens))]))
 
     def end(self, sample: str) -> None:
         """The sample of this name makes no more calls."""
@@ -100,11 +92,10 @@ class Recorder:
         if self._file is None:
             return
         texts: dict[tuple[str, tuple[int, ...]], list[_Chain]] = defaultdict(list)
-        for (group, name), sample in list(self._samples.items()):
-            sample.num_idle += 1
-            if not sample.may_go_on or name in self._ended or sample.num_idle > MAX_IDLE_FLUSHES:
-                del self._samples[group, name]
-                for chain in _joined(sample.chains):
+        for (group, name), chains in list(self._chains.items()):
+            if isinstance(name, int) or name in self._ended:
+                del self._chains[group, name]
+                for chain in _joined(chains):
                     texts[group, chain.prompt].append(chain)
         self._ended.clear()
         lines = [_line(group, step, prompt, found) for (group, prompt), found in texts.items()]
@@ -114,7 +105,7 @@ class Recorder:
         except OSError as error:
             logger.warning("rollout_spec: stopped recording rollouts: %s", error)
             self._file = None
-            self._samples.clear()
+            self._chains.clear()
 
 
 def _line(group: str, step: int | None, prompt: tuple[int, ...], chains: Iterable[_Chain]) -> str:

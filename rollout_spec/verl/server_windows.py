@@ -38,7 +38,7 @@ class Windows:
         self._requests: set[Request] = set()
         self._counted_until = 0.0  # seconds of rollout time
         self.is_untouched = True  # no request was admitted since the last window ended
-        self.has_training = False  # a training request was
+        self.has_training = False  # a training request was, or ended since then
 
     @contextlib.contextmanager
     def request(self, is_training: bool) -> Iterator[Request]:
@@ -84,6 +84,7 @@ class Windows:
         """A request has ended. `counts`: its scheduler's, None where it gives none; `stop`: verl's."""
         if not request.is_training or not request.is_admitted:
             return
+        self.has_training = True  # though it was admitted in an earlier window
         self._open.num_generated_tokens += num_tokens
         self._open.num_interrupted += stop == "aborted"
         if counts is not None:

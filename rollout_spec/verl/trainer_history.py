@@ -29,7 +29,7 @@ def keeps_history(trainer: Any) -> bool:
 
 
 def share_history(trainer: Any) -> None:
-    """Let every server add what the others have served since the last call.
+    """Let every server add what the others have served since the last call; the first one begins it.
 
     A server that is serving gives what it had at its last weight sync, and adds the others' at its next one.
     """

@@ -33,7 +33,7 @@ def _fit(fit: Any, self: Any, agent_loop_manager: Any, *args: Any, **kwargs: Any
         _name_rows(agent_loop_manager, RowNames(value(self.config, f"{ROLLOUT}.seed")))
         self.replay_buffer.rollout_spec_watch, self.rollout_spec_is_new = Watch(handles), True
     history.load_history(self)  # not when verl loads the checkpoint: separate engines start after that
-    history.share_history(self)  # there is nothing yet; it tells the servers to collect from now on
+    history.share_history(self)  # there is nothing yet; from now on the servers collect
     fit(self, agent_loop_manager, *args, **kwargs)
 
 

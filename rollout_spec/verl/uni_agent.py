@@ -31,7 +31,7 @@ class NamedSessions(OpenAICompatibleAgentFramework):
         self, *, sample_fields: _Fields, session_index: int, sampling_params: _Fields, **session: Any
     ) -> Any:
         if (row := sample_fields.get(ROW)) is not None:
-            sampling_params = with_sample_name(row, session_index, sampling_params)[1]
+            sampling_params = with_sample_name(row, session_index, sampling_params)
         return await super()._run_session(
             sample_fields=sample_fields,
             session_index=session_index,

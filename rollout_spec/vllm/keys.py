@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from rollout_spec.verification.noise import make_key
 
-# The request's name (its id is vLLM's), any JSON value. verl's agent loop puts the sample's name here. Its
-# client replaces it by the call's name, and keeps the sample's under SAMPLE_KEY.
+# The request's name (its id is vLLM's), any JSON value: the noise follows from it. In verl it is the call's.
 NAME_KEY = "rollout_spec_key"
 GROUP_KEY = "rollout_spec_group"  # a string or a number, the same for siblings
 GROUP_TOKENS_KEY = "rollout_spec_group_tokens"  # how many of the prompt's tokens are the group's prompt
-# A string or a number, the same for all requests of a sample: its turns, and what goes on after an abort.
+# The sample's name, any JSON value, the same for all its requests: turns, and what goes on after an abort.
 SAMPLE_KEY = "rollout_spec_sample"
 CALL_KEY = "rollout_spec_call"  # which call of the sample it is, from 0
 # How many of the prompt's tokens are this call's prompt; what follows was said before an abort.
@@ -27,12 +26,11 @@ CALL_TOKENS_KEY = "rollout_spec_call_tokens"
 class RequestNames(NamedTuple):
     """What a request says of itself, as far as it can be used: a caller may send anything."""
 
-    key: int | None
-    """The noise key of its name."""
+    key: int | None  # the noise key of its name
     group: str | None
     num_group_tokens: int | None
     num_call_tokens: int | None
-    sample: str | None = None
+    sample: str | None = None  # the `sample_text` of its sample's name
     call: int | None = None
 
 
@@ -48,10 +46,18 @@ def read_names(extra_args: Any) -> RequestNames:
         key=key,
         group=group,
         num_group_tokens=None if group is None else _count(said.get(GROUP_TOKENS_KEY)),
-        sample=_text(said.get(SAMPLE_KEY)),
+        sample=sample_text(said.get(SAMPLE_KEY)),
         call=_count(said.get(CALL_KEY)),
         num_call_tokens=_count(said.get(CALL_TOKENS_KEY)),
     )
+
+
+def sample_text(name: Any) -> str | None:
+    """The text by which servers and drafters know the sample of this name; None: it cannot be written."""
+    if isinstance(name, (list, tuple, Mapping)):
+        with contextlib.suppress(ValueError, RecursionError):
+            name = _json(name)
+    return _text(name)
 
 
 def _text(name: Any) -> str | None:
@@ -74,11 +80,14 @@ def key_of_name(name: Any) -> int:
 
     Raises ValueError, RecursionError: it cannot be written: a number of 4,300 digits, or nested too deeply.
     """
+    return make_key("key", _json(name))
+
+
+def _json(name: Any) -> str:
     try:
-        text = json.dumps(name, sort_keys=True, default=str)
+        return json.dumps(name, sort_keys=True, default=str)
     except (TypeError, ValueError):  # keys of several types, or a value that holds itself
-        text = repr(name)
-    return make_key("key", text)
+        return repr(name)
 
 
 def with_numbered_key(params: Any, index: int) -> Any:

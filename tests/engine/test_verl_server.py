@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rollout_spec.metrics import RolloutReport
 from rollout_spec.verl import trainer_hooks, trainer_servers
 from rollout_spec.verl.server import SpecHttpServer
-from rollout_spec.vllm.keys import NAME_KEY
+from rollout_spec.vllm.keys import NAME_KEY, SAMPLE_KEY
 from tests.engine.conftest import KEYED, core_of, engine_settings, proposer_of
 from tests.engine.recurrent_layers import replace_layers
 from tests.engine.serving import PROMPTS, num_accepted
@@ -75,7 +75,7 @@ def test_siblings_differ_though_full_determinism_gives_them_one_seed(make_server
     def respond(number):
         params: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
         if number is not None:
-            params["extra_args"] = {NAME_KEY: [0, 1, "train", "4", "ab", 0, number]}
+            params["extra_args"] = {SAMPLE_KEY: [0, 1, "train", "4", "ab", 0, number]}
         return tuple(asyncio.run(server.generate(PROMPTS[0], params, "id")).token_ids)
 
     named = [respond(number) for number in range(4)]

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     methods = _methods(args.methods, args.model_acceptance is not None)
     if args.equal_drafts and not set(methods) & set(SUFFIX):
         raise UserError(f"--equal-drafts: needs one of {', '.join(SUFFIX)} among the methods")
-    config = SpecConfig.from_mapping(spec_options(args.spec, args.refused))
+    config = SpecConfig.from_mapping(spec_options(args))
     try:
         results = [
             {"trace": trace.name, **row}

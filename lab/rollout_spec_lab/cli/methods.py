@@ -46,7 +46,7 @@ def compared(
     args: argparse.Namespace, command: str, drafting: Callable[[str], str] = str
 ) -> tuple[list[str], dict[str, Any]]:
     """`--methods`, as `checked_methods` reads them, and `--spec` with `--num-speculative-tokens`."""
-    spec = spec_options(args.spec, args.refused)
+    spec = spec_options(args)
     if args.num_speculative_tokens is not None:
         spec["num_speculative_tokens"] = args.num_speculative_tokens
     methods = checked_methods(command, args.default_methods, args.methods, spec, drafting)

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rollout_spec.cli import rollouts, simulate
+from rollout_spec.cli import rollouts
 from rollout_spec.cli.arguments import MAX_ENGINES, add_options, number
 from rollout_spec.config import SpecConfig, UserError
 from rollout_spec.recurrent import DEFAULT_RECURRENT_TOKENS, check_settings
 from rollout_spec_lab.cli import devices
 
 if TYPE_CHECKING:
-    from rollout_spec.predict.engine import SimulatedModel
+    from rollout_spec.predict.simulate import Simulated
     from rollout_spec.trace import Rollout
     from rollout_spec_lab.roofline.roofline import Roofline
 
@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(group, rollouts.MODEL_ACCEPTANCE)
 
 
-def run(args: argparse.Namespace) -> int | None:
+def simulated(args: argparse.Namespace, read_lines: Callable[[], list[Rollout]]) -> Simulated | None:
+    """What is simulated where a device is named; else None."""
+    from rollout_spec.predict.engine import SimulatedModel
+    from rollout_spec.predict.simulate import Simulated
+
     named = (args.model_config, args.gpu, args.model_acceptance, args.longest_response, args.expert_parallel)
     if not any(named) and args.tp == args.dp == 1:
         return None
@@ -48,11 +52,15 @@ def run(args: argparse.Namespace) -> int | None:
         raise UserError("--step-times: with --model-config and --gpu step times are predicted")
     if (most := max(args.replicas)) * args.dp > MAX_ENGINES:
         raise UserError(f"--replicas {most} --dp {args.dp}: at most {MAX_ENGINES} ranks in all")
-    lines = list(rollouts.with_model(args, simulate.served_lines(args)))
+    lines = list(rollouts.with_model(args, read_lines()))
     times = _times(args, lines)
-    args.num_speculative_tokens = _most_draft_tokens(args.num_speculative_tokens, times)
-    _check_cache(args, lines, times)
-    return simulate.predict(args, lines, times, _model(args, lines, times), args.dp)
+    ks = _most_draft_tokens(args.num_speculative_tokens, times)
+    _check_cache(args, lines, times, times.kv_tokens - max(map(times.row_tokens, ks)))
+    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.model_drafts), default=0)
+    if num_tokens and args.dp > 1:
+        raise UserError(f"--dp {args.dp}: engines refuse a draft model on ranks that share experts; use --tp")
+    model = SimulatedModel(num_tokens, times.head) if num_tokens else None
+    return Simulated(lines, times, ks, model, args.dp)
 
 
 def _times(args: argparse.Namespace, lines: Sequence[Rollout]) -> Roofline:
@@ -74,26 +82,15 @@ def _most_draft_tokens(given: Sequence[int], times: Roofline) -> Sequence[int]:
     return given or [DEFAULT_RECURRENT_TOKENS if has_states else SpecConfig.num_speculative_tokens]
 
 
-def _check_cache(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> None:
+def _check_cache(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline, room: float) -> None:
     """Refuse a KV cache that cannot hold one response to its end, as vLLM does when it starts."""
     from rollout_spec.predict.load import requests_of
 
     requests = requests_of(lines, max(args.group_size, default=None))
     longest = max((turn.num_tokens for request in requests for turn in request.turns), default=0)
-    room = times.kv_tokens - max(map(times.row_tokens, args.num_speculative_tokens))
     if longest > room:
         raise UserError(
             f"the KV cache of an engine holds {times.stretch * room:,.0f} tokens, the longest prompt with "
             f"its response has {times.stretch * longest:,.0f}: take more devices (--tp) or a smaller "
             "--longest-response"
         )
-
-
-def _model(args: argparse.Namespace, lines: Sequence[Rollout], times: Roofline) -> SimulatedModel | None:
-    """The model whose drafts the lines have, if any."""
-    from rollout_spec.predict.engine import SimulatedModel
-
-    num_tokens = max((said.tokens.shape[1] for line in lines for said in line.model_drafts), default=0)
-    if num_tokens and args.dp > 1:
-        raise UserError(f"--dp {args.dp}: engines refuse a draft model on ranks that share experts; use --tp")
-    return SimulatedModel(num_tokens, times.head) if num_tokens else None

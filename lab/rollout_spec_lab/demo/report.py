@@ -46,7 +46,7 @@ def of_turns(turns: Turns) -> list[str]:
 
 
 def text(comparison: Comparison, turns: Turns) -> list[str]:
-    return [*of_turns(turns), *sentences(comparison, speed=_of_trainings(comparison))]
+    return [*of_turns(turns), *comparison.warnings, *sentences(comparison, speed=_of_trainings(comparison))]
 
 
 def _of_trainings(comparison: Comparison) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.files import as_json, write_files
+from rollout_spec.report.certificate import environment_facts
 from rollout_spec.report.certificate import sentences as of_certificate
-from rollout_spec.report.certificate import where
 from rollout_spec.report.page import Table, render
 from rollout_spec_lab.bench import rollouts, waits
 from rollout_spec_lab.bench.verify import sentences as verified
@@ -168,4 +168,4 @@ def _by_drafts(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
 
 def facts(record: Mapping[str, Any]) -> dict[str, str]:
     plan = {name.replace("_", " "): str(value) for name, value in record["plan"].items()}
-    return plan | where(record["environment"])
+    return plan | environment_facts(record["environment"])

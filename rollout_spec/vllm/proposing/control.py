@@ -27,7 +27,7 @@ class Ended(NamedTuple):
     """Those that have said all: they need no place in the index any more."""
 
 
-ALL_HAVE_ENDED = Ended()
+ALL_HAVE_ENDED, NONE_HAS_ENDED = Ended(), Ended(finished=())
 
 
 class ProposerControl:

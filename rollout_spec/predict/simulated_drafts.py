@@ -22,7 +22,7 @@ NO_TOKEN = 2**30
 learn that one token is always wrong."""
 
 
-def simulate_model(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
+def with_simulated_drafts(lines: Iterable[Rollout], acceptance: Sequence[float]) -> Iterator[Rollout]:
     """The lines with a model's drafts in place of any that they had.
 
     A draft depends on its place in the text only, so every drafter meets the same model. It has a token for
