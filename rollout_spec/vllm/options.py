@@ -70,25 +70,6 @@ def has_our_drafter(vllm_config: VllmConfig) -> bool:
     return names_our_proposer(vllm_config) or drafts_with_model(vllm_config)
 
 
-def scheduler_of(vllm_config: VllmConfig) -> Any:
-    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
-
-    our drafter | asynchronously | a model drafts | asked for     | gets
-    yes         | yes            |                |               | AheadScheduler
-    yes         | no             | yes            | nothing       | SpecScheduler: vLLM's own tells a model
-                |                |                |               | no number of tokens
-    no          | yes            |                | SpecScheduler | AsyncSpecScheduler: it counts, too
-    all others                                                    | what is asked for
-    """
-    settings = vllm_config.scheduler_config
-    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
-    if has_our_drafter(vllm_config):
-        if is_asynchronous:
-            return AHEAD_SCHEDULER
-        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
-    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
-
-
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:
     """The options of an engine; None where neither the drafter nor an option is asked for.
 

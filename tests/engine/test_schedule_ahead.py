@@ -11,8 +11,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from rollout_spec.config import ConfigError
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.mrv2.ahead import schedules_ahead
-from rollout_spec.vllm.options import AHEAD_SCHEDULER, scheduler_of
+from rollout_spec.vllm.options import AHEAD_SCHEDULER
 from rollout_spec.vllm.refusals import checks
+from rollout_spec.vllm.runner_and_scheduler import scheduler_of
 from tests.engine.conftest import configured
 
 WITHOUT_IT = type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
