@@ -24,7 +24,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
-from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners import WITHOUT_GRAPHS, top_k_top_p
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
@@ -33,7 +33,6 @@ from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, M
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import has_model_drafter, names_our_proposer
 from rollout_spec.vllm.proposing.proposer import BatchProposer
-from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, guard_parameters, put_before, temporarily
+from rollout_spec.vllm.both_runners import WITHOUT_GRAPHS
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -15,10 +15,9 @@ from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
-from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.proposing.kept_counters import KeptCounters
-from rollout_spec.vllm.proposing.live_requests import LiveRequests
+from rollout_spec.vllm.proposing.live_requests import Batch, LiveRequests
 from rollout_spec.vllm.proposing.other_ranks import OtherRanks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -29,12 +28,12 @@ class BatchProposer:
 
     Args:
         runner: vLLM's, before it loads its model.
-        batch: with MRV2, what has the requests and their rows; None: the runner itself has.
+        batch: of its requests, with MRV2; None: the runner itself is one.
         index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
     """
 
     def __init__(
-        self, runner: Any, config: SpecConfig, batch: HostBatch | None = None,
+        self, runner: Any, config: SpecConfig, batch: Batch | None = None,
         index_arrivals: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, runner if batch is None else batch
