@@ -140,7 +140,7 @@ class ForgettingWorker(WorkerBase):
             few = copy.copy(settings)
             most = most_logit_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
+            with proposer.warming_up(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()
         runner.keys.forget()
         return found

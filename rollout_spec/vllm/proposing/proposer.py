@@ -47,7 +47,7 @@ class BatchProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(runner.vllm_config) else 0
         self.drafter = self.new_drafter()  # None: not `drafts_here`, or it has failed
-        self.to_come = StepsToCome()  # what the last call of `draft` wants
+        self.is_warming_up = False
         self.requests = LiveRequests()
         self._counters = KeptCounters()
         self._other_ranks = OtherRanks(runner)
@@ -58,11 +58,16 @@ class BatchProposer:
                 self._other_ranks.watch()
 
     @contextlib.contextmanager
-    def without_drafter(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
-        with temporarily(self, "drafter", None):
+        with temporarily(self, "is_warming_up", True):
             yield
-            self.take_counters()
+            self.index_arrivals()  # whose steps are of the warm-up
+
+    @property
+    def to_come(self) -> StepsToCome:
+        """What the last call of `draft` wants."""
+        return StepsToCome() if self.drafter is None else self.drafter.to_come
 
     def new_drafter(self) -> Drafter | None:
         """A drafter that has seen nothing, where this worker is to have one."""
@@ -112,6 +117,8 @@ class BatchProposer:
 
         may_end: False where no token of the step ends a request, which saves a look at all rows.
         """
+        if self.is_warming_up:
+            return Drafts.none(len(nums_new))
         try:
             if self.drafter is not None:
                 self.requests.update(self.drafter, self._batch)
@@ -120,7 +127,6 @@ class BatchProposer:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
                 drafts = self.drafter.draft(request_ids, nums_new, token_ids, levels, work, next_step, ended)
                 self._counters.log(self.drafter)
-                self.to_come = self.drafter.to_come
                 return drafts
             if self.drafts_here:
                 self._counters.count_failed_step()
@@ -129,19 +135,18 @@ class BatchProposer:
             self._counters.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
-        self.to_come = StepsToCome()
         return Drafts.none(len(nums_new))
 
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""
         self._counters.keep(self.drafter)
-        self.drafter, self.to_come = None, StepsToCome()
+        self.drafter = None
         self._counters.count_failed_step()
         self._counters.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int) -> None:
         """A model has drafted beside our drafter, in so many passes of those that it can take."""
-        if self.drafter is not None:
+        if self.drafter is not None and not self.is_warming_up:
             self.drafter.counters.num_model_passes += num
             self.drafter.counters.num_model_passes_left_out += self.most_model_tokens - num
 
