@@ -138,6 +138,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     names = ["b", "a", "new"]
     with Accelerator() as accelerator:
         runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
+        runner.max_model_len = 32  # as vLLM fits it to the memory where -1 was asked for
         runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, 0), names))
         accelerator.start()
         after_sampling(runner, accelerator.put, names, [6, 6, 40])

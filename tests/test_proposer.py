@@ -28,20 +28,15 @@ Value = types.SimpleNamespace
 
 
 def vllm_config(options, **parallel):
+    one_rank = {"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
     return Value(
         additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
-        speculative_config=Value(**speculative_config(K), num_speculative_tokens_per_batch_size=None),
-        parallel_config=Value(
-            **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
-               "pipeline_parallel_size": 1,
-               "distributed_executor_backend": "uni"} | parallel
-        ),
-        model_config=Value(
-            logits_processors=None, get_diff_sampling_param=dict, get_vocab_size=lambda: 1000, is_moe=False
-        ),
+        speculative_config=Value(**speculative_config(K)),
+        parallel_config=Value(**one_rank | {"distributed_executor_backend": "uni"} | parallel),
+        model_config=Value(get_vocab_size=lambda: 1000),
         use_v2_model_runner=False,
         compilation_config=Value(cudagraph_capture_sizes=[]),
-    )  # fmt: skip
+    )
 
 
 class Engine:

@@ -11,13 +11,10 @@ from rollout_spec.vllm.keys import read_names
 
 
 class Batch(Protocol):
-    """What has the requests of an engine, and their rows: vLLM's MRV1 itself, with MRV2 its `HostBatch`."""
+    """An engine's requests and their rows: vLLM's MRV1 itself has them, of an MRV2 the `HostBatch`."""
 
     requests: dict[str, Any]  # by id, preempted ones included: they stay in the index
     input_batch: Any  # its `req_ids` has the request of each row
-
-    @property
-    def max_model_len(self) -> int: ...
 
 
 class LiveRequests:
@@ -27,7 +24,7 @@ class LiveRequests:
         self._requests: dict[str, Any] = {}  # of the last step, by id: a caller may use an id again
         self.end_token_ids = set[int]()  # the tokens that end one of them
 
-    def update(self, drafter: Drafter, batch: Batch) -> None:
+    def update(self, drafter: Drafter, batch: Batch, max_model_len: int) -> None:
         """Add the requests that are new in the batch, and remove those that have left."""
         live = batch.requests
         before = self._requests.values()
@@ -40,7 +37,7 @@ class LiveRequests:
         self._requests = dict(live)
         self.end_token_ids = set[int]().union(*map(_end_token_ids, live.values()))
         for request_id in [r for r in live if r not in known]:
-            _add(drafter, request_id, live[request_id], batch.max_model_len)
+            _add(drafter, request_id, live[request_id], max_model_len)
 
     def until_ends(
         self, request_ids: list[str], nums_new: Int32Array, token_ids: Any, levels: Int32Array

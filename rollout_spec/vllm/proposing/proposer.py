@@ -121,7 +121,7 @@ class BatchProposer:
             return Drafts.none(len(nums_new))
         try:
             if self.drafter is not None:
-                self.requests.update(self.drafter, self._batch)
+                self.requests.update(self.drafter, self._batch, self._runner.max_model_len)
                 request_ids: list[str] = self._batch.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
