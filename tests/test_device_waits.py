@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from rollout_spec import patches
 from rollout_spec.verification import blocks, coupled, noise
 from rollout_spec.vllm.mrv1.row_generators import keep_from_fused_kernel
-from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, CatchUp
+from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, FirstWait
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import allowed_tokens, cpu_expand
@@ -93,8 +93,8 @@ class Engine:
             model_config=SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
-        self.catch_up = CatchUp(self._note_time)
-        self.row_sampling = RowSampling(self.runner, self.catch_up.before_wait)
+        self.first_wait = FirstWait(self._note_time)
+        self.row_sampling = RowSampling(self.runner, self.first_wait.before_wait)
         with self.accelerator:
             self.row_sampling.install()
 
@@ -157,7 +157,7 @@ class Engine:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
-        patches.put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=self.catch_up)
+        patches.put_before(CatchingUpRunner, runner, CATCH_UP, first_wait=self.first_wait)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
         return self.counted(lambda: step(runner, None))

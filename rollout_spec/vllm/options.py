@@ -59,10 +59,15 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in MODEL_METHODS
 
 
+def asked_method(vllm_config: VllmConfig) -> str:
+    """Our option `method`; "off" where nothing of ours is asked for."""
+    options = asked_options(vllm_config.additional_config)
+    return "off" if options is None else options.get("method", "sam")
+
+
 def drafts_with_model(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own model drafter and ours draft together."""
-    options = asked_options(vllm_config.additional_config)
-    return has_model_drafter(vllm_config) and options is not None and options.get("method", "sam") == "sam"
+    return has_model_drafter(vllm_config) and asked_method(vllm_config) == "sam"
 
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
