@@ -1,7 +1,9 @@
 """Which CUDA graph MRV2 takes for a step with drafts, asked of vLLM's own dispatcher with CUDA's settings."""
 
 import dataclasses
+import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -66,15 +68,9 @@ class SomeRunner(model_runner.GPUModelRunner):
 
     def update_requests(self, scheduler_output): ...
 
-    if HAS_QUERY_LENS:
-
-        def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
-            return SomeBatch()
-
-    else:
-
-        def prepare_inputs(self, scheduler_output, batch_desc):
-            return SomeBatch()
+    @functools.wraps(model_runner.GPUModelRunner.prepare_inputs)
+    def prepare_inputs(self, *_):
+        return SomeBatch()
 
 
 # Of vLLM's configuration, where a test wants nothing else.
@@ -119,7 +115,7 @@ def runner_with(
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
-    runner.why_no_graphs = patch_graphs_for_drafts(runner)
+    runner.graphs_misfit = patch_graphs_for_drafts(runner)
     runner.decode_query_len = 1 + K  # vLLM sets it when it loads the model
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner
@@ -259,7 +255,7 @@ def test_how_many_graphs_come_and_in_which_order(monkeypatch):
     ],
 )
 def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkeypatch):
-    meeting, given = threading.Barrier(2), {}
+    meeting, given = threading.Barrier(2, timeout=60), {}
 
     def all_reduce(tensor, group=None):
         given[threading.get_ident()] = tensor.clone()
@@ -270,16 +266,12 @@ def test_data_parallel_ranks_take_the_same_graph(rows, num_prompts, mode, monkey
     monkeypatch.setattr(dp_utils, "get_dp_group", lambda: group)
     monkeypatch.setattr(dp_utils, "dist", SimpleNamespace(all_reduce=all_reduce), raising=False)
     runners = [runner_with(monkeypatch, data_parallel_size=2) for _ in rows]
-    found: list[Any] = [None] * len(rows)
 
     def run(rank):
-        found[rank] = graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)
+        return graph_of(runners[rank], rows[rank], num_prompts if rank == 0 else 0, rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(rows))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    with ThreadPoolExecutor(len(rows)) as ranks:
+        found = list(ranks.map(run, range(len(rows))))
     assert [graph.cg_mode.name for graph in found] == [mode] * 2
     if mode != "NONE":
         assert len({(graph.num_tokens, is_for_drafts(graph)) for graph in found}) == 1
