@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rollout_spec
 import rollout_spec_lab
-from rollout_spec.vllm.mrv1.sampler import check_engine_patches
+from rollout_spec.vllm.mrv1.sampler import check_samplers
 
 if __name__ == "__main__":
     names = [
@@ -17,5 +17,5 @@ if __name__ == "__main__":
     ]
     for name in names:
         importlib.import_module(name)
-    check_engine_patches()
+    check_samplers()
     print(f"{len(names)} modules import, and the engine patches fit ({Path(rollout_spec.__file__).parent})")

@@ -27,11 +27,8 @@ OF_SAMPLE = {"group": "group", "num_group_tokens": len(PROMPT), "sample": "sampl
 
 
 def test_every_method_first_forgets_what_the_index_has_given_up():
-    methods = [
-        each
-        for name, each in vars(groups_module.Groups).items()
-        if inspect.isfunction(each) and name[0] != "_"
-    ]
+    kind = groups_module.Groups
+    methods = [each for name, each in vars(kind).items() if inspect.isfunction(each) and name[0] != "_"]
     for method in methods:
         index = Mock(take_given_up=Mock(side_effect=InterruptedError))
         others = dict.fromkeys([*inspect.signature(method).parameters][1:], Mock())

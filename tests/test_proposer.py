@@ -269,12 +269,13 @@ def test_what_is_on_its_way_is_received_first():
 
 def test_of_a_warm_up_nothing_is_left():
     engine = EngineOfRows(history=4)
-    with pytest.raises(ZeroDivisionError), engine.proposer.without_drafter():
+    with pytest.raises(ZeroDivisionError), engine.proposer.warming_up():
         _ = 1 // 0
-    with engine.proposer.without_drafter():
+    with engine.proposer.warming_up():
         engine.add("warm-up")
         for _ in range(9):
             engine.step()
+            engine.proposer.note_passes(1)
         engine.finish("warm-up")
         engine.step()
     assert engine.proposer.take_counters() == EngineCounters()

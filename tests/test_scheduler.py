@@ -11,9 +11,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec.metrics import RequestCounters
 from rollout_spec.vllm import OPTIONS_KEY, PROPOSER, SCHEDULER
-from rollout_spec.vllm.mrv2 import enable
 from rollout_spec.vllm.mrv2.ahead import AheadScheduler, drop_padding
-from rollout_spec.vllm.options import AHEAD_SCHEDULER, ASYNC_SCHEDULER, scheduler_of
+from rollout_spec.vllm.options import AHEAD_SCHEDULER, ASYNC_SCHEDULER
+from rollout_spec.vllm.runner_and_scheduler import choose_scheduler, scheduler_of
 from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 
 
@@ -22,7 +22,7 @@ from rollout_spec.vllm.scheduler import AsyncSpecScheduler, SpecScheduler
 def test_what_counts_schedules_as_vllm_has_decided(asked, is_asynchronous, monkeypatch):
     # That of CPUs switches asynchronous scheduling off.
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda *_: None))
-    enable.offer_async_scheduling()
+    choose_scheduler()
     settings = SchedulerConfig.default_factory(scheduler_cls=asked, async_scheduling=is_asynchronous)
     decided = VllmConfig(scheduler_config=settings).scheduler_config
     assert decided.async_scheduling == is_asynchronous

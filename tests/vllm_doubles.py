@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from rollout_spec import patches
 from rollout_spec.vllm import OPTIONS_KEY, speculative_config
-from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, CatchUp
+from rollout_spec.vllm.mrv1.runner import CATCH_UP, CatchingUpRunner, FirstWait
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.mrv2.sampler import verify_by_sampling
 from rollout_spec.vllm.upstream import cpu_expand
@@ -32,21 +32,15 @@ NUM_ROWS, K = 8, 4
 
 
 def vllm_config(options, **parallel):
-    speculative = speculative_config(K) | {"num_speculative_tokens_per_batch_size": None}
+    one_rank = {"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
     return SimpleNamespace(
         additional_config={OPTIONS_KEY: {"batch_threshold": NUM_ROWS, **options}},
-        speculative_config=SimpleNamespace(**speculative),
-        parallel_config=SimpleNamespace(
-            **{"data_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0,
-               "pipeline_parallel_size": 1,
-               "distributed_executor_backend": "uni"} | parallel
-        ),
-        model_config=SimpleNamespace(
-            logits_processors=None, get_diff_sampling_param=dict, get_vocab_size=lambda: 1000, is_moe=False
-        ),
+        speculative_config=SimpleNamespace(**speculative_config(K)),
+        parallel_config=SimpleNamespace(**one_rank | {"distributed_executor_backend": "uni"} | parallel),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000),
         use_v2_model_runner=False,
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
-    )  # fmt: skip
+    )
 
 
 VOCAB_SIZE, DRAFTS = 600, [2, 0, 3]
@@ -106,8 +100,8 @@ class Samplers:
             model_config=SimpleNamespace(seed=0), input_batch=batch,
             parallel_config=SimpleNamespace(data_parallel_index=0),
         )  # fmt: skip
-        self.catch_up = CatchUp(self._note_time)
-        self.row_sampling = RowSampling(self.runner, self.catch_up.before_wait)
+        self.first_wait = FirstWait(self._note_time)
+        self.row_sampling = RowSampling(self.runner, self.first_wait.before_wait)
         with self.accelerator:
             self.row_sampling.install()
 
@@ -170,7 +164,7 @@ class Samplers:
                 logits, metadata, None, logits, *nothing[:5],
             ),
         )  # fmt: skip
-        patches.put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=self.catch_up)
+        patches.put_before(CatchingUpRunner, runner, CATCH_UP, first_wait=self.first_wait)
         # In inference mode operations come whole, and the accelerator knows their parts.
         step = inspect.unwrap(GPUModelRunner.sample_tokens)
         return self.counted(lambda: step(runner, None))

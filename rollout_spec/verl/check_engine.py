@@ -26,7 +26,8 @@ from rollout_spec.verl.settings import (
     say,
     value,
 )
-from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS, facts_both_see, refuse
+from rollout_spec.vllm.both_runners import WITHOUT_GRAPHS
+from rollout_spec.vllm.refusals.table import facts_both_see, refuse
 from rollout_spec.vllm.versions import drafts_by_modules, mrv2_architectures, mrv2_has_draft_models, version
 
 # By model_type: policies whose MTP head must come in one piece, while verl syncs weights in parts.

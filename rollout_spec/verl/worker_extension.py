@@ -27,6 +27,5 @@ class SpecWorkerExtension(vLLMColocateWorkerExtension):
         if config.speculative_config.model != config.model_config.model:
             return None  # a head of the user's own: no sync has its weights
         if speculator is not None:
-            runner.drafter = getattr(runner, "drafter", speculator)
-            runner.drafter.model = speculator.model
+            runner.drafter = speculator
         return super()._get_drafter_model()

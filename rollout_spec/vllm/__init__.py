@@ -4,9 +4,10 @@ In: vLLM's configuration, batches and sampling metadata. Out: drafts, sampled to
 May import: `config`, `environment`, `metrics`, `patches`, `recurrent`, `drafting`, `verification`, numpy,
 pydantic, vllm. It never imports verl, and changes vLLM through `patches` only.
 
-DESIGN.md tells a token's way. `plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model
-runner, which asks `proposing` for drafts; `both_runners` has what they share. `keys` names each row's noise.
-`refusals` stops what cannot work, `upstream` fixes vLLM's faults.
+DESIGN.md tells a token's way. `runner_and_scheduler` has an engine get MRV1 or MRV2, and its scheduler.
+`plugin` has `mrv1.runner` or `mrv2.runner` stand before a worker's model runner, which asks `proposing` for
+drafts; `both_runners` has what they share. `keys` names each row's noise. `refusals` stops what cannot work,
+`upstream` fixes vLLM's faults.
 
 What a class of ours adds to an object of vLLM's stands in its `put_before`, and what vLLM reads there of
 ours in a `bind`; a runner's proposer is `rollout_spec_proposer`.

@@ -9,7 +9,7 @@ from rollout_spec.vllm import upstream
 
 
 def needed_by(*engines: str) -> list[tuple[ModuleType, str]]:
-    """The fixes for these engines, each with the name of the module that is wrong."""
+    """The fixes for these engines, each with the name of the module that it is given."""
     names = (f"{upstream.__name__}.{each.name}" for each in pkgutil.iter_modules(upstream.__path__))
     found = [importlib.import_module(name) for name in names]
     return [(fix, fix.WHERE[each]) for each in engines for fix in found if each in fix.WHERE]

@@ -59,34 +59,20 @@ def has_model_drafter(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method in MODEL_METHODS
 
 
+def asked_method(vllm_config: VllmConfig) -> str:
+    """Our option `method`; "off" where nothing of ours is asked for."""
+    options = asked_options(vllm_config.additional_config)
+    return "off" if options is None else options.get("method", "sam")
+
+
 def drafts_with_model(vllm_config: VllmConfig) -> bool:
     """Whether vLLM's own model drafter and ours draft together."""
-    options = asked_options(vllm_config.additional_config)
-    return has_model_drafter(vllm_config) and options is not None and options.get("method", "sam") == "sam"
+    return has_model_drafter(vllm_config) and asked_method(vllm_config) == "sam"
 
 
 def has_our_drafter(vllm_config: VllmConfig) -> bool:
     """Whether our drafter drafts, alone or beside a model."""
     return names_our_proposer(vllm_config) or drafts_with_model(vllm_config)
-
-
-def scheduler_of(vllm_config: VllmConfig) -> Any:
-    """The scheduler class of an engine of which it is decided whether it schedules asynchronously.
-
-    our drafter | asynchronously | a model drafts | asked for     | gets
-    yes         | yes            |                |               | AheadScheduler
-    yes         | no             | yes            | nothing       | SpecScheduler: vLLM's own tells a model
-                |                |                |               | no number of tokens
-    no          | yes            |                | SpecScheduler | AsyncSpecScheduler: it counts, too
-    all others                                                    | what is asked for
-    """
-    settings = vllm_config.scheduler_config
-    asked, is_asynchronous = settings.scheduler_cls, settings.async_scheduling
-    if has_our_drafter(vllm_config):
-        if is_asynchronous:
-            return AHEAD_SCHEDULER
-        return SCHEDULER if asked is None and drafts_with_model(vllm_config) else asked
-    return ASYNC_SCHEDULER if asked == SCHEDULER and is_asynchronous else asked
 
 
 def engine_options(vllm_config: VllmConfig) -> SpecConfig | None:

@@ -81,15 +81,14 @@ def connect() -> None:
 
     Raises ConfigError: it is too old; PatchError: these patches were not written for it.
     """
-    from rollout_spec.vllm import ascend
-    from rollout_spec.vllm.mrv2 import enable
+    from rollout_spec.vllm import ascend, runner_and_scheduler
     from rollout_spec.vllm.versions import refuse_old_version
 
     refuse_old_version()
     ascend.refuse_unknown_pair()
     _patch_init_device()
-    enable.offer_mrv2()
-    enable.offer_async_scheduling()
+    runner_and_scheduler.offer_mrv2()
+    runner_and_scheduler.choose_scheduler()
     _patch_get_child_info()
     for module, apply in _patched_at_import():
         when_imported(module, apply)

@@ -41,12 +41,8 @@ class SpecScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        attach(output, self._plan())
+        attach(output, Plan(self._num_model_tokens))
         return output
-
-    def _plan(self) -> Plan:
-        """What to tell the workers with the step that has just been scheduled."""
-        return Plan(self._num_model_tokens)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         report = report_of(model_runner_output)

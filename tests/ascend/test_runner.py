@@ -64,7 +64,7 @@ def test_these_releases_are_a_pair_that_is_known():
     assert plugin.misfits.failure is None
     assert not ascend.has_custom_class()
     assert "vllm-ascend-custom-class" in {patch.name for patch in applied()}
-    sampler.check_engine_patches()
+    sampler.check_samplers()
 
 
 def test_doctor_finds_the_stack_whole():

@@ -31,11 +31,11 @@ class Extension:
         return "".join(self.passes)
 
     def last_step_of_the_ranks(self):
-        work = self.model_runner.drafter.busiest_work
+        work = self.model_runner.rollout_spec_proposer.busiest_work
         return work.number, work.num_tokens
 
     def counters(self):
-        return self.model_runner.drafter.take_counters().to_dict()
+        return self.model_runner.rollout_spec_proposer.take_counters().to_dict()
 
     def notes_of_graphs(self):
         from tests.engine import interpreted_cuda

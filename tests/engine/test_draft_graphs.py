@@ -1,6 +1,7 @@
 """Which CUDA graph MRV2 takes for a step with drafts, asked of vLLM's own dispatcher with CUDA's settings."""
 
 import dataclasses
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -67,15 +68,9 @@ class SomeRunner(model_runner.GPUModelRunner):
 
     def update_requests(self, scheduler_output): ...
 
-    if HAS_QUERY_LENS:
-
-        def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc):
-            return SomeBatch()
-
-    else:
-
-        def prepare_inputs(self, scheduler_output, batch_desc):
-            return SomeBatch()
+    @functools.wraps(model_runner.GPUModelRunner.prepare_inputs)
+    def prepare_inputs(self, *_):
+        return SomeBatch()
 
 
 # Of vLLM's configuration, where a test wants nothing else.
@@ -120,7 +115,7 @@ def runner_with(
         adaptive_verification=None, pcp_manager=None, use_pp=False,
     )  # fmt: skip
     put_before(DraftingRunner, runner, SPECULATOR)
-    runner.why_no_graphs = patch_graphs_for_drafts(runner)
+    runner.graphs_misfit = patch_graphs_for_drafts(runner)
     runner.decode_query_len = 1 + K  # vLLM sets it when it loads the model
     runner.initialize_kv_cache(CUDAGraphMode[mode])
     return runner

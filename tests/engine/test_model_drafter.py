@@ -282,6 +282,10 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
         with pytest.raises(ConfigError, match=r"the drafter takes 9 positions, max_model_len is [1-9]\d\d"):
             check_options(config)
     check_options(config)
+    alone = with_eagle(heads, {"method": "keyed"})
+    monkeypatch.setattr(alone.model_config, "logits_processors", ["json.JSONDecoder"])
+    with pytest.raises(ConfigError, match=r"^logits_processors: vLLM does not run custom"):
+        check_options(alone)
     adapters = "enable_lora: vLLM cannot apply a LoRA adapter to draft tokens"
     with pytest.raises(ConfigError, match=rf"^speculative_config\.method=eagle [^\n]*: {adapters}$"):
         with_eagle(heads, {}, enable_lora=True)
@@ -290,6 +294,10 @@ def test_what_vllm_takes_and_a_model_here_does_not_is_refused(heads, with_runner
             patch.setattr(config.scheduler_config, "async_scheduling", True)
             with pytest.raises(ConfigError, match=r"^async_scheduling: must be False with vLLM's MRV1$"):
                 check_options(config)
+        monkeypatch.setattr(checks.current_platform, "is_cuda_alike", lambda: True)
+        monkeypatch.setattr("vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample", lambda self: None)
+        with pytest.raises(PatchError, match=r"GPUModelRunner\._sample takes self\."):
+            check_options(config)
         monkeypatch.setattr(SpecDecodeBaseProposer, "_sample_draft_tokens", lambda self, logits: logits)
         with pytest.raises(PatchError, match=r"Proposer\._sample_draft_tokens takes self, logits\."):
             check_options(config)

@@ -8,11 +8,12 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from rollout_spec.config import ConfigError
+from rollout_spec.config import ConfigError, SpecConfig
 from rollout_spec.vllm import versions
 from rollout_spec.vllm.mrv2.ahead import schedules_ahead
-from rollout_spec.vllm.options import AHEAD_SCHEDULER, scheduler_of
+from rollout_spec.vllm.options import AHEAD_SCHEDULER
 from rollout_spec.vllm.refusals import checks
+from rollout_spec.vllm.runner_and_scheduler import scheduler_of
 from tests.engine.conftest import configured
 
 WITHOUT_IT = type("Executor", (UniProcExecutor,), {"supports_async_scheduling": lambda: False})
@@ -85,8 +86,9 @@ def test_an_engine_that_cannot_says_why(decided, arguments, reason, caplog, monk
         ("0.29.0", "sliding_window", None),
     ],
 )
-def test_a_model_alone_is_refused_where_keys_go_early(tiny_model, monkeypatch, release, window, refusal):
-    config = configured(tiny_model, hf_overrides={window: 32} if window else {})
+def test_drafts_ahead_are_refused_where_keys_go_early(tiny_model, monkeypatch, release, window, refusal):
+    config = configured(tiny_model, {}, hf_overrides={window: 32} if window else {})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
     monkeypatch.setattr(versions, "version", lambda: release)
-    assert checks._bar_to_ahead(config) == refusal
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+    assert (checks._facts_of_any_drafts(config, SpecConfig(), None)["ahead"] or None) == refusal

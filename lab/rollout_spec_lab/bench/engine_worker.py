@@ -136,8 +136,7 @@ def _method_arguments(job: EngineJob) -> dict[str, Any]:
     if method.name == "model":
         return coupled | {"speculative_config": dict(job.model_drafter or {})}
     if method.is_ours:
-        drafter = job.model_drafter if method.has_model else None
-        return drafting_arguments(method.options(job.spec), drafter)
+        return drafting_arguments(method.options(job.spec), job.model_drafter if method.has_model else None)
     speculative: dict[str, Any] = {"method": method.name} | (NGRAM if method.name == "ngram" else {})
     if job.num_speculative_tokens is not None:  # else vLLM's default for `suffix`
         speculative["num_speculative_tokens"] = job.num_speculative_tokens

@@ -51,9 +51,8 @@ def verified(
     """
     nums = np.asarray(nums_drafts)
     columns = np.arange(recorded.shape[1])
-    drafted = columns < nums[:, None]
     proposed = np.full_like(recorded, PLACEHOLDER_TOKEN_ID)
-    proposed[drafted] = drafts
+    proposed[columns < nums[:, None]] = drafts
     num_accepted = np.cumprod(proposed == recorded, axis=1).sum(axis=1)
     return np.where(columns <= num_accepted[:, None], recorded, np.int32(PLACEHOLDER_TOKEN_ID))
 

@@ -39,9 +39,8 @@ def waits() -> Iterator[list[str] | None]:
             yield places
         finally:
             set_mode("default")
-    places += [
-        f"{Path(one.filename).name}:{one.lineno}" for one in caught if SYNCHRONIZES in str(one.message)
-    ]
+    seen = [one for one in caught if SYNCHRONIZES in str(one.message)]
+    places += [f"{Path(one.filename).name}:{one.lineno}" for one in seen]
 
 
 def sentence(found: Mapping[str, Sequence[str] | None], model_runner: str = "MRV1") -> str:

@@ -11,6 +11,7 @@ import torch
 from vllm import SamplingParams
 
 from rollout_spec.drafting.drafts import Drafts, StepsToCome
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec_lab.bench.engine_worker import Watch, make_engine, runner_of, serve, settings_of
 from rollout_spec_lab.bench.jobs import EngineJob
 from rollout_spec_lab.bench.load import random_prompts
@@ -50,8 +51,9 @@ class Timing:
         self._job = job
         self._engine = make_engine(EngineJob(**job["engine_job"]))
         core, runner = self._engine.engine_core.engine_core, runner_of(self._engine)
-        self._drafts = ForcedDrafts(job["nums_drafts"], job["num_steps"])
-        runner.drafter.draft, runner.drafter.to_come = self._drafts.step, StepsToCome(drafts_wanted=True)
+        self._forced: Any = runner.rollout_spec_proposer
+        self._forced.__class__ = ForcedProposer
+        self._forced.force(job["nums_drafts"], job["num_steps"])
         self._watch, self._waits = Watch(self._engine), Waits(runner)
         cache = core.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -63,7 +65,7 @@ class Timing:
         """Serve a cell, or note why it is left out."""
         begin = time.monotonic()
         # Rows whose prompt comes first decode while the others' is read.
-        num_tokens = self._drafts.num_tokens + cell.num_rows * cell.context // self._most + 1
+        num_tokens = self._forced.num_tokens + cell.num_rows * cell.context // self._most + 1
         if cell.num_rows * (cell.context + num_tokens) > self._kv_tokens:
             self._skipped.append(f"{cell}: more than the {self._kv_tokens:,} tokens of the KV cache")
         elif begin + self._longest > self._job["deadline"]:
@@ -84,7 +86,7 @@ class Timing:
         params = [SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)] * cell.num_rows
         for counts in (True, False) if cell.context == self._job["contexts"][0] else (False,):
             self._waits.counts = counts
-            self._drafts.start(cell.num_rows, self._most)
+            self._forced.start(cell.num_rows, self._most)
             self._watch.start()
             serve(self._engine, prompts, params)
         line = self._watch.timeline
@@ -111,21 +113,22 @@ class Timing:
         }
 
 
-class ForcedDrafts:
-    """A stand-in for `BatchProposer.draft`: as many draft tokens a row as are to be timed, in turn."""
+class ForcedProposer(BatchProposer):
+    """Gives as many draft tokens a row as are to be timed, in turn, and wants room for them in each step."""
 
-    def __init__(self, nums_drafts: Sequence[int], num_steps: int) -> None:
+    to_come = StepsToCome(drafts_wanted=True)
+
+    def force(self, nums_drafts: Sequence[int], num_steps: int) -> None:
         self._nums = [num for num in nums_drafts for _ in range(num_steps)]
         self.num_tokens = len(self._nums) + 1  # that each row needs
-        self.start(0, 0)
 
     def start(self, num_rows: int, most: int) -> None:
         """Turns begin where so many rows decode, of those whose step has no more than `most` tokens."""
         self._num_rows, self._left = num_rows, iter([k for k in self._nums if num_rows * (1 + k) <= most])
 
-    def step(self, nums_new_tokens: Any, *_: Any, **__: Any) -> Drafts:
-        all_decode = len(nums_new_tokens) == self._num_rows and all(nums_new_tokens)
-        num_drafts, num_rows = next(self._left, 0) if all_decode else 0, len(nums_new_tokens)
+    def draft(self, nums_new: Any, *_: Any, **__: Any) -> Drafts:
+        num_rows = len(nums_new)
+        num_drafts = next(self._left, 0) if num_rows == self._num_rows and all(nums_new) else 0
         tokens = np.zeros((num_rows, max(self._nums)), np.int32)
         return Drafts(tokens, np.full(num_rows, num_drafts, np.int32))
 

@@ -29,7 +29,8 @@ SHARED_NOISE = Patch(
 class ModelPasses:
     """A model's passes in one step. Each draws a token for every row's draft, with the noise of the target.
 
-    A runner makes them before it asks its model, which draws, and beside our drafter takes what was drawn.
+    A runner makes them before it asks its model, which draws, and beside our drafter takes what was drawn
+    once the step's tokens are on the host. The next `sample_tokens` begins without them.
 
     sampled: int [num_rows, K + 1], -1 for nothing; the runner's batch does not have them yet.
     num_model_tokens: that the model drafts for every row beside our drafter; 0: the first pass drafts

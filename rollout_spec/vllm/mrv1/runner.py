@@ -24,7 +24,7 @@ from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import NextStep, passes_for
 from rollout_spec.patches import Patch, guard_class, put_before, record
 from rollout_spec.verification.transfers import just_wait
-from rollout_spec.vllm.both_runners import top_k_top_p
+from rollout_spec.vllm.both_runners import WITHOUT_GRAPHS, top_k_top_p
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
 from rollout_spec.vllm.both_runners.logit_rows import log_logit_memory, most_logit_rows
 from rollout_spec.vllm.mrv1 import sampler
@@ -33,7 +33,6 @@ from rollout_spec.vllm.mrv1.proposers import SHARED_NOISE, ModelBesideDrafter, M
 from rollout_spec.vllm.mrv1.sampler import RowSampling
 from rollout_spec.vllm.options import has_model_drafter, names_our_proposer
 from rollout_spec.vllm.proposing.proposer import BatchProposer
-from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 from rollout_spec.vllm.step_notes import Report, attach, plan_of
 
 logger = init_logger(f"vllm.{__name__}")
@@ -82,9 +81,18 @@ GRAPHS = Patch(
 )
 # What an engine's processes apply to themselves, as far as it asks for it.
 ENGINE_PATCHES = (
-    *sampler.ENGINE_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, WORK, CATCH_UP, SHARED_NOISE,
+    *sampler.SAMPLER_PATCHES, top_k_top_p.PATCH, PLAIN_STEPS, PROMPTS, WORK, CATCH_UP, SHARED_NOISE,
     LAST_TOKENS, GRAPHS,
 )  # fmt: skip
+
+
+# Before GPUModelRunner, 1: _sample
+class PlainStepsRunner(GPUModelRunner):
+    """A step in which no row has a draft is a plain step."""
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
 
 
 # Before GPUModelRunner, 2: execute_model, _dummy_sampler_run
@@ -105,30 +113,20 @@ class NotingRunner(GPUModelRunner):
         return super()._dummy_sampler_run(hidden_states[np.arange(num_rows) % len(hidden_states)])
 
 
-# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
-class PromptsRunner(GPUModelRunner):
-    """It runs prompts of a recurrent policy without full graphs."""
-
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
-            kwargs["force_uniform_decode"] = False
-        return super()._determine_batch_execution_and_padding(*args, **kwargs)
-
-
-class CatchUp:
-    """Lets the host index text while it waits for the device: once in a step, where it waits first."""
+class FirstWait:
+    """Where the host first waits for the device in a step. There it indexes text until the device is done."""
 
     def __init__(self, catch_up: Callable[[Callable[[], bool]], None]) -> None:
         self._catch_up = catch_up  # asks before each piece of text whether there is time
-        self._may_wait = False
+        self._is_to_come = False
 
-    def expect_wait(self) -> None:
-        self._may_wait = True
+    def begin_step(self) -> None:
+        self._is_to_come = True
 
     def before_wait(self) -> None:
         """All that the host is about to wait for has been launched."""
-        if self._may_wait:
-            self._may_wait = False
+        if self._is_to_come:
+            self._is_to_come = False
             event = torch.cuda.Event()
             event.record()
             self._catch_up(lambda: not event.query())
@@ -138,24 +136,15 @@ class CatchUp:
 class CatchingUpRunner(GPUModelRunner):
     """Its host indexes text while the device works: in coupled verification, if that waits, or here."""
 
-    catch_up: CatchUp
+    first_wait: FirstWait
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        self.catch_up.expect_wait()
+        self.first_wait.begin_step()
         return super()._sample(*args, **kwargs)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        self.catch_up.before_wait()
+        self.first_wait.before_wait()
         return super()._bookkeeping_sync(*args, **kwargs)
-
-
-# Before GPUModelRunner, 1: _sample
-class PlainStepsRunner(GPUModelRunner):
-    """A step in which no row has a draft is a plain step."""
-
-    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        has_drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
-        return super()._sample(logits, spec_decode_metadata if has_drafts else None)
 
 
 # Before GPUModelRunner, 4: propose_draft_token_ids
@@ -205,9 +194,19 @@ class TwoDraftersRunner(GPUModelRunner):
         return self.drafts
 
 
+# Before GPUModelRunner, 5: _determine_batch_execution_and_padding
+class PromptsRunner(GPUModelRunner):
+    """It runs prompts of a recurrent policy without full graphs."""
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        if "force_uniform_decode" not in kwargs and in_prompt(self).any():  # a dummy run has it
+            kwargs["force_uniform_decode"] = False
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)
+
+
 def check_runner() -> None:
     """Raise a PatchError if the installed vLLM's MRV1 is not one that this was written for, models apart."""
-    sampler.check_engine_patches()
+    sampler.check_samplers()
     guard_class(PLAIN_STEPS, PlainStepsRunner, GPUModelRunner)
     guard_class(PROMPTS, PromptsRunner, GPUModelRunner)
     guard_class(WORK, NotingRunner, GPUModelRunner)
@@ -224,17 +223,17 @@ def bind(worker: Any, config: SpecConfig) -> None:
     """Put our classes before a runner's, as far as the engine asks for them; before its model is loaded."""
     runner = worker.model_runner
     proposer = _proposer_for(runner, config) if config.enabled else None
-    catch_up: CatchUp | None = None
+    first_wait: FirstWait | None = None
     if proposer is not None and proposer.drafts_here and current_platform.is_cuda_alike():
-        catch_up = CatchUp(proposer.catch_up)
-    sampling = RowSampling(runner, catch_up.before_wait if catch_up else just_wait)
+        first_wait = FirstWait(proposer.catch_up)
+    sampling = RowSampling(runner, first_wait.before_wait if first_wait else just_wait)
     sampling.install()
     if getattr(runner, "rejection_sampler", None) is not None and hasattr(runner, "_sample"):
         put_before(PlainStepsRunner, runner, PLAIN_STEPS)
     if proposer is not None:
         put_before(NotingRunner, runner, WORK, rollout_spec_proposer=proposer)
-    if catch_up is not None:
-        put_before(CatchingUpRunner, runner, CATCH_UP, catch_up=catch_up)
+    if first_wait is not None:
+        put_before(CatchingUpRunner, runner, CATCH_UP, first_wait=first_wait)
     if has_model_drafter(runner.vllm_config):
         bind_model_drafter(runner, sampling, proposer)
     if proposer is not None and not current_platform.is_out_of_tree():

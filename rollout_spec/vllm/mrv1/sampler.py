@@ -34,8 +34,8 @@ from rollout_spec.vllm.mrv1.row_generators import KEYED, RowGenerators, keep_fro
 
 logger = init_logger(f"vllm.{__name__}")
 
-# What an engine's processes apply to themselves.
-ENGINE_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
+# What an engine's processes apply to its samplers.
+SAMPLER_PATCHES = (KEYED, rejection.COUPLED, MIN_TOKENS, KEPT_LOGPROBS)
 
 
 class RowSampling:
@@ -137,8 +137,8 @@ class KeyedTopKTopPSampler(torch.nn.Module):
         return generators.step_noise.sample_after(logits), processed
 
 
-def check_engine_patches() -> None:
-    """Raise a PatchError if one of `ENGINE_PATCHES` does not fit the installed packages; needs no engine."""
+def check_samplers() -> None:
+    """Raise a PatchError if one of `SAMPLER_PATCHES` does not fit the installed packages; needs no engine."""
     guard_class(KEYED, KeyedSampler, Sampler)
     guard_class(rejection.COUPLED, CoupledVerifier, RejectionSampler)
     guard_parameters(

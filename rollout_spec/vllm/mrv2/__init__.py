@@ -3,7 +3,7 @@
 In: the runner, its batch, the calls of its samplers and of its speculator. Out: drafts for the next step;
 tokens drawn with a request's own noise.
 May import: `config`, `drafting`, `patches`, `verification`, `vllm`, numpy, torch, vllm.
-It never imports `plugin` or MRV1's. `enable` and `ahead` let vLLM choose it. A worker begins with `runner`,
+It never imports `plugin`, `refusals` or MRV1's. `ahead` has its scheduler. A worker begins with `runner`,
 whose classes stand before vLLM's; they call `host_drafts`. Its `arrival_queue` waits for `arrivals`, has
 their tokens in `host_batch`, and drafts after them; `room` puts drafts into a step. `sampler` stands before
 vLLM's own. `speculators` has ours, and what stands before a model's. `graphs` captures; `graphs_24` and

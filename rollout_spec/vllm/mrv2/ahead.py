@@ -26,7 +26,7 @@ from vllm.v1.executor.abstract import Executor
 from rollout_spec.config import ConfigError
 from rollout_spec.vllm.options import AHEAD_SCHEDULER, SCHEDULER
 from rollout_spec.vllm.scheduler import SpecScheduler
-from rollout_spec.vllm.step_notes import Plan, report_of
+from rollout_spec.vllm.step_notes import attach, plan_of, report_of
 from rollout_spec.vllm.versions import frees_keys_early, is_before
 
 logger = init_logger(f"vllm.{__name__}")
@@ -46,22 +46,20 @@ class AheadScheduler(SpecScheduler, AsyncScheduler):
         super().__init__(*args, **kwargs)
         self._num_in_flight = 0
         self._drafts_wanted = False  # by the drafting worker
-        self._room = 0  # of each row, in the step that is being scheduled
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self._room = self._room_for_drafts()
+        room = self._room_for_drafts()
         for request in self.running:
             # vLLM makes the masks of a grammar before the drafts are there.
             takes_drafts = not (request.is_prefill_chunk or request.use_structured_output)
             # As vLLM's own placeholders.
-            request.spec_token_ids = [-1] * self._room if takes_drafts else []
-        output = super().schedule(*args, **kwargs)  # it has a plan, in which this step is not in flight yet
+            request.spec_token_ids = [-1] * room if takes_drafts else []
+        output = super().schedule(*args, **kwargs)
+        # In its plan this step is not in flight yet.
+        attach(output, plan_of(output)._replace(num_in_flight=self._num_in_flight, room=room))
         if output.total_num_scheduled_tokens > 0:
             self._num_in_flight += 1
         return output
-
-    def _plan(self) -> Plan:
-        return super()._plan()._replace(num_in_flight=self._num_in_flight, room=self._room)
 
     def _room_for_drafts(self) -> int:
         """Draft tokens for which each row gets room; half of a step's tokens is left for prompts."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.config import SpecConfig
 from rollout_spec.drafting.drafts import TAKES_NONE, Drafts, NextStep
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.mrv2.arrivals import Arrival
@@ -14,15 +13,14 @@ from rollout_spec.vllm.proposing.proposer import BatchProposer
 
 
 class ArrivalQueue:
-    """The steps whose tokens the host's batch does not have yet.
+    """The steps whose tokens the batch on the host does not have yet; the proposer drafts after them.
 
     A failure costs the drafts, not the rollout: the batch is wrong then, and nothing is said of its rows.
     """
 
-    def __init__(self, runner: Any, config: SpecConfig) -> None:
+    def __init__(self, batch: HostBatch, proposer: BatchProposer) -> None:
         self._arrivals = deque[Arrival]()  # the oldest first
-        self._batch, self._has_failed = HostBatch(runner), False
-        self.proposer = BatchProposer(runner, config, self._batch, self.take_in)
+        self._batch, self._proposer, self._has_failed = batch, proposer, False
 
     def add(self, arrival: Arrival) -> None:
         """A step's tokens are on their way."""
@@ -65,14 +63,14 @@ class ArrivalQueue:
     def _draft_after(self, arrival: Arrival, next_step: NextStep) -> Drafts:
         """Wait for a step's tokens, index them, and draft after them."""
         places = self._batch.places_to_append(arrival.request_ids)
-        tokens, nums, *drafted = arrival.wait(self.proposer.catch_up)
+        tokens, nums, *drafted = arrival.wait(self._proposer.catch_up)
         try:
             nums_new = self._batch.extend(places, tokens, nums)
             model_drafts = self._batch.by_row(places, nums, *drafted) if drafted else None
             # A step for which a model has drafted nothing gets no drafts of the text either.
-            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self.proposer.most_model_tokens)
-            may_end = any((tokens == end).any() for end in self.proposer.requests.end_token_ids)
-            return self.proposer.draft(
+            takes_drafts = next_step.takes_drafts and (bool(drafted) or not self._proposer.most_model_tokens)
+            may_end = any((tokens == end).any() for end in self._proposer.requests.end_token_ids)
+            return self._proposer.draft(
                 nums_new, self._batch.tokens, self._batch.levels, arrival.work, model_drafts,
                 NextStep(takes_drafts, next_step.room), may_end, arrival.ended,
             )  # fmt: skip
@@ -81,5 +79,5 @@ class ArrivalQueue:
             return Drafts.none(len(self._batch.input_batch.req_ids))
 
     def _fail(self, error: Exception) -> None:
-        self.proposer.fail(error)
+        self._proposer.fail(error)
         self._has_failed = True

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec.patches import Patch, guard_parameters, put_before, temporarily
+from rollout_spec.vllm.both_runners import WITHOUT_GRAPHS
 from rollout_spec.vllm.both_runners.cuda_graphs import has_plain_graphs
-from rollout_spec.vllm.refusals.table import WITHOUT_GRAPHS
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -52,18 +52,15 @@ def for_plain_steps(runner: Any) -> contextlib.AbstractContextManager[None]:
     return temporarily(runner, "decode_query_len", 1 if has_plain_graphs(runner) else runner.decode_query_len)
 
 
-def add_graphs_for_drafts(runner: Any, why_no_graphs: str | None) -> None:
-    """Let a runner capture full graphs for steps with drafts too, or say why it has none.
-
-    why_no_graphs: what speaks against them whatever the runner's configuration is.
-    """
+def add_graphs_for_drafts(runner: Any) -> None:
+    """Let a runner capture full graphs for steps with drafts too, or say why it has none."""
     manager = runner.cudagraph_manager
-    if why_no_graphs is None:
+    if runner.graphs_misfit is None:
         put_before(DraftGraphs, manager, GRAPHS, runner=runner)
     # There are no full graphs, or the same for all steps; or Mamba 2's, with K draft tokens in every row.
     if not manager.cudagraph_mode.separate_routine() or manager.decode_query_len > 1:
         return
-    why_no_graphs = why_no_graphs or _why_no_graphs(runner)
+    why_no_graphs = runner.graphs_misfit or _why_no_graphs(runner)
     if why_no_graphs is None:
         num = add_graphs(manager, runner.decode_query_len, runner.graph_fields)
         logger.info_once(f"rollout_spec: {num} full CUDA graphs more, for steps with drafts")

@@ -40,7 +40,7 @@ class PlanningState(ModelState):
 class GraphsRunner(GPUModelRunner):
     """Its steps with drafts may take these graphs."""
 
-    graph_fields: dict[str, int]  # by which vLLM finds these graphs: see `graphs.add_graphs`
+    graph_fields = property(lambda self: {"uniform_token_count": VARYING})  # see `graphs.add_graphs`
     taken_in: Any = None  # the next step's SchedulerOutput, which gets its drafts later; None: a dummy run
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ def _varies(runner: GraphsRunner) -> bool:
 
 def bind_graphs(runner: Any) -> None:
     """Let a runner capture and find graphs of ours. Raises PatchError."""
-    put_before(GraphsRunner, runner, GRAPHS, graph_fields={"uniform_token_count": VARYING})
+    put_before(GraphsRunner, runner, GRAPHS)
 
     @wrap(model_runner, MRV2_DISPATCH, GRAPHS)
     def dispatch_varying(

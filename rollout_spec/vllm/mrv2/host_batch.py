@@ -24,7 +24,7 @@ class HostBatch:
 
     Attributes:
         requests: by id, with `prompt_token_ids` and `sampling_params`; preempted ones have no row.
-        tokens: int32 [rows, max_model_len], row i holds those of `input_batch.req_ids[i]`.
+        tokens: int32 [rows, most tokens], row i holds those of `input_batch.req_ids[i]`.
         levels: int32 [rows], how many.
     """
 
@@ -36,10 +36,6 @@ class HostBatch:
         self.tokens = np.zeros((runner.max_num_reqs, runner.max_model_len), np.int32)
         self.levels = np.zeros(runner.max_num_reqs, np.int32)
         self._max_levels = np.zeros(runner.max_num_reqs, np.int32)  # beyond which vLLM keeps no token
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self._runner.max_model_len)
 
     def change(self, scheduler_output: Any) -> None:
         """The requests that go and come with a step."""
@@ -71,7 +67,7 @@ class HostBatch:
         self.input_batch.req_ids.append(request.req_id)
         self.tokens[row, : len(tokens)] = tokens
         self.levels[row] = len(tokens)
-        self._max_levels[row] = max_level_of(request, self.max_model_len)
+        self._max_levels[row] = max_level_of(request, self._runner.max_model_len)
 
     def rows(self, request_ids: list[str]) -> npt.NDArray[np.int64]:
         """[num_requests]: the row of each; -1 of one that has none."""

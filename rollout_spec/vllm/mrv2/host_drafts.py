@@ -17,7 +17,9 @@ from rollout_spec.drafting.drafts import TAKES_ANY, Drafts
 from rollout_spec.patches import Patch, put_before
 from rollout_spec.vllm.mrv2.arrival_queue import ArrivalQueue
 from rollout_spec.vllm.mrv2.arrivals import Arrival, TimedOutput
+from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.mrv2.room import drafts_in, fill_room, room_in
+from rollout_spec.vllm.proposing.proposer import BatchProposer
 from rollout_spec.vllm.step_notes import Plan, Report, attach, plan_of
 
 SPECULATOR = Patch(
@@ -66,8 +68,9 @@ class HostDrafts:
     """
 
     def __init__(self, runner: Any, config: SpecConfig) -> None:
-        self._runner, self._arrivals = runner, ArrivalQueue(runner, config)
-        self.proposer = self._arrivals.proposer
+        self._runner, batch = runner, HostBatch(runner)
+        self.proposer = BatchProposer(runner, config, batch, lambda: self._arrivals.take_in())
+        self._arrivals = ArrivalQueue(batch, self.proposer)
         self.launching = threading.Lock()  # held while a step begins that waits for drafts
         self.step = RunningStep(Plan(), None, self.proposer.most_model_tokens)
         # What the device gets; who has the tokens of the last step knows that its copy has ended.

@@ -80,7 +80,7 @@ class DraftingRunner(GPUModelRunner):
 
     host_drafts: HostDrafts  # gets the tokens of every step, and gives drafts
     rollout_spec_proposer: BatchProposer
-    why_no_graphs: str | None = None  # with this vLLM, for steps with drafts; None: they can have full ones
+    graphs_misfit: str | None = None  # why this vLLM has no full graphs for steps with drafts; None: it has
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         # vLLM profiles a row of logits for each request.
@@ -93,7 +93,7 @@ class DraftingRunner(GPUModelRunner):
         with graphs.for_plain_steps(self):
             super().initialize_kv_cache(*args, **kwargs)
         put_before(WaitingTables, self.block_tables, SPECULATOR, host_drafts=self.host_drafts)
-        graphs.add_graphs_for_drafts(self, self.why_no_graphs)
+        graphs.add_graphs_for_drafts(self)
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         # Also what a data-parallel rank without requests runs. With K + 1 tokens a row, no rank's plain step
@@ -140,7 +140,7 @@ class ForgettingWorker(WorkerBase):
             few = copy.copy(settings)
             most = most_logit_rows(runner.vllm_config, proposer.config) // runner.decode_query_len
             few.max_num_seqs = min(settings.max_num_seqs, max(1, most))
-            with proposer.without_drafter(), temporarily(runner, "scheduler_config", few):
+            with proposer.warming_up(), temporarily(runner, "scheduler_config", few):
                 found = super().compile_or_warm_up_model()
         runner.keys.forget()
         return found
@@ -194,8 +194,8 @@ def bind(worker: Any, config: SpecConfig) -> None:
     if config.enabled:
         host = HostDrafts(runner, config)
         put_before(DraftingRunner, runner, SPECULATOR, host_drafts=host, rollout_spec_proposer=host.proposer)
-        runner.draft_tokens_handler, runner.drafter = host.for_scheduler, host.proposer
-        runner.why_no_graphs = patch_graphs_for_drafts(runner)
+        runner.draft_tokens_handler = host.for_scheduler
+        runner.graphs_misfit = patch_graphs_for_drafts(runner)
         if isinstance(speculator, speculators.SuffixSpeculator):
             speculator.host = host
         else:

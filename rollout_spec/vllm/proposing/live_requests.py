@@ -1,13 +1,20 @@
 """The requests of an engine, as its drafter is told of them."""
 
 import operator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rollout_spec.drafting.drafter import PAD, Drafter
 from rollout_spec.drafting.native import Int32Array
 from rollout_spec.vllm.keys import read_names
+
+
+class Batch(Protocol):
+    """An engine's requests and their rows: vLLM's MRV1 itself has them, of an MRV2 the `HostBatch`."""
+
+    requests: dict[str, Any]  # by id, preempted ones included: they stay in the index
+    input_batch: Any  # its `req_ids` has the request of each row
 
 
 class LiveRequests:
@@ -17,9 +24,9 @@ class LiveRequests:
         self._requests: dict[str, Any] = {}  # of the last step, by id: a caller may use an id again
         self.end_token_ids = set[int]()  # the tokens that end one of them
 
-    def update(self, drafter: Drafter, runner: Any) -> None:
-        """Add the requests that are new in a runner, or its `HostBatch`, and remove those that have left."""
-        live = runner.requests  # preempted requests included: they stay in the index
+    def update(self, drafter: Drafter, batch: Batch, max_model_len: int) -> None:
+        """Add the requests that are new in the batch, and remove those that have left."""
+        live = batch.requests
         before = self._requests.values()
         if len(live) == len(before) and all(map(operator.is_, live.values(), before)):
             return
@@ -30,7 +37,7 @@ class LiveRequests:
         self._requests = dict(live)
         self.end_token_ids = set[int]().union(*map(_end_token_ids, live.values()))
         for request_id in [r for r in live if r not in known]:
-            _add(drafter, request_id, live[request_id], runner.max_model_len)
+            _add(drafter, request_id, live[request_id], max_model_len)
 
     def until_ends(
         self, request_ids: list[str], nums_new: Int32Array, token_ids: Any, levels: Int32Array

@@ -15,10 +15,9 @@ from rollout_spec.drafting.native import Int32Array, NativeError
 from rollout_spec.metrics import EngineCounters
 from rollout_spec.patches import temporarily
 from rollout_spec.vllm.both_runners.cuda_graphs import pads_drafts
-from rollout_spec.vllm.mrv2.host_batch import HostBatch
 from rollout_spec.vllm.options import drafts_with_model
 from rollout_spec.vllm.proposing.kept_counters import KeptCounters
-from rollout_spec.vllm.proposing.live_requests import LiveRequests
+from rollout_spec.vllm.proposing.live_requests import Batch, LiveRequests
 from rollout_spec.vllm.proposing.other_ranks import OtherRanks
 
 logger = init_logger(f"vllm.{__name__}")
@@ -29,12 +28,12 @@ class BatchProposer:
 
     Args:
         runner: vLLM's, before it loads its model.
-        batch: with MRV2, what has the requests and their rows; None: the runner itself has.
+        batch: of its requests, with MRV2; None: the runner itself is one.
         index_arrivals: indexes what has been sampled and is still on its way: with MRV2 a step or two.
     """
 
     def __init__(
-        self, runner: Any, config: SpecConfig, batch: HostBatch | None = None,
+        self, runner: Any, config: SpecConfig, batch: Batch | None = None,
         index_arrivals: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._runner, self._batch = runner, runner if batch is None else batch
@@ -48,7 +47,7 @@ class BatchProposer:
         # The most that a model drafts for a row beside the text; 0: there is no model.
         self.most_model_tokens = config.most_model_tokens if drafts_with_model(runner.vllm_config) else 0
         self.drafter = self.new_drafter()  # None: not `drafts_here`, or it has failed
-        self.to_come = StepsToCome()  # what the last call of `draft` wants
+        self.is_warming_up = False
         self.requests = LiveRequests()
         self._counters = KeptCounters()
         self._other_ranks = OtherRanks(runner)
@@ -59,11 +58,16 @@ class BatchProposer:
                 self._other_ranks.watch()
 
     @contextlib.contextmanager
-    def without_drafter(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """In here nothing is drafted, learned or counted: vLLM warms up, with requests of its own."""
-        with temporarily(self, "drafter", None):
+        with temporarily(self, "is_warming_up", True):
             yield
-            self.take_counters()
+            self.index_arrivals()  # whose steps are of the warm-up
+
+    @property
+    def to_come(self) -> StepsToCome:
+        """What the last call of `draft` wants."""
+        return StepsToCome() if self.drafter is None else self.drafter.to_come
 
     def new_drafter(self) -> Drafter | None:
         """A drafter that has seen nothing, where this worker is to have one."""
@@ -114,16 +118,17 @@ class BatchProposer:
 
         may_end: False where no token of the step ends a request, which saves a look at all rows.
         """
+        if self.is_warming_up:
+            return Drafts.none(len(nums_new))
         try:
             if self.drafter is not None:
-                self.requests.update(self.drafter, self._batch)
+                self.requests.update(self.drafter, self._batch, self._runner.max_model_len)
                 request_ids: list[str] = self._batch.input_batch.req_ids
                 if may_end:
                     nums_new, levels = self.requests.until_ends(request_ids, nums_new, token_ids, levels)
                 rows = request_ids, nums_new, token_ids, levels
                 drafts = self.drafter.draft(*rows, work, model_drafts, next_step, ended)
                 self._counters.log(self.drafter)
-                self.to_come = self.drafter.to_come
                 return drafts
             if self.drafts_here:
                 self._counters.count_failed_step()
@@ -132,19 +137,18 @@ class BatchProposer:
             self._counters.warn("step", f"this step goes without drafts: {error}")
         except Exception as error:
             self.fail(error)
-        self.to_come = StepsToCome()
         return Drafts.none(len(nums_new))
 
     def fail(self, error: Exception) -> None:
         """End drafting for the rest of the engine's life: generation goes on without."""
         self._counters.keep(self.drafter)
-        self.drafter, self.to_come = None, StepsToCome()
+        self.drafter = None
         self._counters.count_failed_step()
         self._counters.warn("engine", f"drafting is off for the rest of this engine's life: {error!r}")
 
     def note_passes(self, num: int) -> None:
         """A model has drafted beside our drafter, in so many passes of those that it can take."""
-        if self.drafter is not None:
+        if self.drafter is not None and not self.is_warming_up:
             self.drafter.counters.num_model_passes += num
             self.drafter.counters.num_model_passes_left_out += self.most_model_tokens - num
 

@@ -27,7 +27,7 @@ _TRAINED_LENGTH = "original_max_position_embeddings"
 def check_options(vllm_config: VllmConfig) -> None:
     """Check all that can be checked before an engine's process is launched; reads the corpus through.
 
-    Raises ConfigError, which names the option or vLLM's setting; PatchError: `mrv1.sampler` does not fit.
+    Raises ConfigError, which names the option or vLLM's setting; PatchError: our classes do not fit MRV1.
     """
     config = engine_options(vllm_config)
     if config is None:
@@ -36,9 +36,11 @@ def check_options(vllm_config: VllmConfig) -> None:
     if config.enabled and config.corpus:
         _check_corpus(config, config.corpus, vllm_config.model_config.get_vocab_size())
     if config.keyed and not vllm_config.use_v2_model_runner:
-        from rollout_spec.vllm.mrv1.sampler import check_engine_patches
-
-        check_engine_patches()
+        if current_platform.is_cuda_alike():
+            from rollout_spec.vllm.mrv1.runner import check_runner as check
+        else:  # here a worker changes what MRV1's module takes, before it imports that
+            from rollout_spec.vllm.mrv1.sampler import check_samplers as check
+        check()
 
 
 @functools.cache
@@ -118,8 +120,6 @@ def _facts_of_our_drafter(vllm_config: VllmConfig, config: SpecConfig) -> dict[s
     is_launched = parallel.distributed_executor_backend == "external_launcher"
     verified_by = getattr(speculative, "rejection_sample_method", "standard")
     return {
-        "processors": model.logits_processors,
-        "min_p": model.get_diff_sampling_param().get("min_p"),
         "recurrent_on_mrv2": is_mrv2 and is_before(29) and policy,
         "recurrent_on_cpus": has_lossy_kernels and SimpleNamespace(policy=policy, dtype=model.dtype),
         "stages": num_stages > 1 and num_stages,
@@ -140,13 +140,13 @@ def _facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, An
     most = model.get_and_verify_max_len(model.original_max_model_len)
     return {
         "model_on_own_runner": current_platform.is_out_of_tree(),
-        "gemma4_head": _uses(speculative, "use_gemma4_mtp"),
-        "step3p5_head": _uses(speculative, "use_step3p5_mtp"),
-        "several_modules": _uses(speculative, "use_multi_module_mtp"),
+        # Methods; for a vLLM without such a drafter `bool`, which returns False.
+        "gemma4_head": getattr(speculative, "use_gemma4_mtp", bool)(),
+        "step3p5_head": getattr(speculative, "use_step3p5_mtp", bool)(),
+        "several_modules": getattr(speculative, "use_multi_module_mtp", bool)(),
         "adapters": vllm_config.lora_config is not None and "enable_lora",
         "parallel_experts": parallel.data_parallel_size > 1 and model.is_moe,
         "few_positions": num_positions < most and SimpleNamespace(most=num_positions, asked=most),
-        "ahead": vllm_config.scheduler_config.async_scheduling and _bar_to_ahead(vllm_config),
         "parallel_drafting": speculative.parallel_drafting,
         "adaptive": getattr(speculative, "enable_adaptive_verification", False),  # of 0.32
         "local_argmax": speculative.use_local_argmax_reduction,
@@ -161,6 +161,8 @@ def _facts_of_model(vllm_config: VllmConfig, misfit: str | None) -> dict[str, An
 
 def _facts_of_any_drafts(vllm_config: VllmConfig, config: SpecConfig, method: str | None) -> dict[str, Any]:
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    old_window = frees_keys_early(model) and "a sliding window before vLLM 0.29"
+    bar_to_ahead = old_window if vllm_config.use_v2_model_runner else "vLLM's MRV1"
     policy, loops = model.architecture, getattr(model.hf_text_config, "recurrent_kv_cache_mode", None)
     return {
         "last_loop": loops == "last_loop" and loops,
@@ -169,6 +171,9 @@ def _facts_of_any_drafts(vllm_config: VllmConfig, config: SpecConfig, method: st
         "open_regions": policy.startswith("Step5") and method != "mtp" and policy,
         "growing_rope": _growing_rope(model),
         "wide_logits": _wide_logits(vllm_config, config),
+        "processors": model.logits_processors,
+        "min_p": model.get_diff_sampling_param().get("min_p"),
+        "ahead": vllm_config.scheduler_config.async_scheduling and bar_to_ahead,
     }
 
 
@@ -181,13 +186,6 @@ def _wide_logits(vllm_config: VllmConfig, config: SpecConfig) -> SimpleNamespace
         rows = most_logit_rows(vllm_config, config)
     is_wide = rows > most and vllm_config.use_v2_model_runner and is_before(29)
     return SimpleNamespace(asked=given, most=most) if is_wide else None
-
-
-def _bar_to_ahead(vllm_config: VllmConfig) -> str | None:
-    """What keeps a model from drafting where steps are scheduled ahead; None: nothing."""
-    if not vllm_config.use_v2_model_runner:
-        return "vLLM's MRV1"
-    return "a sliding window before vLLM 0.29" if frees_keys_early(vllm_config.model_config) else None
 
 
 def _growing_rope(model: Any) -> SimpleNamespace | None:
@@ -225,9 +223,3 @@ def _check_corpus(config: SpecConfig, corpus: str, vocab_size: int) -> None:
             f"rollout.spec.corpus={corpus!r}: has the token {largest}, the model's vocabulary "
             f"is of {vocab_size}: build it from texts of the model's own tokenizer"
         )
-
-
-def _uses(speculative: Any, name: str) -> bool:
-    """What a `SpeculativeConfig` says of itself; False where this vLLM has no such drafter."""
-    ask = getattr(speculative, name, None)
-    return ask is not None and bool(ask())

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_spec.patches import Patch, wrap
-from rollout_spec.vllm.options import asked_options, has_our_drafter, names_our_proposer
+from rollout_spec.vllm.options import asked_method, has_our_drafter, names_our_proposer
 from rollout_spec.vllm.upstream import reasoning_end
 
 MODULE = "vllm.v1.engine.input_processor"
@@ -18,8 +18,7 @@ PATCH = Patch(
 
 def refusal(vllm_config: Any, request: Any) -> str | None:
     """Why an engine with drafts does not take this EngineCoreRequest of vLLM's; None where it does."""
-    options = asked_options(vllm_config.additional_config)
-    is_ours = names_our_proposer(vllm_config) or (options is not None and options.get("method") != "off")
+    is_ours = names_our_proposer(vllm_config) or asked_method(vllm_config) != "off"
     if not is_ours or vllm_config.speculative_config is None:  # whoever drafts
         return None
     if request.resumable:

@@ -15,10 +15,6 @@ from rollout_spec.vllm.options import MODEL_METHODS
 
 _NOT_MRV2 = "vLLM's MRV2 cannot be used with rollout_spec: {found.why}. Set VLLM_USE_V2_MODEL_RUNNER=0"
 OWN_RUNNER = "this platform has a model runner of its own"
-WITHOUT_GRAPHS = (
-    "compilation_config.cudagraph_mode=FULL_DECODE_ONLY: steps with drafts run without CUDA graphs; "
-    "take FULL_AND_PIECEWISE"
-)
 
 
 class Refusal(NamedTuple):

@@ -1,8 +1,8 @@
 """Faults of vLLM that we fix, a module each: a file is deleted when its Patch's `until` has come.
 
 In: a module of vLLM. Out: the same module, patched where it is wrong; a PatchError where it is not the one
-that the fix knows. Each file has `PATCH`; `WHERE`, the module that is wrong, by the engines that need it
-right; `fix`, which may be called again; and `applies`, if not every vLLM has the fault.
+that the fix knows. Each file has `PATCH`; `WHERE`, the module that `fix` is given once it is imported, by
+the engines that need it; `fix`, which may be called again; and `applies`, if not every vLLM has the fault.
 `vllm.fixes` finds them by itself. They never draw a token, and know no drafter.
 May import: `patches`, `recurrent`, `vllm.mrv1.prompt_rows`, numpy, torch, vllm.
 """
