@@ -87,10 +87,14 @@ def test_tokens_that_cost_nothing_are_all_verified():
     assert counters.drafted_seconds > 10.0
     assert counters.drafted_as_plain_seconds / counters.drafted_seconds == pytest.approx(2.5, rel=0.05)
     assert counters.believed_plain_seconds / counters.num_timed_steps == pytest.approx(0.1, rel=0.02)
-    assert counters.error_seconds < 0.02 * counters.timed_seconds
+    assert 0.0 <= counters.error_seconds < 0.02 * counters.timed_seconds
+    assert counters.timed_seconds == pytest.approx(0.1 * counters.num_timed_steps)
+    assert counters.plain_seconds == pytest.approx(counters.timed_seconds - counters.drafted_seconds)
+    assert counters.believed_of_plain_seconds == pytest.approx(counters.plain_seconds, rel=0.1)
     machine.survivals[:] = 1e-4  # less likely tokens are looked for step by step, but not these
     tried = [machine.least for _ in range(20) if machine.step() is not None]
     assert tried[:3] == pytest.approx([0.3, 0.15, 0.075]) and min(tried) == 0.02
+    assert counters.num_steps_on + counters.num_steps_off_probe + counters.num_steps_off_cost == 270
 
 
 PAYING = [([0.95, 0.8, 0.3, 0.1], 0.01), ([0.95, 0.9, 0.85, 0.5], 0.002), ([0.5, 0.3], 0.02)]
@@ -239,6 +243,8 @@ def test_padded_steps_are_taken_where_they_pay(survivals, seconds, share_propose
     machine = Machine(survivals, lambda drafted: seconds[not drafted], share_proposed, pad_to)
     machine.steps(300)
     assert least < np.mean([chosen is not None for chosen in machine.steps(1000)]) <= most
+    counters = machine.gate.counters
+    assert counters.num_steps_on + counters.num_steps_off_probe + counters.num_steps_off_cost == 1300
 
 
 def test_a_closed_gate_tries_drafts_before_it_measures_a_plain_step():
