@@ -30,6 +30,7 @@ ffibuilder.set_source(
     '#include "rollout_spec_native.h"',
     sources=[str(path) for path in sorted(Path("native").glob("*.c"))],
     include_dirs=["native"],
+    define_macros=[("NDEBUG", None)],  # asserts are for native/tests
     depends=[str(path) for path in sorted(Path("native").glob("*.h"))],
     extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", *INLINED],
     extra_link_args=["-O3", *INLINED],

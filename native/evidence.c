@@ -176,6 +176,7 @@ static uint32_t all_proposers(const rs_prediction *prediction) {
 }
 
 /* Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4) to RS_NUM_TOKEN_SETS. */
+_Static_assert(RS_NUM_TOKEN_SETS == 1 << (32 - 24), "token_hash keeps as many bits");
 static uint32_t token_hash(int32_t token) { return (uint32_t)token * 0x9E3779B1U >> 24; }
 
 static void select_weights(const rs_prediction *prediction, int32_t candidate, uint32_t proposed,

@@ -1,6 +1,6 @@
 /* The index behind the opaque handle: tables of groups and sequences, and what is learned from all of them.
  *
- * index.c and step.c call groups.c, and all three call sequences.c, which calls queue.c; step.c calls draft.c. Against that
+ * index.c and step.c call groups.c; step.c and groups.c call sequences.c, which calls queue.c; step.c calls draft.c. Against that
  * order any allocation may call full_index.c, which frees idle groups and idle text: it says who is safe from that.
  *
  * A comment in a struct names the file that writes the fields below it, as long as the struct lives, alone or with another

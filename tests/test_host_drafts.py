@@ -138,7 +138,8 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
     names = ["b", "a", "new"]
     with Accelerator() as accelerator:
         runner = mrv2_host(accelerator, {name: row for row, name in enumerate(names)})
-        runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, 0), names))
+        runner.execute_model(planned(scheduled((*names,)), Plan(None, 0, K), names))
+        assert not runner.host_drafts.proposer.busiest_work.has_drafts, "in their prompts no row had room"
         accelerator.start()
         after_sampling(runner, accelerator.put, names, [6, 6, 40])
         room = {"b": [-1] * 2, "a": [-1] * K, "new": [-1] * K}
@@ -147,6 +148,7 @@ def test_a_step_of_mrv2_that_is_there_gets_its_drafts_and_loses_the_room_that_st
         report = report_of(runner.sample_tokens(None).model_runner_output)
     drafts = {"b": [7, 8], "a": [7, 8, 5, 6]}
     assert runner.executed.scheduled_spec_decode_tokens == drafts
+    assert runner.host_drafts.proposer.busiest_work.has_drafts
     nums = runner.executed.num_scheduled_tokens
     assert nums == {"b": 3, "a": 5, "new": 1} and runner.executed.total_num_scheduled_tokens == 9
     assert given.scheduled_spec_decode_tokens == room and given.total_num_scheduled_tokens == 13

@@ -91,7 +91,7 @@ class HostDrafts:
         output, self.step.output = self.step.output, None
         if output is None:
             return
-        if output.scheduled_spec_decode_tokens:
+        if has_room := bool(output.scheduled_spec_decode_tokens):  # or drafts, where the scheduler waits
             index, request_ids = self._runner.req_states.req_id_to_index, [*output.num_scheduled_tokens]
             rows = np.array([index[request_id] for request_id in request_ids])
             is_ahead = self.step.plan.is_ahead
@@ -101,7 +101,7 @@ class HostDrafts:
             if self.step.nums_drafts:
                 self._sent.numpy()[rows, : drafts.tokens.shape[1]] = drafts.tokens
                 self._runner.req_states.draft_tokens.copy_(self._sent, non_blocking=True)
-        self.proposer.note_scheduled(output, has_waited=self.step.plan.room > 0)
+        self.proposer.note_scheduled(output, has_waited=has_room)
 
     def _fill(self, output: Any, rows: npt.NDArray[np.int64]) -> Drafts:
         """Fill the room of requests, which have these rows of the runner; returns their drafts."""
