@@ -129,7 +129,8 @@ def allocated_bytes():
 def storm_sampling(number):
     prompt = PROMPTS[number % 4]
     name = [0, 1, "val" if is_validation(number) else "train", number]
-    extra_args = {"rollout_spec_key": name, "rollout_spec_group": str(number % 4)}
+    extra_args = dict.fromkeys(("rollout_spec_key", "rollout_spec_sample"), name)
+    extra_args |= {"rollout_spec_group": str(number % 4)}
     extra_args |= dict.fromkeys(("rollout_spec_group_tokens", "rollout_spec_call_tokens"), len(prompt))
     max_tokens = 20 + number * 37 % 100
     asked = {"max_tokens": max_tokens, "temperature": 1.0, "extra_args": extra_args, "ignore_eos": False}
